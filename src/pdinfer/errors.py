@@ -1,0 +1,94 @@
+"""Every error pdinfer raises on purpose.
+
+    PDInferError                 code             who made the mistake
+    ├── ConfigError              CONFIG           a config.json, a size or a setting
+    ├── CheckpointError          CHECKPOINT       the files of a model folder
+    ├── RequestError             REQUEST          one request; the others go on
+    ├── Overloaded               OVERLOADED       nobody: try again after `retry_after_s`
+    ├── TransferError            TRANSFER         a peer, a connection, or bytes that did not verify
+    │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things
+    └── BackendUnavailable       BACKEND          an optional library or device that is not there
+
+A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
+borders, and is what programs should look at.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PDInferError(Exception):
+    """Base of the tree; `code` names the kind of error in a form that never changes."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+
+class ConfigError(PDInferError):
+    """A configuration that cannot be used: a config.json field, a size, an equation that does not hold."""
+
+    code = "CONFIG"
+
+
+class CheckpointError(PDInferError):
+    """A model folder whose files are missing, malformed, or disagree with the configuration."""
+
+    code = "CHECKPOINT"
+
+
+class RequestError(PDInferError):
+    """A request that can never be served: token out of range, too long, parameter out of bounds, id in use."""
+
+    code = "REQUEST"
+
+
+class Overloaded(PDInferError):
+    """No room now. `retry_after_s` (seconds) is when asking again makes sense."""
+
+    code = "OVERLOADED"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class TransferError(PDInferError):
+    """KV did not arrive: a peer was lost, a connection broke, a room was aborted, or bytes did not verify."""
+
+    code = "TRANSFER"
+
+
+class LayoutMismatch(TransferError):
+    """Two ends whose pages differ in meaning; `fields` holds (name, ours, theirs) of every difference."""
+
+    code = "LAYOUT_MISMATCH"
+
+    def __init__(self, message: str, *, fields: tuple[tuple[str, str, str], ...] = ()) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+
+class BackendUnavailable(PDInferError):
+    """A forced choice of provider, transport or device that this machine cannot satisfy."""
+
+    code = "BACKEND"
+
+
+BY_CODE: dict[str, type[PDInferError]] = {
+    error.code: error
+    for error in (
+        PDInferError,
+        ConfigError,
+        CheckpointError,
+        RequestError,
+        Overloaded,
+        TransferError,
+        LayoutMismatch,
+        BackendUnavailable,
+    )
+}
+
+
+def error_from_code(code: str, message: str) -> PDInferError:
+    """The error a peer described as (code, message); an unknown code gives the base class."""
+    return BY_CODE.get(code, PDInferError)(message)

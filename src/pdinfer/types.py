@@ -1,0 +1,230 @@
+"""The values that travel: requests, grants, hand-offs and events. All frozen, none holds a tensor.
+
+One request's life in these types:
+
+    Request ─► Granted(PageGrant, Request) ─► Handoff ─► TokenEvent … TokenEvent(finish_reason=…)
+            └► Refused
+"""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from pdinfer.errors import PDInferError
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended. STOP and LENGTH carry a token; the other three come with `token=None`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    FAILED = "failed"
+
+
+class HandoffStatus(enum.Enum):
+    """LANDED: every granted token was sent. ABORTED: the writer has stopped and will write no more."""
+
+    LANDED = "landed"
+    ABORTED = "aborted"
+
+
+@attrs.frozen(kw_only=True)
+class SamplingParams:
+    """How tokens are drawn from the logits of one request.
+
+    `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
+    (logits, these parameters, `seed`, position), so a request gives the same tokens in any batch and after any
+    re-prefill. `seed=None` lets the Pairing draw one. `logprobs` asks for that many alternatives per token.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Request:
+    """One prompt to continue. Checked when it is submitted, not when it is made: see `schedule.check_request`.
+
+    `output` holds tokens already emitted (a resumed request); `priority` is higher first; `deadline_s` counts
+    seconds from `Pairing.submit`; prefixes are shared only between requests of equal `cache_salt`.
+    """
+
+    request_id: str | None = None
+    prompt: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    sampling: SamplingParams = attrs.field(factory=SamplingParams)
+    priority: int = 0
+    deadline_s: float | None = None
+    cache_salt: bytes = b""
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and output so far: what prefill has to run."""
+        return self.prompt + self.output
+
+
+@attrs.frozen
+class PeerAddress:
+    """Who an end of a channel is and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
+
+    engine_id: bytes
+    epoch: int
+    rank: int
+    endpoints: tuple[str, ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class PageGrant:
+    """Decode's reservation and the right to write it, for one attempt (`room`, 16 random bytes).
+
+    `tokens` is [first missing, end): what must arrive; it starts on a page border of decode's page size.
+    `pages[i]` holds tokens [tokens.start + i * page_size, …) on every destination; `generations` date them.
+    """
+
+    room: bytes
+    request_id: str
+    writers: tuple[PeerAddress, ...]
+    destinations: tuple[PeerAddress, ...]
+    tokens: range
+    pages: tuple[int, ...]
+    generations: tuple[int, ...]
+    layout_id: bytes
+
+
+@attrs.frozen(kw_only=True)
+class NamedState:
+    """A tensor that travels beside the pages, e.g. "mtp.hidden"; receivers drop optional names they do not know."""
+
+    name: str
+    version: int
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@attrs.frozen(kw_only=True)
+class Handoff:
+    """One writer's last word on a room: LANDED with the first token, or ABORTED with the reason."""
+
+    room: bytes
+    writer: PeerAddress
+    status: HandoffStatus
+    error: PDInferError | None = None
+    token: int | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    state: tuple[NamedState, ...] = ()
+    num_cached_tokens: int = 0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+
+
+@attrs.frozen(kw_only=True)
+class Granted:
+    """Decode reserved pages; `request` is what prefill must run (with the output so far)."""
+
+    grant: PageGrant
+    request: Request
+
+
+@attrs.frozen(kw_only=True)
+class Refused:
+    """Decode cannot take the request; nothing is held."""
+
+    request_id: str
+    error: PDInferError
+
+
+@attrs.frozen(kw_only=True)
+class Usage:
+    """What a finished request used. Seconds count from `submit` of the object that emitted the event."""
+
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    queue_s: float
+    ttft_s: float | None
+
+
+@attrs.frozen(kw_only=True)
+class TokenEvent:
+    """One token of one request, or its end, or both. `index` counts output tokens from 0."""
+
+    request_id: str
+    token: int | None
+    index: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+    finish_reason: FinishReason | None = None
+    error: PDInferError | None = None
+    usage: Usage | None = None
+
+
+Event = Granted | Refused | TokenEvent
+
+
+@attrs.frozen(kw_only=True)
+class PrefillLoad:
+    """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
+
+    address: PeerAddress
+    num_queued_requests: int
+    num_queued_tokens: int
+    unsent_bytes: int
+    num_free_pages: int
+    num_total_pages: int
+    page_size: int
+    max_request_tokens: int
+    tokens_per_s: float
+
+
+@attrs.frozen(kw_only=True)
+class DecodeLoad:
+    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences."""
+
+    address: PeerAddress
+    num_waiting_requests: int
+    num_waiting_tokens: int
+    num_granted_requests: int
+    num_running_requests: int
+    num_running_tokens: int
+    num_free_pages: int
+    num_total_pages: int
+    page_size: int
+    max_request_tokens: int
+    tokens_per_s: float
+
+
+@attrs.frozen(kw_only=True)
+class RequestShape:
+    """What a policy may know of a request."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_new_tokens: int
+    priority: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Choice:
+    """A policy's pick, with every part of the score that led to it (lower is better)."""
+
+    prefill: PeerAddress
+    decode: PeerAddress
+    score: tuple[tuple[str, float], ...] = ()
