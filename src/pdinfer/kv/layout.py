@@ -1,0 +1,155 @@
+"""What the bytes of a page mean: components, sizes and where each token lies. Plain ints, no tensors.
+
+A pool is one flat block of bytes. It is cut into regions, one per (component, layer), component first; a region holds
+`num_pages` pages, a page `page_size` tokens, a token `token_bytes` bytes. One page id therefore names one page in every
+region, and a token's address needs no table but the page table:
+
+    region(component, layer) + (page * page_size + token % page_size) * token_bytes
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from pdinfer.errors import ConfigError, LayoutMismatch
+
+Spans = list[tuple[int, int]]
+"""(offset, length) pieces of a pool's bytes, in the order in which their contents are sent."""
+
+
+class Fit(enum.Enum):
+    """How two layouts relate: the same pages, or the same tokens in pages of another size."""
+
+    IDENTICAL = "identical"
+    REPAGE = "repage"
+
+
+@attrs.frozen(kw_only=True)
+class KVComponent:
+    """One kind of cached value. `format` names dtype, widths and rope pairing, so that equal text means equal bytes."""
+
+    name: str
+    format: str
+    dtype: str
+    width: int
+    token_bytes: int
+    layers: tuple[int, ...]
+
+
+@attrs.frozen(kw_only=True)
+class KVLayout:
+    """The meaning of every byte in a pool.
+
+    `model_id` and `weights_id` tie a cached latent to the model that made it: latents of other weights have the same
+    shape and mean nothing. Layers are global ids, so that ends holding different slices still agree.
+    """
+
+    model_id: bytes
+    weights_id: bytes
+    page_size: int
+    components: tuple[KVComponent, ...]
+
+    @property
+    def layout_id(self) -> bytes:
+        """SHA-256 over every field; carried by each grant."""
+        text = "\n".join(f"{name}={value}" for name, value in self._described())
+        return hashlib.sha256(text.encode()).digest()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes one token takes over all components and layers."""
+        return sum(component.token_bytes * len(component.layers) for component in self.components)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes one page takes over all components and layers."""
+        return self.token_bytes * self.page_size
+
+    @property
+    def layers(self) -> range:
+        """The global layer ids that have a cache."""
+        ids = [layer for component in self.components for layer in component.layers]
+        return range(min(ids), max(ids) + 1)
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens need when the first one starts a page."""
+        return -(-num_tokens // self.page_size)
+
+    def region_offset(self, name: str, layer: int, num_pages: int) -> int:
+        """First byte of (component, layer) in a pool of `num_pages` pages."""
+        offset = 0
+        for component in self.components:
+            region_bytes = num_pages * self.page_size * component.token_bytes
+            if component.name == name:
+                return offset + component.layers.index(layer) * region_bytes
+            offset += region_bytes * len(component.layers)
+        raise ConfigError(f"layout has no component {name!r}; it has {[c.name for c in self.components]}")
+
+    def payload_bytes(self, layers: range, tokens: range) -> int:
+        """Bytes of `tokens` in `layers` over all components."""
+        per_token = sum(
+            component.token_bytes * sum(layer in layers for layer in component.layers) for component in self.components
+        )
+        return per_token * len(tokens)
+
+    def spans(self, num_pages: int, *, layers: range, tokens: range, pages: Sequence[int], first_token: int) -> Spans:
+        """Where `tokens` of `layers` lie in a pool of `num_pages` pages, `pages[i]` holding tokens from
+        `first_token + i * page_size`. The order, component then layer then token, is that of every payload,
+        whatever the page size of either end."""
+        runs = list(self._runs(tokens, pages, first_token))
+        spans: Spans = []
+        region = 0
+        for component in self.components:
+            size = component.token_bytes
+            region_bytes = num_pages * self.page_size * size
+            for layer in component.layers:
+                if layer in layers:
+                    spans.extend((region + start * size, count * size) for start, count in runs)
+                region += region_bytes
+        return spans
+
+    def _runs(self, tokens: range, pages: Sequence[int], first_token: int) -> Iterator[tuple[int, int]]:
+        """Runs (token slot, count) of adjacent slots: neighbours in the pool are joined."""
+        start = count = 0
+        position = tokens.start
+        while position < tokens.stop:
+            page, within = divmod(position - first_token, self.page_size)
+            slot = pages[page] * self.page_size + within
+            length = min(self.page_size - within, tokens.stop - position)
+            if count and slot == start + count:
+                count += length
+            else:
+                if count:
+                    yield start, count
+                start, count = slot, length
+            position += length
+        if count:
+            yield start, count
+
+    def compatible_with(self, other: KVLayout) -> Fit:
+        """How pages move between `self` (ours) and `other` (theirs); raises LayoutMismatch naming every field that
+        differs. Only the page size may differ."""
+        ours, theirs = dict(self._described()), dict(other._described())
+        pairs = [(name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in {**ours, **theirs}]
+        fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] != "page_size")
+        if fields:
+            listing = "; ".join(f"{name}: ours {a}, theirs {b}" for name, a, b in fields)
+            raise LayoutMismatch(f"the two ends' KV layouts differ and cannot exchange pages: {listing}", fields=fields)
+        return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
+
+    def _described(self) -> Iterator[tuple[str, str]]:
+        """Every field as (name, text), for comparing and hashing."""
+        yield "model_id", self.model_id.hex()[:16]
+        yield "weights_id", self.weights_id.hex()[:16]
+        yield "page_size", str(self.page_size)
+        for component in self.components:
+            prefix = f"components.{component.name}"
+            yield f"{prefix}.format", component.format
+            yield f"{prefix}.dtype", component.dtype
+            yield f"{prefix}.width", str(component.width)
+            yield f"{prefix}.token_bytes", str(component.token_bytes)
+            yield f"{prefix}.layers", ",".join(map(str, component.layers))

@@ -1,0 +1,99 @@
+"""The bytes of a pool as tensors: `PageMemory` owns them, `KVView` is what one step may read and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdinfer.errors import ConfigError
+from pdinfer.kv.layout import KVLayout, Spans
+from pdinfer.kv.transport import Memory
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class PageMemory:
+    """One flat block of bytes on one device, and typed views of its regions.
+
+    Host memory is read and written in place by transports; device memory goes through host copies.
+    """
+
+    def __init__(self, layout: KVLayout, num_pages: int, *, device: torch.device, memory: str = "auto") -> None:
+        if memory == "pinned" and not torch.cuda.is_available():
+            raise ConfigError('memory="pinned" needs a CUDA device; use "auto"')
+        self.layout = layout
+        self.num_pages = num_pages
+        self.device = device
+        self.buffer = torch.zeros(
+            num_pages * layout.page_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned"
+        )
+        if memory == "shared":
+            self.buffer.share_memory_()
+        self._host = memoryview(self.buffer.numpy()) if device.type == "cpu" else None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.buffer.numel()
+
+    def pages(self, name: str, layer: int) -> Tensor:
+        """[num_pages, page_size, width] view of one component of one layer, in its own dtype."""
+        component = next(c for c in self.layout.components if c.name == name)
+        start = self.layout.region_offset(name, layer, self.num_pages)
+        size = self.num_pages * self.layout.page_size * component.token_bytes
+        flat = self.buffer[start : start + size].view(DTYPES[component.dtype])
+        return flat.view(self.num_pages, self.layout.page_size, component.width)
+
+    def read(self, spans: Spans) -> list[memoryview]:
+        if self._host is not None:
+            return [self._host[start : start + length] for start, length in spans]
+        return [memoryview(self.buffer[start : start + length].cpu().numpy()) for start, length in spans]
+
+    def landing(self, spans: Spans) -> list[memoryview]:
+        if self._host is not None:
+            return self.read(spans)
+        return [memoryview(bytearray(length)) for _, length in spans]
+
+    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
+        if self._host is not None:
+            return
+        for (start, length), data in zip(spans, landed, strict=True):
+            host = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
+            self.buffer[start : start + length].copy_(host)
+
+    def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+        if not isinstance(source, PageMemory):
+            raise ConfigError(f"cannot copy pages from a {type(source).__name__}")
+        for (to, start), length in _paired(spans, source_spans):
+            self.buffer[to : to + length].copy_(source.buffer[start : start + length])
+
+
+def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
+    """Cuts two span lists of one total length at each other's borders: ((left offset, right offset), length)."""
+    pieces = []
+    remaining = iter(right)
+    start, available = 0, 0
+    for offset, length in left:
+        while length:
+            if not available:
+                start, available = next(remaining)
+            step = min(length, available)
+            pieces.append(((offset, start), step))
+            offset, length = offset + step, length - step
+            start, available = start + step, available - step
+    return pieces
+
+
+@attrs.frozen
+class KVView:
+    """The cache as one step's attention sees it: every region, addressed by the batch's page table and slots."""
+
+    latents: tuple[Tensor, ...]
+    """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key."""
+
+    @classmethod
+    def of(cls, memory: PageMemory) -> KVView:
+        return cls(tuple(memory.pages("latent", layer) for layer in memory.layout.layers))
