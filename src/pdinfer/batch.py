@@ -1,0 +1,79 @@
+"""The index tensors of one step: which tokens run, where they stand, and which pages their context lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+
+@attrs.frozen
+class Row:
+    """One sequence's part of a step: `tokens` at positions from `start`, its context in `pages` from position 0."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
+
+    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with each
+    row's first page; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
+    so that no kernel has to sync. `absorbed` picks the attention form: see `mla`.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    page_table_BM: Tensor
+    context_lens_B: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    absorbed: bool
+
+    @classmethod
+    def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device, absorbed: bool) -> Batch:
+        """A batch of `rows`; none is an empty batch, which every layer accepts. Rows of an absorbed batch have one
+        token each."""
+        tokens, positions, slots = [], [], []
+        for row in rows:
+            tokens.extend(row.tokens)
+            span = range(row.start, row.start + len(row.tokens))
+            positions.extend(span)
+            slots.extend(row.pages[at // page_size] * page_size + at % page_size for at in span)
+        context_lens = tuple(row.start + len(row.tokens) for row in rows)
+        width = max((-(-context // page_size) for context in context_lens), default=0)
+        table = [_padded(row.pages, width) for row in rows]
+
+        def tensor(values: Sequence[object], *shape: int) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64).view(*shape).to(device, non_blocking=True)
+
+        return cls(
+            tokens_T=tensor(tokens, -1),
+            positions_T=tensor(positions, -1),
+            slots_T=tensor(slots, -1),
+            page_table_BM=tensor(table, len(rows), width),
+            context_lens_B=tensor(context_lens, -1),
+            query_lens=tuple(len(row.tokens) for row in rows),
+            context_lens=context_lens,
+            absorbed=absorbed,
+        )
+
+    @property
+    def last_rows(self) -> list[int]:
+        """For each sequence, the row of its last token."""
+        rows, total = [], 0
+        for length in self.query_lens:
+            total += length
+            rows.append(total - 1)
+        return rows
+
+
+def _padded(pages: Sequence[int], width: int) -> list[int]:
+    used = list(pages[:width])
+    return used + used[:1] * (width - len(used))

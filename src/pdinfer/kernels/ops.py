@@ -1,0 +1,116 @@
+"""The ops a model is made of, as one frozen value of callables.
+
+Each field names an op; its Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
+functions of these names; `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
+specification; the others must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+from torch import Tensor
+
+
+class RMSNorm(Protocol):
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, returned in x's dtype."""
+
+
+class Linear(Protocol):
+    def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        """x @ weight.T -> [T, O] in x's dtype."""
+
+
+class Rotate(Protocol):
+    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+        """Rotary embedding of interleaved pairs (2i, 2i+1) by angle i; cos and sin are float32 [T, R/2]. New tensor."""
+
+
+class StoreLatent(Protocol):
+    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
+        """Writes token t's latent to slot `page * page_size + offset` of the cache. Mutates `pages_PGW` alone."""
+
+
+class MLAPrefill(Protocol):
+    def __call__(
+        self,
+        q_THQ: Tensor,
+        pages_PGW: Tensor,
+        kv_b_OC: Tensor,
+        page_table_BM: Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        v_head_dim: int,
+        scale: float,
+    ) -> Tensor:
+        """Expanded causal attention of each sequence's last `query_lens[b]` tokens over its first `context_lens[b]`
+        cached tokens (the queries' own latents are already stored). Q = nope + R; W = C + R; kv_b holds per head the
+        rows of K (nope) and then of V. Returns [T, H, V]. Lengths are host ints: no sync."""
+
+
+class MLADecode(Protocol):
+    def __call__(
+        self,
+        q_latent_BHC: Tensor,
+        q_rope_BHR: Tensor,
+        pages_PGW: Tensor,
+        page_table_BM: Tensor,
+        context_lens_B: Tensor,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent . c +
+        q_rope . k_rope)) . c -> [B, H, C]. Cache beyond a context may hold anything, NaN included."""
+
+
+class Route(Protocol):
+    def __call__(
+        self,
+        logits_TE: Tensor,
+        bias_E: Tensor | None,
+        *,
+        sigmoid: bool,
+        top_k: int,
+        num_groups: int,
+        top_k_groups: int,
+        normalize: bool,
+        scaling_factor: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The experts of each token: (ids_TK int64, weights_TK float32) from float32 logits.
+
+        Scores are sigmoid or softmax of the logits; `bias_E` (DeepSeek-V3's correction) is added for choosing and
+        never for weighing. With more than one group only the best `top_k_groups` compete, a group being worth the sum
+        of its two best biased scores when there is a bias and its best score otherwise. `normalize` divides the
+        weights by their sum; `scaling_factor` multiplies them."""
+
+
+class GatedSilu(Protocol):
+    def __call__(self, x_TJ: Tensor) -> Tensor:
+        """silu(first half) * second half over the last axis, J = 2I -> I, computed in float32, in x's dtype."""
+
+
+class GroupedMLP(Protocol):
+    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+        """Gated MLP of rows sorted by expert, `counts_E` (int64, on the host) rows for each -> [S, D]."""
+
+
+@attrs.frozen(kw_only=True)
+class Ops:
+    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
+
+    rms_norm: RMSNorm
+    linear: Linear
+    rotate: Rotate
+    store_latent: StoreLatent
+    mla_prefill: MLAPrefill
+    mla_decode: MLADecode
+    route: Route
+    gated_silu: GatedSilu
+    grouped_mlp: GroupedMLP
+
+
+OP_NAMES: tuple[str, ...] = tuple(field.name for field in attrs.fields(Ops))

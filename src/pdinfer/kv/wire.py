@@ -1,0 +1,120 @@
+"""The messages between two ends of a channel, and how our values become bytes (MessagePack through msgspec).
+
+Unknown fields are ignored within a major version, so fields may be added at the end; a feature that a peer must
+understand goes into `Hello.required`. Long lists of ints travel as packed little-endian int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+
+from pdinfer.errors import PDInferError, TransferError, error_from_code
+from pdinfer.kv.layout import KVLayout
+from pdinfer.types import Handoff, PeerAddress
+
+MAJOR, MINOR = 1, 0
+FEATURES: frozenset[str] = frozenset()
+"""Optional behaviours this version understands; a peer that requires another one is refused."""
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First frame of who connected: who we are and what our pages mean."""
+
+    version: tuple[int, int]
+    address: PeerAddress
+    layout: KVLayout
+    required: tuple[str, ...] = ()
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer that opens a link."""
+
+    version: tuple[int, int]
+    address: PeerAddress
+    layout: KVLayout
+
+
+class Reject(msgspec.Struct, tag="reject"):
+    """The answer that refuses it; `fields` as in LayoutMismatch."""
+
+    error: PDInferError
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+
+class Data(msgspec.Struct, tag="data"):
+    """Announces a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
+
+    room: bytes
+    layers: range
+    tokens: range
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """A writer's last word on a room."""
+
+    handoff: Handoff
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Decode asks a writer to stop; the Finish that follows is the proof that it has."""
+
+    room: bytes
+    error: PDInferError
+
+
+Message = Hello | Welcome | Reject | Data | Finish | Abort
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Token or page ids as little-endian int32."""
+    return np.asarray(values, dtype="<i4").tobytes()
+
+
+def unpack_ints(data: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ints`; TransferError when it is no whole number of ints."""
+    if len(data) % 4:
+        raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def to_builtin(value: object) -> object:
+    """msgspec's enc_hook: ranges and errors."""
+    if isinstance(value, range):
+        return (value.start, value.stop)
+    if isinstance(value, PDInferError):
+        return (value.code, str(value))
+    raise NotImplementedError(f"cannot encode a {type(value).__name__}")
+
+
+def from_builtin(kind: type, value: Any) -> object:
+    """msgspec's dec_hook, the inverse of `to_builtin`; every shape is checked."""
+    if kind is range:
+        start, stop = msgspec.convert(value, tuple[int, int])
+        if not 0 <= start <= stop < 2**31:
+            raise ValueError(f"[{start}, {stop}) is no range of tokens or layers")
+        return range(start, stop)
+    if issubclass(kind, PDInferError):
+        code, message = msgspec.convert(value, tuple[str, str])
+        return error_from_code(code, message)
+    raise NotImplementedError(f"cannot decode a {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
+_decoder = msgspec.msgpack.Decoder(Message, dec_hook=from_builtin)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """The message in `frame`; TransferError for anything that is not one, whatever the bytes."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError, attrs.exceptions.FrozenInstanceError) as error:
+        raise TransferError(f"a peer sent a frame that is not a message: {str(error)[:200]}") from error

@@ -1,0 +1,109 @@
+"""Multi-head latent attention in its two forms over one cache of latents.
+
+A token's cache is `kv_lora_rank` values (the normed latent c) and `qk_rope_head_dim` values (one rotated key shared by
+all heads, pairs interleaved as in the checkpoint). *Expanded* attention turns cached latents into keys and values with
+kv_b_proj and suits many queries; *absorbed* attention folds kv_b_proj into the query and the output instead and suits
+one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.batch import Batch
+from pdinfer.config import ModelConfig
+from pdinfer.kernels.ops import Ops
+from pdinfer.layers import Linear, RMSNorm, WeightSource
+
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek's modelling code builds the two latent norms with the class default, not with `rms_norm_eps`."""
+
+
+@attrs.frozen(kw_only=True)
+class MLA:
+    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent."""
+
+    config: ModelConfig
+    ops: Ops
+    q_a: Linear | None
+    q_a_norm: RMSNorm | None
+    q_b: Linear
+    kv_a: Linear
+    kv_a_norm: RMSNorm
+    kv_b_OC: Tensor
+    o: Linear
+
+    @classmethod
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> MLA:
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        q_size = heads * config.qk_head_dim
+        q_a = q_a_norm = None
+        if config.q_lora_rank is None:
+            q_b = Linear.build(source, f"{name}.q_proj", q_size, hidden, ops)
+        else:
+            q_a = Linear.build(source, f"{name}.q_a_proj", config.q_lora_rank, hidden, ops)
+            q_a_norm = RMSNorm.build(source, f"{name}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, ops)
+            q_b = Linear.build(source, f"{name}.q_b_proj", q_size, config.q_lora_rank, ops)
+        kv_a_size = rank + config.qk_rope_head_dim
+        kv_b_size = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        return cls(
+            config=config,
+            ops=ops,
+            q_a=q_a,
+            q_a_norm=q_a_norm,
+            q_b=q_b,
+            kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
+            kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
+            kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank),
+            o=Linear.build(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops),
+        )
+
+    def __call__(self, x_TD: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> Tensor:
+        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D]."""
+        self.ops.store_latent(pages_PGW, batch.slots_T, self.latent(x_TD, angles))
+        q_nope_THN, q_rope_THR = self.query(x_TD, angles)
+        attend = absorbed if batch.absorbed else expanded
+        return self.o(attend(self, q_nope_THN, q_rope_THR, batch, pages_PGW).flatten(1))
+
+    def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """What the cache holds of each token, [T, C + R]: the latent after its norm, the key after its rotation."""
+        kv_TW = self.kv_a(x_TD)
+        c_TC, k_TR = kv_TW.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), -1)
+        k_TR = self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+        return torch.cat((self.kv_a_norm(c_TC), k_TR), -1)
+
+    def query(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(q_nope_THN, q_rope_THR), the second part rotated."""
+        if self.q_a is not None and self.q_a_norm is not None:
+            x_TD = self.q_a_norm(self.q_a(x_TD))
+        q_THQ = self.q_b(x_TD).unflatten(-1, (self.config.num_attention_heads, self.config.qk_head_dim))
+        q_nope_THN, q_THR = q_THQ.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), -1)
+        return q_nope_THN, self.ops.rotate(q_THR, *angles)
+
+
+def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
+    """Attention over keys and values expanded from the latents -> [T, H, V]."""
+    return mla.ops.mla_prefill(
+        torch.cat((q_nope_THN, q_rope_THR), -1),
+        pages_PGW,
+        mla.kv_b_OC,
+        batch.page_table_BM,
+        batch.query_lens,
+        batch.context_lens,
+        v_head_dim=mla.config.v_head_dim,
+        scale=mla.config.softmax_scale,
+    )
+
+
+def absorbed(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
+    """Attention over the latents themselves, one query per sequence (T = B) -> [T, H, V]."""
+    config = mla.config
+    kv_b_HOC = mla.kv_b_OC.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    k_b_HNC, v_b_HVC = kv_b_HOC.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+    q_latent_THC = torch.bmm(q_nope_THN.transpose(0, 1), k_b_HNC).transpose(0, 1)
+    o_THC = mla.ops.mla_decode(
+        q_latent_THC, q_rope_THR, pages_PGW, batch.page_table_BM, batch.context_lens_B, scale=config.softmax_scale
+    )
+    return torch.bmm(o_THC.transpose(0, 1), v_b_HVC.transpose(1, 2)).transpose(0, 1)

@@ -1,0 +1,156 @@
+"""A whole model: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel, pool or request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.batch import Batch, Row
+from pdinfer.block import Block
+from pdinfer.config import CacheConfig, ModelConfig, check_fits, device_memory_bytes
+from pdinfer.errors import ConfigError, RequestError
+from pdinfer.kernels.resolve import ResolvedOps
+from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.layers import RMSNorm, Rotary, WeightSource
+from pdinfer.moe.dispatch import LocalDispatcher
+from pdinfer.topology import Topology
+
+AUTO_POOL_SEQUENCES = 64
+"""With neither `num_pages` nor `mem_fraction_static`, a pool holds this many sequences of full length, if they fit."""
+AUTO_POOL_FRACTION = 0.5
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Model:
+    """Weights and ops of one model on one device. Build it with `load_model`.
+
+    Token ids are not checked here: an id outside the vocabulary is the caller's error (engines check at their door).
+    """
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    topology: Topology
+    resolved: ResolvedOps
+    embed_VD: Tensor
+    blocks: tuple[Block, ...]
+    norm: RMSNorm
+    lm_head_VD: Tensor
+    rotary: Rotary
+    weights_id: bytes
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        source: WeightSource,
+        resolved: ResolvedOps,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        topology: Topology,
+        weights_id: bytes = b"",
+    ) -> Model:
+        """Asks `source` for every tensor of the main model."""
+        ops = resolved.ops
+        dispatcher = LocalDispatcher(config.n_routed_experts)
+        embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        return cls(
+            config=config,
+            device=device,
+            dtype=dtype,
+            topology=topology,
+            resolved=resolved,
+            embed_VD=embed_VD,
+            blocks=tuple(
+                Block.build(source, layer, config, ops, dispatcher) for layer in range(config.num_hidden_layers)
+            ),
+            norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
+            lm_head_VD=embed_VD
+            if config.tie_word_embeddings
+            else source.take("lm_head.weight", config.vocab_size, config.hidden_size),
+            rotary=Rotary.build(config, device),
+            weights_id=weights_id,
+        )
+
+    def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
+        """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
+        hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
+        angles = self.rotary(batch.positions_T)
+        for layer, block in enumerate(self.blocks):
+            hidden_TD = block(hidden_TD, batch, angles, view.latents[layer])
+            yield layer, hidden_TD
+
+    def forward(self, batch: Batch, view: KVView) -> Tensor:
+        """All blocks: the last hidden state [T, D], before the final norm."""
+        hidden_TD = self.embed_VD.new_empty(0, self.config.hidden_size)
+        for _, hidden_TD in self.stream_layers(batch, view):
+            pass
+        return hidden_TD
+
+    def head(self, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
+        """Logits of the given rows: float32 [len(rows), vocab]."""
+        chosen_TD = hidden_TD[torch.tensor(rows, dtype=torch.int64, device=hidden_TD.device)]
+        return self.resolved.ops.linear(self.norm(chosen_TD), self.lm_head_VD).float()
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """The model in one piece, without engines or pool: float32 [len(tokens), vocab] on the model's device.
+
+        For scoring and as the oracle of tests. Raises RequestError for an empty or impossible token list.
+        """
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"token {token} at index {index} is outside the vocabulary 0..{self.config.vocab_size - 1}"
+                )
+        if not 0 < len(tokens) <= self.config.max_position_embeddings:
+            raise RequestError(
+                f"{len(tokens)} tokens asked for, the model takes 1 to {self.config.max_position_embeddings}"
+            )
+        layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
+        memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
+        row = Row(tokens, 0, range(memory.num_pages))
+        batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False)
+        return self.head(self.forward(batch, KVView.of(memory)), range(len(tokens)))
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        """What a page of this model holds. `kv_format` "auto" is the model's dtype."""
+        dtype = str(self.dtype).removeprefix("torch.") if cache.kv_format == "auto" else cache.kv_format
+        if dtype != str(self.dtype).removeprefix("torch."):
+            raise ConfigError(
+                f'kv_format "{cache.kv_format}" was asked for and the model runs in {self.dtype}: load the model with '
+                'that dtype, or leave kv_format "auto"'
+            )
+        rank, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim
+        latent = KVComponent(
+            name="latent",
+            format=f"mla.{dtype}.{rank}+{rope}.rope-interleaved",
+            dtype=dtype,
+            width=rank + rope,
+            token_bytes=(rank + rope) * self.dtype.itemsize,
+            layers=tuple(range(self.config.num_hidden_layers)),
+        )
+        return KVLayout(
+            model_id=self.config.fingerprint,
+            weights_id=self.weights_id,
+            page_size=cache.page_size,
+            components=(latent,),
+        )
+
+    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
+        """Zeroed memory for `num_pages` pages on this model's device; ConfigError when it cannot fit."""
+        check_fits(num_pages * layout.page_bytes, device_memory_bytes(self.device), f"a pool of {num_pages} pages")
+        return PageMemory(layout, num_pages, device=self.device, memory=memory)
+
+    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
+        """Pages of a pool whose size was not given: a fraction of the device's memory, or enough for
+        AUTO_POOL_SEQUENCES sequences of full length within AUTO_POOL_FRACTION of it."""
+        available = device_memory_bytes(self.device)
+        if mem_fraction_static is not None:
+            return max(1, int(available * mem_fraction_static) // layout.page_bytes)
+        wanted = AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings)
+        return max(1, min(wanted, int(available * AUTO_POOL_FRACTION) // layout.page_bytes))

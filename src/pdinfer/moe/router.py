@@ -1,0 +1,46 @@
+"""Which experts a token goes to, and with what weight."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
+from pdinfer.kernels.ops import Ops
+from pdinfer.layers import WeightSource
+
+
+@attrs.frozen
+class Router:
+    """Scores every expert in float32 and keeps the best: rules in `kernels.ops.Route`."""
+
+    weight_ED: Tensor
+    bias_E: Tensor | None
+    config: ModelConfig
+    ops: Ops
+
+    @classmethod
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Router:
+        num_experts = config.n_routed_experts
+        bias_E = None
+        if config.topk_method is TopkMethod.NOAUX_TC:
+            bias_E = source.take(f"{name}.e_score_correction_bias", num_experts, dtype=torch.float32)
+        weight_ED = source.take(f"{name}.weight", num_experts, config.hidden_size, dtype=torch.float32)
+        return cls(weight_ED, bias_E, config, ops)
+
+    def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """(ids_TK int64, weights_TK float32)."""
+        config = self.config
+        # the original V2 code scales the weights only where it does not normalise them; V3 does both
+        scales = config.scoring_func is ScoringFunc.SIGMOID or not config.norm_topk_prob
+        return self.ops.route(
+            self.ops.linear(x_TD.float(), self.weight_ED),
+            self.bias_E,
+            sigmoid=config.scoring_func is ScoringFunc.SIGMOID,
+            top_k=config.num_experts_per_tok,
+            num_groups=1 if config.topk_method is TopkMethod.GREEDY else config.n_group,
+            top_k_groups=config.topk_group,
+            normalize=config.norm_topk_prob and config.num_experts_per_tok > 1,
+            scaling_factor=config.routed_scaling_factor if scales else 1.0,
+        )
