@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pdinfer.batch import Batch, Row
 from pdinfer.block import Block
-from pdinfer.config import CacheConfig, ModelConfig, check_fits, device_memory_bytes
+from pdinfer.checks import check_fits, physical_memory_bytes
+from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.layout import KVComponent, KVLayout
@@ -154,3 +155,10 @@ class Model:
             return max(1, int(available * mem_fraction_static) // layout.page_bytes)
         wanted = AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings)
         return max(1, min(wanted, int(available * AUTO_POOL_FRACTION) // layout.page_bytes))
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Bytes of memory of the device that tensors on `device` live in, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return physical_memory_bytes()

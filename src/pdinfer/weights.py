@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint, TensorInfo
-from pdinfer.config import ModelConfig, check_fits, device_memory_bytes
+from pdinfer.checks import check_fits
+from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.model import Model
+from pdinfer.model import Model, device_memory_bytes
 from pdinfer.topology import Topology
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLOAT_DTYPES = frozenset({"F32", "BF16", "F16"})
 MAX_NAMED = 10
 
 
@@ -122,8 +122,8 @@ def _matched(files: Checkpoint, expected: Mapping[str, Tensor]) -> list[TensorIn
         info = files.tensors[name]
         if info.shape != tuple(tensor.shape):
             wrong.append(f"{name} is {list(info.shape)} in {info.file}, the config says {list(tensor.shape)}")
-        elif info.dtype not in FLOAT_DTYPES:
-            wrong.append(f"{name} is {info.dtype} in {info.file}, supported are {', '.join(sorted(FLOAT_DTYPES))}")
+        elif info.dtype not in DTYPES.values():
+            wrong.append(f"{name} is {info.dtype} in {info.file}, supported are {', '.join(DTYPES)}")
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))

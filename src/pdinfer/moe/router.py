@@ -32,8 +32,6 @@ class Router:
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """(ids_TK int64, weights_TK float32)."""
         config = self.config
-        # the original V2 code scales the weights only where it does not normalise them; V3 does both
-        scales = config.scoring_func is ScoringFunc.SIGMOID or not config.norm_topk_prob
         return self.ops.route(
             self.ops.linear(x_TD.float(), self.weight_ED),
             self.bias_E,
@@ -42,5 +40,5 @@ class Router:
             num_groups=1 if config.topk_method is TopkMethod.GREEDY else config.n_group,
             top_k_groups=config.topk_group,
             normalize=config.norm_topk_prob and config.num_experts_per_tok > 1,
-            scaling_factor=config.routed_scaling_factor if scales else 1.0,
+            scaling_factor=config.routed_scaling_factor,
         )
