@@ -1,0 +1,466 @@
+"""One end of a KV channel: grants and hand-offs above, a transport below, the rules of `protocol` between.
+
+Decode's end *expects* a grant, is *placed* upon, and *polls* hand-offs. Prefill's end *accepts* a grant, *pushes* what it
+computes and *finishes*. An end can be both at once and has any number of peers.
+
+Threads: callbacks of the transport come from its I/O thread, everything else from the thread that steps the engine.
+One lock guards the state machines; it is never held while the transport is called, so ends cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import attrs
+
+from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.kv import wire
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
+from pdinfer.kv.transport import Link, Transfer, Transport
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+
+GROUP_BYTES = 4 << 20
+"""Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""
+
+_log = logging.getLogger("pdinfer")
+
+
+@attrs.frozen(kw_only=True)
+class ChannelStats:
+    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
+
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    writes_sent: int = 0
+    writes_received: int = 0
+    receive_s: float = 0.0
+    frames_dropped: int = 0
+    writes_damaged: int = 0
+
+
+@attrs.define
+class _Peer:
+    """What is known of the other end of a link; `address` is set when the handshake is done."""
+
+    link: Link
+    address: PeerAddress | None = None
+    refusal: PDInferError | None = None
+    closed: bool = False
+    placing_since: float = 0.0
+
+
+@attrs.define
+class _Group:
+    """Pushes of one room, same tokens, consecutive layers, not yet handed to the transport."""
+
+    grant: PageGrant
+    layers: range
+    tokens: range
+    pages: tuple[int, ...]
+    transfer: Transfer
+    ready: list[Callable[[], None]]
+
+
+class KVChannel:
+    """One end of a KV channel over `transport`, for the pages of `pool`.
+
+    `address` is what peers need to reach and recognise this end: a new one for every object, so a restarted engine is a
+    new peer. Raises ConfigError or TransferError when the transport cannot start.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        transport: Transport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.pool = pool
+        self.transport = transport
+        self.random_bytes = random_bytes
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._peers: dict[Link, _Peer] = {}
+        self._links: dict[PeerKey, Link] = {}
+        self._expected = Expected(pool.layout.layers)
+        self._accepted = Accepted()
+        self._groups: dict[bytes, _Group] = {}
+        self._unsent: set[Transfer] = set()
+        self._stats = ChannelStats()
+        self._listeners: list[Callable[[], None]] = []
+        self._closed = False
+        engine_id, epoch = random_bytes(16), int.from_bytes(random_bytes(7), "little")
+        endpoints = transport.register(pool.memory, self)
+        self.address = PeerAddress(engine_id, epoch, 0, endpoints)
+
+    @classmethod
+    def loopback(cls, *pools: PagePool) -> tuple[KVChannel, ...]:
+        """One end per pool, all in this process. Ends given the *same* pool exchange pages without copying."""
+        hub = LoopbackHub()
+        return tuple(cls(pool, LoopbackTransport(hub)) for pool in pools)
+
+    # -- peers ------------------------------------------------------------------------------------------------------
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Opens a link and compares layouts. Connecting twice does nothing.
+
+        Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be reached, does not
+        answer in time, or is not the one that `peer` describes.
+        """
+        with self._lock:
+            if peer_key(peer) in self._links:
+                return
+        link = self.transport.connect(peer.endpoints, timeout_s=timeout_s)
+        with self._lock:
+            state = self._peers.setdefault(link, _Peer(link))
+        hello = wire.Hello((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
+        self.transport.send(link, wire.encode(hello))
+        with self._changed:
+            self._changed.wait_for(lambda: state.address or state.refusal or state.closed, timeout_s)
+            problem = state.refusal
+            if problem is None and state.address is None:
+                problem = TransferError(f"{link.endpoint} did not answer the handshake within {timeout_s} s")
+            elif state.address is not None and peer_key(state.address) != peer_key(peer):
+                problem = TransferError(f"{link.endpoint} answers as another engine: the peer asked for was restarted")
+        if problem is not None:
+            self.transport.fence(link)
+            raise problem
+
+    def drop_peer(self, peer: PeerAddress) -> None:
+        """Closes the link; every room the peer still owed a word is settled ABORTED. Unknown peers are ignored."""
+        with self._lock:
+            link = self._links.get(peer_key(peer))
+        if link is not None:
+            self.transport.fence(link)
+
+    def shares_pool(self, grant: PageGrant) -> bool:
+        """Whether the grant's pages are in this end's own pool, so that computing into them is the transfer."""
+        with self._lock:
+            links = [self._links.get(peer_key(destination)) for destination in grant.destinations]
+        return all(link is not None and link.same_memory for link in links)
+
+    # -- decode's side ----------------------------------------------------------------------------------------------
+
+    def expect(self, grant: PageGrant) -> None:
+        """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
+        with self._lock:
+            self._expected.expect(grant)
+            gone = [writer for writer in grant.writers if peer_key(writer) not in self._links]
+            for writer in gone:
+                self._expected.lost(peer_key(writer), TransferError("the writer is not connected to this decode"))
+        if gone:
+            self._notify()
+
+    def abort(self, grant: PageGrant, error: PDInferError) -> None:
+        """Asks the grant's writers to stop; `poll` gives their ABORTED (or a LANDED that was on its way)."""
+        with self._lock:
+            writers = self._expected.stop(grant.room)
+        self._tell_to_stop(grant.room, writers, error)
+
+    def poll(self) -> list[Handoff]:
+        """Hand-offs of the rooms settled since the last call, each room's together. Their writers have stopped."""
+        with self._lock:
+            return self._expected.take_settled()
+
+    # -- prefill's side ---------------------------------------------------------------------------------------------
+
+    def accept(self, grant: PageGrant) -> None:
+        """Takes on a grant. TransferError when it was aborted before, when it is not for pages like ours, or when its
+        decode is not connected."""
+        with self._lock:
+            for destination in grant.destinations:
+                if peer_key(destination) not in self._links:
+                    raise TransferError("the grant's decode is not connected to this prefill")
+            self._accepted.accept(grant)
+
+    def push(
+        self,
+        grant: PageGrant,
+        *,
+        layers: range,
+        tokens: range,
+        pages: Sequence[int],
+        ready: Callable[[], None] | None = None,
+    ) -> Transfer:
+        """Sends `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks.
+
+        `ready`, if given, is called by the transport before it reads and may wait for a device. The pages must stay
+        as they are until the Transfer is done.
+        """
+        with self._lock:
+            if not self._accepted.writable(grant.room):
+                raise TransferError(f"room {grant.room.hex()} is not open for writing")
+            group = self._groups.get(grant.room)
+            joins = group is not None and group.layers.stop == layers.start and group.tokens == tokens
+        if group is not None and not joins:
+            self._flush(grant.room)
+        if group is None or not joins:
+            group = _Group(grant, layers, tokens, tuple(pages), Transfer(0), [])
+            with self._lock:
+                self._groups[grant.room] = group
+                self._unsent.add(group.transfer)
+        group.layers = range(group.layers.start, layers.stop)
+        group.transfer.num_bytes = self.pool.layout.payload_bytes(group.layers, tokens)
+        if ready is not None:
+            group.ready.append(ready)
+        if group.transfer.num_bytes >= GROUP_BYTES or layers.stop == self.pool.layout.layers.stop:
+            self._flush(grant.room)
+        return group.transfer
+
+    def finish(self, grant: PageGrant, handoff: Handoff) -> None:
+        """This writer's last word, behind all its pushes. ABORTED is legal at any time."""
+        self._flush(grant.room)
+        with self._lock:
+            self._accepted.finish(grant.room)
+            links = [self._links.get(peer_key(destination)) for destination in grant.destinations]
+        for link in links:
+            if link is not None:
+                self.transport.send(link, wire.encode(wire.Finish(handoff)))
+
+    def poll_stops(self) -> list[tuple[bytes, TransferError]]:
+        """Accepted rooms that decode gave up or lost since the last call; each still needs `finish` with ABORTED."""
+        with self._lock:
+            return self._accepted.take_stops()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes pushed and not yet out of our pages."""
+        with self._lock:
+            return sum(transfer.num_bytes for transfer in self._unsent)
+
+    # -- both -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` or `poll_stops` would give something."""
+        with self._lock:
+            return self._expected.has_settled or self._accepted.has_stops
+
+    @property
+    def stats(self) -> ChannelStats:
+        """What moved so far."""
+        return self._stats
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls `listener` from any thread whenever there may be news or a transfer is done."""
+        self._listeners.append(listener)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until there is news or the time is over; tells whether there is."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self.has_news or self._closed, timeout_s))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until everything pushed has left; tells whether it has."""
+        for room in list(self._groups):
+            self._flush(room)
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: not self._unsent, timeout_s))
+
+    def close(self) -> None:
+        """Closes every link and the transport; open rooms settle ABORTED. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.transport.close()
+            self._notify()
+
+    def __enter__(self) -> KVChannel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
+
+    def opened(self, link: Link) -> None:
+        with self._lock:
+            self._peers.setdefault(link, _Peer(link))
+
+    def received(self, link: Link, frame: bytes) -> None:
+        message = wire.decode(frame)
+        with self._lock:
+            peer = self._peers.setdefault(link, _Peer(link))
+            known = peer.address
+        if known is None:
+            self._handshake(peer, message)
+        elif isinstance(message, wire.Finish):
+            self._finished(peer_key(known), message.handoff)
+        elif isinstance(message, wire.Abort):
+            self._aborted(link, peer_key(known), message)
+        else:
+            raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
+
+    def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
+        message = wire.decode(frame)
+        if not isinstance(message, wire.Data):
+            raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
+        layout = self.pool.layout
+        with self._lock:
+            peer = self._peers[link]
+            if peer.address is None:
+                raise TransferError("a payload came before the handshake")
+            try:
+                grant = self._expected.place(
+                    peer_key(peer.address), message.room, message.layers, message.tokens
+                )
+            except StaleFrame:
+                self._count(frames_dropped=1)
+                return None
+            peer.placing_since = self._clock()
+        if num_bytes != layout.payload_bytes(message.layers, message.tokens):
+            raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
+        if grant.generations != self.pool.generations(grant.pages):
+            raise TransferError("granted pages changed hands while their room was open")
+        return layout.spans(
+            self.pool.num_pages,
+            layers=message.layers,
+            tokens=message.tokens,
+            pages=grant.pages,
+            first_token=grant.tokens.start,
+        )
+
+    def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
+        message = wire.decode(frame)
+        assert isinstance(message, wire.Data)
+        with self._lock:
+            elapsed = self._clock() - self._peers[link].placing_since
+            num_bytes = self.pool.layout.payload_bytes(message.layers, message.tokens)
+            self._count(writes_received=1, bytes_received=num_bytes, receive_s=elapsed)
+            if error is None:
+                return
+            self._count(writes_damaged=1)
+            writers = self._expected.damaged(message.room, error)
+        self._tell_to_stop(message.room, writers, error)
+
+    def closed(self, link: Link, error: TransferError | None) -> None:
+        lost = error or TransferError("the connection was closed")
+        with self._lock:
+            peer = self._peers.pop(link, None)
+            if peer is None:
+                return
+            peer.closed = True
+            peer.refusal = peer.refusal or lost
+            if peer.address is not None and self._links.get(peer_key(peer.address)) is link:
+                del self._links[peer_key(peer.address)]
+                self._expected.lost(peer_key(peer.address), lost)
+                self._accepted.lost(peer_key(peer.address), lost)
+        self._notify()
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _handshake(self, peer: _Peer, message: wire.Message) -> None:
+        if isinstance(message, wire.Reject):
+            error: PDInferError = message.error
+            if isinstance(error, LayoutMismatch):
+                error = LayoutMismatch(str(error), fields=message.fields)
+            with self._changed:
+                peer.refusal = error
+                self._changed.notify_all()
+            return
+        if not isinstance(message, wire.Hello | wire.Welcome):
+            raise TransferError(f"a {type(message).__name__} frame came before the handshake")
+        try:
+            self._check_hello(message)
+        except PDInferError as error:
+            fields = error.fields if isinstance(error, LayoutMismatch) else ()
+            with self._changed:
+                peer.refusal = error
+                self._changed.notify_all()
+            if isinstance(message, wire.Hello):
+                self.transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
+            return
+        if isinstance(message, wire.Hello):
+            welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
+            self.transport.send(peer.link, wire.encode(welcome))
+        with self._changed:
+            peer.address = message.address
+            peer.link.trusted = True
+            self._links[peer_key(message.address)] = peer.link
+            self._changed.notify_all()
+
+    def _check_hello(self, message: wire.Hello | wire.Welcome) -> None:
+        if message.version[0] != wire.MAJOR:
+            raise TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
+        unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
+        if unknown:
+            raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
+        self.pool.layout.compatible_with(message.layout)
+
+    def _finished(self, peer: PeerKey, word: Handoff) -> None:
+        with self._lock:
+            try:
+                writers = self._expected.said(peer, word)
+            except StaleFrame:
+                self._count(frames_dropped=1)
+                return
+        self._tell_to_stop(word.room, writers, word.error or TransferError("another writer aborted"))
+        self._notify()
+
+    def _aborted(self, link: Link, peer: PeerKey, message: wire.Abort) -> None:
+        error = TransferError(str(message.error))
+        with self._lock:
+            unheard_of = self._accepted.stop(peer, message.room, error)
+        if unheard_of:
+            word = Handoff(room=message.room, writer=self.address, status=HandoffStatus.ABORTED, error=error)
+            self.transport.send(link, wire.encode(wire.Finish(word)))
+        self._notify()
+
+    def _tell_to_stop(self, room: bytes, writers: Iterable[PeerKey], error: PDInferError) -> None:
+        with self._lock:
+            links = [link for writer in writers if (link := self._links.get(writer)) is not None]
+        for link in links:
+            self.transport.send(link, wire.encode(wire.Abort(room, error)))
+
+    def _flush(self, room: bytes) -> None:
+        """Hands a room's joined pushes to the transport, one write per destination."""
+        with self._lock:
+            group = self._groups.pop(room, None)
+            if group is None:
+                return
+            links = [self._links.get(peer_key(destination)) for destination in group.grant.destinations]
+        source = self.pool.layout.spans(
+            self.pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
+        )
+        frame = wire.encode(wire.Data(room, group.layers, group.tokens))
+        self._count(writes_sent=1, bytes_sent=group.transfer.num_bytes)
+        waiting = len(links)
+
+        def sent(write: Transfer) -> None:
+            nonlocal waiting
+            with self._changed:
+                waiting -= 1
+                if not waiting:
+                    self._unsent.discard(group.transfer)
+                    group.transfer.complete(write.error)
+                    self._changed.notify_all()
+            self._notify()
+
+        def ready() -> None:
+            for wait in group.ready:
+                wait()
+
+        for link in links:
+            if link is None:
+                sent(Transfer(0, done=True, error=TransferError("the destination is not connected")))
+            else:
+                self.transport.write(link, frame, source, ready=ready if group.ready else None, then=sent)
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            values = {name: getattr(self._stats, name) + amount for name, amount in more.items()}
+            self._stats = attrs.evolve(self._stats, **values)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        for listener in self._listeners:
+            listener()
