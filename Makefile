@@ -36,13 +36,14 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is touched last, so an interrupted install is taken up again. `python -m venv` on a venv repairs it.
+# `-qq` leaves errors, and hides what pip has to say about indexes that lack a package.
 $(VENV)/.library: pyproject.toml constraints.txt
 	@echo 'Installing pdinfer into $(VENV) (minutes the first time: torch is large) ...'
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --editable .
+	@$(BIN)/python -m pip install -qq --editable .
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.library
 	@echo 'Installing the test tools into $(VENV) ...'
-	@$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@$(BIN)/python -m pip install -qq --editable '.[test]'
 	@touch $@
