@@ -1,0 +1,49 @@
+# make quickstart   one request through a prefill and a decode process, in a venv of its own
+# make test         lint, types and tests, in the same venv
+# make lint         only ruff and mypy
+# make clean        removes the venv and every cache
+#
+# PYTHON=python3.12 chooses the interpreter when .venv is made (`make clean` first to change it).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# By environment rather than `-c`, so that they also hold in the environment pip makes for the build.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help quickstart test lint clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+quickstart: $(VENV)/.library
+	@$(BIN)/python examples/02_two_processes.py
+
+test: lint
+	@$(BIN)/python -m pytest -n 2 -q
+
+lint: $(VENV)/.test
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check --quiet || { echo 'ruff format would change the files above'; exit 1; }
+	@$(BIN)/mypy src/pdinfer $(sort $(wildcard examples/*.py))
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is touched last, so an interrupted install is taken up again. `python -m venv` on a venv repairs it.
+# `-qq` leaves errors, and hides what pip has to say about indexes that lack a package.
+$(VENV)/.library: pyproject.toml constraints.txt
+	@echo 'Installing pdinfer into $(VENV) (minutes the first time: torch is large) ...'
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --editable .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.library
+	@echo 'Installing the test tools into $(VENV) ...'
+	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@touch $@

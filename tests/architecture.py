@@ -1,0 +1,368 @@
+"""The rules of the house as data, and functions that find where sources break them.
+
+A rule is a function from modules to complaints: sentences that name the file, the line and the way out. It reads
+sources with `ast` and imports none of them. `tests/test_architecture.py` applies every rule to the repository, and to
+small made-up sources that break it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+
+import attrs
+
+# Top to bottom: a module imports downwards only, and neighbours on one line do not import each other. A name is a
+# file, or a folder whose modules may import each other. "__init__" is the package itself.
+LAYERS = (
+    ("__init__",),
+    ("testing",),
+    ("pairing", "remote"),
+    ("prefill", "decode"),
+    ("schedule", "graphs", "sampling", "weights", "policy"),
+    ("model",),
+    ("mtp",),
+    ("block",),
+    ("mla", "dsa", "moe"),
+    ("layers", "batch"),
+    ("kernels", "kv"),
+    ("config", "topology", "checkpoint"),
+    ("types",),
+    ("errors",),
+)
+
+# Of a lower folder, some modules may see only a part. The model reads pages through a view and does not know that a
+# channel exists. `schedule` is pure functions over plain values; if it ever needs the pool's own types, "kv.pool"
+# (which holds no tensor) goes into its set.
+_VIEW = frozenset({"kv.view", "kv.layout"})
+ONLY = {
+    "model": {"kv": _VIEW},
+    "mtp": {"kv": _VIEW},
+    "block": {"kv": _VIEW},
+    "mla": {"kv": _VIEW},
+    "dsa": {"kv": _VIEW},
+    "moe": {"kv": _VIEW},
+    "layers": {"kv": _VIEW},
+    "batch": {"kv": _VIEW},
+    "schedule": {"kv": frozenset[str]()},
+}
+
+# Which modules (patterns) may import a library. One that is not here is a new dependency. Those with a narrow pattern
+# are heavy or optional, and live behind that one adapter.
+LIBRARIES: dict[str, tuple[str, ...]] = {
+    "attrs": ("*",),
+    "msgspec": ("*",),
+    "numpy": ("*",),
+    "torch": ("*",),
+    "xxhash": ("*",),
+    "deep_ep": ("moe.deep_ep",),
+    "deep_gemm": ("kernels.deep_gemm",),
+    "flash_mla": ("kernels.flash_mla",),
+    "mooncake": ("kv.mooncake",),
+    "safetensors": ("testing",),  # only to write: `checkpoint` reads the files itself
+    "transformers": (),  # the independent implementation that tests compare with
+    "triton": ("kernels.triton_*",),
+}
+HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",))
+
+# Accounting and decisions hold no tensor, so they run in a simulator and are tested without one.
+FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
+    "kv.protocol": frozenset({"torch", "socket", "threading", "time", "os"}),
+    "kv.pool": frozenset({"torch"}),
+    "schedule": frozenset({"torch"}),
+    "policy": frozenset({"torch"}),
+    "pairing": frozenset({"torch"}),
+}
+
+# What runs code, or builds objects, from bytes.
+UNSAFE_MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"})
+UNSAFE_CALLS = frozenset(
+    {"eval", "exec", "torch.load", "torch.serialization.load", "yaml.load", "yaml.full_load", "yaml.unsafe_load"}
+    | {
+        f"torch.distributed.{module}{name}"
+        for module in ("", "distributed_c10d.")
+        for name in (
+            "all_gather_object",
+            "broadcast_object_list",
+            "gather_object",
+            "recv_object_list",
+            "scatter_object_list",
+            "send_object_list",
+        )
+    }
+)
+
+ENVIRONMENT_READERS = frozenset({"topology", "kv.mooncake"})
+ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
+MUTABLE_CALLS = frozenset(
+    {"dict", "list", "set", "bytearray", "collections.defaultdict", "collections.deque", "collections.Counter"}
+)
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+# Folders of one machine. A URL or a relative path that goes through a folder of that name is fine.
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:work|root|tmp/w)/")
+
+
+@attrs.frozen
+class Module:
+    """One source file. `name` is dotted, below the package ("kv.view"; "__init__" for the package itself)."""
+
+    name: str
+    text: str
+    path: str
+    is_folder: bool = False
+
+    @property
+    def unit(self) -> str:
+        """The file or folder that stands in LAYERS."""
+        return self.name.split(".")[0]
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=self.path)
+
+    def at(self, node: ast.stmt | ast.expr) -> str:
+        return f"{self.path}:{node.lineno}"
+
+
+def read_modules(root: Path, folder: str) -> list[Module]:
+    """Every Python file below `root / folder`, by name; their paths in complaints are relative to `root`."""
+    modules = []
+    for file in sorted((root / folder).rglob("*.py")):
+        parts = file.relative_to(root / folder).with_suffix("").parts
+        is_folder = parts[-1] == "__init__" and len(parts) > 1
+        name = ".".join(parts[:-1] if is_folder else parts)
+        modules.append(Module(name, file.read_text("utf-8"), str(file.relative_to(root)), is_folder))
+    return modules
+
+
+def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str, str]]:
+    """(node, "a.b", "name" or "") of every import, wherever it stands: in a function, under TYPE_CHECKING, by string.
+
+    The name is what follows `from a.b import`: a module or something in it, which only the caller can know.
+    """
+    package = ["pdinfer", *module.name.split(".")] if module.is_folder else ["pdinfer", *module.name.split(".")[:-1]]
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    yield node, alias.name, ""
+            case ast.ImportFrom():
+                base = package[: len(package) - node.level + 1] if node.level else []
+                source = ".".join([*base, *([node.module] if node.module else [])])
+                for alias in node.names:
+                    yield node, source, alias.name
+            case ast.Call(args=[ast.Constant(value=str(source)), *_]) if _dotted(node.func).endswith(
+                ("import_module", "__import__")
+            ):
+                yield node, source, ""
+
+
+def _dotted(node: ast.expr, aliases: dict[str, str] | None = None) -> str:
+    """`torch.load` for that expression, with the first name spelled out by `aliases`; "" for any other expression."""
+    match node:
+        case ast.Name(id=name):
+            return (aliases or {}).get(name, name)
+        case ast.Attribute(value=value, attr=attr):
+            prefix = _dotted(value, aliases)
+            return f"{prefix}.{attr}" if prefix else ""
+    return ""
+
+
+def _aliases(module: Module) -> dict[str, str]:
+    """What the names bound by imports stand for: {"np": "numpy", "load": "torch.load"}."""
+    aliases = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return aliases
+
+
+def _targets(module: Module, known: frozenset[str]) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """(node, "kv.view") for every import of a pdinfer module; "__init__" for names taken from the package itself."""
+    for node, source, name in imports(module):
+        root, _, inside = source.partition(".")
+        if root != "pdinfer":
+            continue
+        deeper = f"{inside}.{name}".strip(".")
+        yield node, deeper if deeper in known else inside or "__init__"
+
+
+def layers(modules: Sequence[Module]) -> list[str]:
+    """Imports go downwards in LAYERS, and see of a folder no more than ONLY allows."""
+    level = {unit: index for index, row in enumerate(LAYERS) for unit in row}
+    known = frozenset(module.name for module in modules) | level.keys()
+    complaints = []
+    for module in modules:
+        if module.unit not in level:
+            complaints.append(
+                f"{module.path} has no layer: give {module.unit!r} a line in LAYERS, tests/architecture.py"
+            )
+            continue
+        for node, target in _targets(module, known):
+            unit = target.split(".")[0]
+            allowed = ONLY.get(module.unit, {}).get(unit)
+            if unit == module.unit:
+                continue
+            if unit not in level:
+                complaints.append(f"{module.at(node)} imports pdinfer.{target}, which has no layer in LAYERS")
+            elif level[unit] < level[module.unit]:
+                complaints.append(f"{module.at(node)} {module.name} imports {target}, which is above it")
+            elif level[unit] == level[module.unit]:
+                complaints.append(f"{module.at(node)} {module.name} imports {target}, its neighbour")
+            elif allowed is not None and target not in allowed:
+                only = " and ".join(sorted(allowed)) or "nothing"
+                complaints.append(f"{module.at(node)} {module.name} imports {target}; of {unit} it may see {only}")
+    return complaints
+
+
+def libraries(modules: Sequence[Module]) -> list[str]:
+    """Every library is a declared one, a heavy one stays in its adapter, and some modules do without torch."""
+    complaints = []
+    for module in modules:
+        forbidden = FORBIDDEN_IMPORTS.get(module.name, frozenset())
+        for node, source, _ in imports(module):
+            library = source.split(".")[0]
+            if library in forbidden:
+                complaints.append(f"{module.at(node)} {module.name} must not import {library}")
+            elif library == "pdinfer" or library in sys.stdlib_module_names:
+                continue
+            elif library not in LIBRARIES:
+                complaints.append(f"{module.at(node)} imports {library}, a dependency that LIBRARIES does not know")
+            elif not any(fnmatch(module.name, pattern) for pattern in LIBRARIES[library]):
+                users = ", ".join(LIBRARIES[library]) or "tests"
+                complaints.append(f"{module.at(node)} {module.name} imports {library}, which belongs to {users}")
+    return complaints
+
+
+def unsafe(modules: Sequence[Module]) -> list[str]:
+    """Nothing turns bytes into code or arbitrary objects."""
+    complaints = []
+    for module in modules:
+        for node, source, name in imports(module):
+            if source.split(".")[0] in UNSAFE_MODULES:
+                complaints.append(f"{module.at(node)} imports {source}")
+            elif f"{source}.{name}" in UNSAFE_CALLS:
+                complaints.append(f"{module.at(node)} imports {source}.{name}")
+        aliases = _aliases(module)
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call):
+                continue
+            called = _dotted(node.func, aliases)
+            allows_pickle = any(
+                keyword.arg == "allow_pickle"
+                and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+                for keyword in node.keywords
+            )
+            if called in UNSAFE_CALLS:
+                complaints.append(f"{module.at(node)} calls {called}")
+            elif allows_pickle:
+                complaints.append(f"{module.at(node)} calls {called or 'something'} with allow_pickle")
+    return complaints
+
+
+def manners(modules: Sequence[Module]) -> list[str]:
+    """No prints, no reading of the environment but for ranks, no module-level state, no names that say nothing."""
+    complaints = []
+    for module in modules:
+        aliases = _aliases(module)
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Call(func=ast.Name(id="print")):
+                    complaints.append(f"{module.at(node)} prints; use the logger `pdinfer`")
+                case ast.Global(names=names):
+                    complaints.append(f"{module.at(node)} has global {', '.join(names)}; give the state an owner")
+                case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    if words := _words(name) & EMPTY_WORDS:
+                        complaints.append(f"{module.at(node)} {name}: {', '.join(words)} says nothing; name what it is")
+                case ast.Attribute() | ast.Name() if (
+                    _dotted(node, aliases) in ENVIRONMENT and module.name not in ENVIRONMENT_READERS
+                ):
+                    complaints.append(f"{module.at(node)} touches {_dotted(node, aliases)}; take an argument instead")
+        if words := _words(Path(module.path).stem) & EMPTY_WORDS:
+            complaints.append(f"{module.path}: {', '.join(words)} says nothing; name what it holds")
+        complaints += _state(module, aliases)
+    return complaints
+
+
+def _words(name: str) -> set[str]:
+    """{"page", "pool"} of PagePool and of page_pool."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def _state(module: Module, aliases: dict[str, str]) -> Iterator[str]:
+    """Module-level containers that look as if they change: empty ones, and those not named as a CONSTANT."""
+    for statement in module.tree.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pass
+            case _:
+                continue
+        match value:
+            case ast.Dict(keys=items) | ast.List(elts=items) | ast.Set(elts=items):
+                suspect, empty = True, not items
+            case ast.DictComp() | ast.ListComp() | ast.SetComp():
+                suspect, empty = True, False
+            case ast.Call(func=func, args=args, keywords=keywords):
+                called = _dotted(func, aliases)
+                suspect, empty = called in MUTABLE_CALLS, called.startswith("collections.") or not [*args, *keywords]
+            case _:
+                continue
+        if suspect and name != "__all__" and (empty or not name.isupper()):
+            yield f"{module.at(statement)} {name} is module-level state; give it an owner, or make it a constant"
+
+
+def sizes(modules: Sequence[Module]) -> list[str]:
+    """Files and functions that fit in a head."""
+    complaints = []
+    for module in modules:
+        lines = len(module.text.splitlines())
+        if lines > MAX_FILE_LINES:
+            complaints.append(f"{module.path} has {lines} lines, more than {MAX_FILE_LINES}")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MAX_FUNCTION_LINES:
+                    complaints.append(
+                        f"{module.at(node)} {node.name} has {lines} lines, more than {MAX_FUNCTION_LINES}"
+                    )
+    return complaints
+
+
+def machine_paths(files: Iterable[tuple[str, str]]) -> list[str]:
+    """Text, given as (path, text), that names folders of one particular machine."""
+    return [
+        f"{path}:{number} names a folder of one machine: {line.strip()[:80]}"
+        for path, text in files
+        for number, line in enumerate(text.splitlines(), start=1)
+        if MACHINE_PATH.search(line)
+    ]
+
+
+def repository_files(root: Path) -> Iterator[tuple[str, str]]:
+    """(path, text) of every text file that git tracks or would add; without git, of every file but caches."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, capture_output=True, check=True).stdout.decode().split("\0")
+        paths = [root / name for name in names if name]
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        made = re.compile(r"(^|/)(\.git|\.venv|\.\w+_cache|\.hypothesis|__pycache__|build|dist)(/|$)")
+        paths = [path for path in sorted(root.rglob("*")) if not made.search(path.relative_to(root).as_posix())]
+    for path in paths:
+        if path.is_file() and not path.is_symlink():
+            data = path.read_bytes()
+            if b"\0" not in data:
+                yield path.relative_to(root).as_posix(), data.decode("utf-8", errors="replace")

@@ -1,0 +1,65 @@
+"""What holds for every test: one thread, no network, no test skipped in silence."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, as it reads these once. The matrices of the tests are tiny: with more threads than one,
+# beside a second pytest worker, most of the time goes into waiting for threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# The same examples in every run, and no deadline, which a busy machine would miss.
+settings.register_profile("pdinfer", deadline=None, derandomize=True)
+settings.load_profile("pdinfer")
+
+NO_CUDA = "needs a CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+
+
+def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> dict[str, list[str]]:
+    """What skipped tests would have needed: `{"library": ["triton (3 tests)"], "device": ["CUDA (1 test)"]}`.
+
+    Understands `pytest.importorskip`, in a test and at the top of a module, and the marker `gpu`. Other skips have
+    reasons of their own and are not counted.
+    """
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for report in reports:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        unit = "module" if isinstance(report, pytest.CollectReport) else "test"
+        if missing := re.search(r"could not import '(\w+)", reason):
+            counts["library", missing[1], unit] += 1
+        elif NO_CUDA in reason:
+            counts["device", "CUDA", unit] += 1
+    lines: dict[str, list[str]] = {}
+    for (kind, name, unit), count in sorted(counts.items()):
+        lines.setdefault(kind, []).append(f"{name} ({count} {unit}{'s' * (count > 1)})")
+    return lines
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    # Called where the reports of all xdist workers arrive; a worker has no terminal.
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name == "information":
+                terminalreporter.write_line(f"for information: {value}")
+    for kind, names in skipped_for(terminalreporter.stats.get("skipped", [])).items():
+        terminalreporter.write_line(f"skipped for a missing {kind}: {', '.join(names)}")

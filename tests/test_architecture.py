@@ -1,0 +1,196 @@
+"""The repository keeps the rules of `tests/architecture.py`, and every rule can be broken."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+import pdinfer
+from tests import architecture as house
+
+ROOT = Path(__file__).parent.parent
+LIBRARY = house.read_modules(ROOT, "src/pdinfer")
+PROGRAMS = [*house.read_modules(ROOT, "examples"), *house.read_modules(ROOT, "benchmarks")]
+
+
+def fake(sources: dict[str, str]) -> list[house.Module]:
+    """Modules that exist only here; a name that ends in "/" is a folder's `__init__.py`."""
+    return [
+        house.Module(name.rstrip("/"), text, f"{name.rstrip('/')}.py", is_folder=name.endswith("/"))
+        for name, text in sources.items()
+    ]
+
+
+# ---- the repository ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [house.layers, house.libraries, house.unsafe, house.manners, house.sizes])
+def test_the_library_keeps(rule):
+    complaints = rule(LIBRARY)
+    assert not complaints, "\n".join(["", *complaints])
+
+
+def test_examples_and_benchmarks_run_nothing_that_came_as_bytes():
+    complaints = house.unsafe(PROGRAMS)
+    assert not complaints, "\n".join(["", *complaints])
+
+
+def test_no_file_names_a_folder_of_one_machine():
+    complaints = house.machine_paths(house.repository_files(ROOT))
+    assert not complaints, "\n".join(["", *complaints])
+
+
+def test_the_rules_see_the_sources():
+    assert {"__init__", "errors", "types", "topology"} <= {module.name for module in LIBRARY}
+    paths = {path for path, _ in house.repository_files(ROOT)}
+    assert {"pyproject.toml", "src/pdinfer/errors.py", "tests/test_architecture.py"} <= paths
+
+
+@pytest.mark.xfail(strict=False, reason="the library is still being written")
+def test_every_rule_names_a_module_that_exists():
+    named = {unit for row in house.LAYERS for unit in row} | house.FORBIDDEN_IMPORTS.keys() | house.ENVIRONMENT_READERS
+    existing = {module.name for module in LIBRARY} | {module.unit for module in LIBRARY}
+    assert not named - existing
+
+
+# ---- what `import pdinfer` does ------------------------------------------------------------------------------------
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_loads_no_heavy_library():
+    # torch comes first, because what torch loads by itself is not ours.
+    code = (
+        "import sys, torch; before = set(sys.modules); import pdinfer; "
+        f"print(sorted((set(sys.modules) - before) & set({house.HEAVY!r})))"
+    )
+    assert run_python(code) == "[]"
+
+
+def test_import_time_is_told(record_property):
+    code = (
+        "import time; t0 = time.perf_counter(); import torch; t1 = time.perf_counter(); import pdinfer; "
+        "t2 = time.perf_counter(); print((t2 - t0) / (t1 - t0))"
+    )
+    ratio = statistics.median(float(run_python(code)) for _ in range(3))
+    record_property("information", f"`import torch, pdinfer` takes {ratio:.2f} times as long as `import torch`")
+
+
+def test_all_is_sorted_and_is_what_can_be_imported():
+    names = pdinfer.__all__
+    assert list(names) == sorted(set(names))
+    assert [name for name in names if not hasattr(pdinfer, name)] == []
+    # Every submodule that something imported becomes an attribute; only those in __all__ are public.
+    public = {
+        name
+        for name in dir(pdinfer)
+        if not name.startswith("_")
+        and name != "annotations"
+        and not isinstance(getattr(pdinfer, name), types.ModuleType)
+    }
+    assert public - set(names) == set()
+
+
+# ---- the rules can be broken ---------------------------------------------------------------------------------------
+
+BROKEN = [
+    # layers
+    (house.layers, {"errors": "import pdinfer.types"}, "errors imports types, which is above it"),
+    (house.layers, {"types": "def f():\n    from pdinfer.config import X"}, "which is above it"),
+    (house.layers, {"kv.pool": "if TYPE_CHECKING:\n    from pdinfer import model"}, "imports model, which is above"),
+    (house.layers, {"kv.pool": "from pdinfer import PagePool"}, "imports __init__, which is above it"),
+    (house.layers, {"kernels.ops": "from ..kv import view", "kv.view": ""}, "imports kv.view, its neighbour"),
+    (house.layers, {"kernels/": "from .. import kv"}, "imports kv, its neighbour"),
+    (house.layers, {"kv.view": "from pdinfer.kernels.ops import Ops"}, "imports kernels.ops, its neighbour"),
+    (house.layers, {"prefill": "import pdinfer.decode as d"}, "imports decode, its neighbour"),
+    (house.layers, {"kv.pool": "import_module('pdinfer.model')"}, "imports model, which is above it"),
+    (house.layers, {"mla": "from pdinfer.kv import pool", "kv.pool": ""}, "of kv it may see kv.layout and kv.view"),
+    (house.layers, {"block": "from pdinfer.kv import PagePool"}, "of kv it may see kv.layout and kv.view"),
+    (house.layers, {"schedule": "from pdinfer.kv.pool import PagePool"}, "of kv it may see nothing"),
+    (house.layers, {"sidecar": ""}, "give 'sidecar' a line in LAYERS"),
+    (house.layers, {"model": "from pdinfer.sidecar import X"}, "pdinfer.sidecar, which has no layer"),
+    # libraries
+    (house.libraries, {"kernels.ops": "import triton.language as tl"}, "belongs to kernels.triton_*"),
+    (house.libraries, {"model": "def f():\n    from mooncake.engine import X"}, "belongs to kv.mooncake"),
+    (house.libraries, {"weights": "from safetensors.torch import load_file"}, "belongs to testing"),
+    (house.libraries, {"config": "import transformers"}, "belongs to tests"),
+    (house.libraries, {"config": "import yaml"}, "a dependency that LIBRARIES does not know"),
+    (house.libraries, {"moe.layer": "importlib.import_module('deep_ep')"}, "belongs to moe.deep_ep"),
+    (house.libraries, {"schedule": "from torch import Tensor"}, "schedule must not import torch"),
+    (house.libraries, {"kv.protocol": "import time"}, "kv.protocol must not import time"),
+    # unsafe
+    (house.unsafe, {"remote": "import pickle"}, "imports pickle"),
+    (house.unsafe, {"remote": "from cloudpickle import loads"}, "imports cloudpickle"),
+    (house.unsafe, {"config": "x = eval(text)"}, "calls eval"),
+    (house.unsafe, {"weights": "import torch as t\nt.load(path)"}, "calls torch.load"),
+    (house.unsafe, {"weights": "from torch import load"}, "imports torch.load"),
+    (house.unsafe, {"weights": "import numpy as np\nnp.load(path, allow_pickle=True)"}, "with allow_pickle"),
+    (house.unsafe, {"weights": "open_it()(path, allow_pickle=flag)"}, "calls something with allow_pickle"),
+    (house.unsafe, {"config": "import yaml\nyaml.load(text)"}, "calls yaml.load"),
+    (house.unsafe, {"moe.x": "import torch.distributed as dist\ndist.all_gather_object(a, b)"}, "all_gather_object"),
+    # manners
+    (house.manners, {"model": "print(1)"}, "use the logger"),
+    (house.manners, {"model": "import os\nos.environ.get('X')"}, "touches os.environ"),
+    (house.manners, {"model": "from os import getenv as g\ng('X')"}, "touches os.getenv"),
+    (house.manners, {"model": "class PageManager: ..."}, "PageManager: manager says nothing"),
+    (house.manners, {"model": "def load_impl(): ..."}, "load_impl: impl says nothing"),
+    (house.manners, {"utils": ""}, "utils.py: utils says nothing"),
+    (house.manners, {"model": "def f():\n    global x\n    x = 1"}, "has global x"),
+    (house.manners, {"model": "_CACHE: dict[str, int] = {}"}, "_CACHE is module-level state"),
+    (house.manners, {"model": "seen = set()"}, "seen is module-level state"),
+    (house.manners, {"model": "names = [1, 2]"}, "names is module-level state"),
+    (house.manners, {"model": "from collections import defaultdict\nX = defaultdict(list)"}, "X is module-level state"),
+    # sizes
+    (house.sizes, {"model": "x = 1\n" * 401}, "model.py has 401 lines, more than 400"),
+    (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 60}, "model.py:1 f has 61 lines, more than 60"),
+]
+
+
+@pytest.mark.parametrize(("rule", "sources", "complaint"), BROKEN, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rule_finds(rule, sources, complaint):
+    complaints = rule(fake(sources))
+    assert len(complaints) == 1
+    assert complaint in complaints[0]
+
+
+KEPT = [
+    (house.layers, {"model": "import torch\nfrom pdinfer.kv.view import View\nimport pdinfer.kernels.ops"}),
+    (house.layers, {"kv.channel": "from pdinfer.kv import pool\nfrom . import wire", "kv.pool": "", "kv.wire": ""}),
+    (house.layers, {"__init__": "from pdinfer import kv\nfrom pdinfer.types import Request"}),
+    (
+        house.libraries,
+        {"kernels.triton_mla": "import triton", "kv.pool": "import time, attrs", "model": "import torch"},
+    ),
+    (house.unsafe, {"model": "model.eval()\nimport json\njson.load(f)\nnp.load(f, allow_pickle=False)"}),
+    (house.manners, {"topology": "import os\nos.environ['RANK']", "kv.mooncake": "import os\nos.getenv('MC_X')"}),
+    (house.manners, {"__init__": "__all__ = ['a']", "errors": "BY_CODE = {x.code: x for x in X}\nNAMES = ('a',)"}),
+    (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 59}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sources"), KEPT, ids=lambda value: getattr(value, "__name__", None))
+def test_a_rule_lets_pass(rule, sources):
+    assert rule(fake(sources)) == []
+
+
+def test_a_folder_of_one_machine_is_found():
+    folder = f"/{'work'}/data"  # in two pieces, so that this file keeps the rule
+    assert house.machine_paths([("a.md", f"fine\nsee {folder}")]) == [
+        f"a.md:2 names a folder of one machine: see {folder}"
+    ]
+    assert house.machine_paths([("a.md", f"https://host{folder} and docs{folder}, home{folder}")]) == []
+
+
+def test_files_are_found_without_git(tmp_path):
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "made.py").write_text("x")
+    (tmp_path / "kept.py").write_text("x")
+    (tmp_path / "binary.bin").write_bytes(b"\0")
+    assert list(house.repository_files(tmp_path)) == [("kept.py", "x")]
