@@ -6,10 +6,11 @@ its value and the range.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -178,20 +179,18 @@ class ModelConfig:
                 f"{folder} holds {clip(described[0])}: quantized checkpoints are not supported yet; "
                 f"{hf_config.supported_dtypes()}"
             )
-        path = folder / "config.json"
+        path, generation_path = folder / "config.json", folder / "generation_config.json"
         raw = read_json(path)
-        try:
+        with _naming(path):
             config = cls.from_dict(raw)
-            path = folder / "generation_config.json"
-            if not os.path.lexists(path):
-                return config
-            generation = read_json(path)
+        if not os.path.lexists(generation_path):
+            return config
+        generation = read_json(generation_path)
+        with _naming(generation_path):
             hf_config.check_generation(generation)
             if generation.get("eos_token_id") is None:
                 return config
             return attrs.evolve(config, eos_token_ids=hf_config.eos_ids(generation["eos_token_id"]))
-        except ConfigError as error:
-            raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
@@ -310,6 +309,15 @@ class ModelConfig:
             if field.name not in ("bos_token_id", "eos_token_ids", "dtype"):
                 lines.append(f"{field.name}={_canonical(getattr(self, field.name))}")
         return hashlib.sha256("\n".join(lines).encode()).digest()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the path of the file at fault before the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _check_token_ids(name: str, ids: object, vocab_size: int) -> None:

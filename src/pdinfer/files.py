@@ -117,8 +117,8 @@ def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
         start, position = mark.span()
         match mark.group()[0]:
             case '"':
-                position = _string_end(text, position)
-                if keys and text.startswith(":", _after_space(text, position)):
+                position = string_end(text, position)
+                if keys and text.startswith(":", after_space(text, position)):
                     _add_key(keys[-1], text[start:position], start, source, error)
             case "{" | "[":
                 containers += 1
@@ -136,7 +136,7 @@ def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
                 raise error(f"{source} has a number of more than {MAX_DIGITS} digits at position {start}")
 
 
-def _string_end(text: str, position: int) -> int:
+def string_end(text: str, position: int) -> int:
     """The position after the string whose content starts at `position`; the end of `text` if it never ends."""
     while (quote := text.find('"', position)) >= 0:
         content = quote
@@ -148,7 +148,8 @@ def _string_end(text: str, position: int) -> int:
     return len(text)
 
 
-def _after_space(text: str, position: int) -> int:
+def after_space(text: str, position: int) -> int:
+    """The position of the first character from `position` that is not JSON white space."""
     space = _JSON_SPACE.match(text, position)
     return space.end() if space else position
 
