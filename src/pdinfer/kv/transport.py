@@ -18,7 +18,7 @@ from typing import Protocol
 
 import attrs
 
-from pdinfer.errors import TransferError
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 
 MAX_FRAME_BYTES = 1 << 20
@@ -49,7 +49,8 @@ class Link:
 
 
 class Memory(Protocol):
-    """A pool's bytes, on whatever device. Offsets are bytes from the start of the pool."""
+    """A pool's bytes, on whatever device. Offsets are bytes from the start of the pool; host buffers are contiguous
+    memoryviews of unsigned bytes, one per span."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -84,7 +85,9 @@ class Receiver(Protocol):
         """A placed payload is whole and visible, or did not verify. Not called for a discarded one."""
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        """The link is gone and nothing of it can land any more. Called exactly once per link."""
+        """The link is gone and nothing of it can land any more; its transfers are done. Called exactly once per link.
+        `error` is None when this end closed the link by `fence` or `close`, else the reason; a peer that closed
+        counts as one, since it looks like a peer that died."""
 
 
 class Transport(Protocol):
@@ -99,19 +102,51 @@ class Transport(Protocol):
         """Starts receiving; called once. Returns the endpoints that peers may connect to."""
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
-        """Opens a link to the first endpoint it understands; raises TransferError with the reason."""
+        """Opens a link to the first endpoint it understands; raises TransferError with the reason. A peer that speaks
+        first may be heard before this returns."""
 
     def send(self, link: Link, frame: bytes) -> None:
-        """Queues a control frame behind everything sent before; never blocks. A closed link swallows it."""
+        """Queues a control frame behind everything sent before; never blocks. A closed link swallows it. Raises
+        ConfigError for a frame that no transport carries."""
 
     def write(
         self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
     ) -> Transfer:
         """Queues a frame and the payload at `source` in our memory; never blocks. `ready` is called (it may wait for
-        a device event) before the payload is read. On a closed link the transfer is done, with an error."""
+        a device event) before the payload is read; an exception from it closes the link, since what follows the lost
+        write would be misread. On a closed link the transfer is done, with an error. Raises ConfigError as `send`
+        does, and for a source outside our memory."""
 
     def fence(self, link: Link) -> None:
-        """Closes the link; when it returns, nothing of that peer can land and `closed` has been called."""
+        """Closes the link; when it returns, nothing of that peer can land and `closed` has been called. What was
+        queued and has not left is dropped. May be called from inside a receiver callback."""
 
     def close(self) -> None:
         """Fences every link and frees what was opened. A second call does nothing."""
+
+
+def check_frame(frame: bytes) -> None:
+    """Refuses, where it is made, a frame that the peer would close the link for; raises ConfigError."""
+    if not 1 <= len(frame) <= MAX_FRAME_BYTES:
+        raise ConfigError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, not {len(frame)}; split what it says")
+
+
+def check_arriving(link: Link, frame_bytes: int, *, is_write: bool) -> None:
+    """What a link may carry, asked before anything is allocated for it; raises TransferError."""
+    limit = MAX_FRAME_BYTES if link.trusted else MAX_UNTRUSTED_FRAME_BYTES
+    trust = "trusted" if link.trusted else "untrusted"
+    if not 1 <= frame_bytes <= limit:
+        raise TransferError(f"{link.endpoint} sent a frame of {frame_bytes} bytes; a {trust} link takes 1 to {limit}")
+    if is_write and not link.trusted:
+        raise TransferError(f"{link.endpoint} sent a write before its handshake was done; the link is closed")
+
+
+def total_bytes(spans: Spans, memory: Memory) -> int:
+    """The payload that `spans` hold; raises ConfigError when one leaves the memory."""
+    end = memory.num_bytes
+    total = 0
+    for offset, length in spans:
+        if not (0 <= length <= end and 0 <= offset <= end - length):
+            raise ConfigError(f"span (offset {offset}, length {length}) leaves a memory of {end} bytes")
+        total += length
+    return total
