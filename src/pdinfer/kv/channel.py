@@ -378,14 +378,15 @@ class KVChannel:
             if isinstance(message, wire.Hello):
                 self.transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
             return
-        if isinstance(message, wire.Hello):
-            welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
-            self.transport.send(peer.link, wire.encode(welcome))
         with self._changed:
             peer.address = message.address
             peer.link.trusted = True
             self._links[peer_key(message.address)] = peer.link
             self._changed.notify_all()
+        if isinstance(message, wire.Hello):
+            # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
+            welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
+            self.transport.send(peer.link, wire.encode(welcome))
 
     def _check_hello(self, message: wire.Hello | wire.Welcome) -> None:
         if message.version[0] != wire.MAJOR:
@@ -450,7 +451,7 @@ class KVChannel:
 
         for link in links:
             if link is None:
-                sent(Transfer(0, done=True, error=TransferError("the destination is not connected")))
+                Transfer(0, sent).complete(TransferError("the destination is not connected"))
             else:
                 self.transport.write(link, frame, source, ready=ready if group.ready else None, then=sent)
 

@@ -186,6 +186,7 @@ class LoopbackTransport:
             ours, theirs = self._new_end(endpoint), other._new_end(self._endpoint)
             ours.changed = theirs.changed
             ours.peer, theirs.peer = theirs, ours
+            ours.link.same_memory = theirs.link.same_memory = ours.memory is theirs.memory
         theirs.post(_Delivery(lambda: theirs.receiver.opened(theirs.link)))
         return ours.link
 
@@ -206,11 +207,17 @@ class LoopbackTransport:
             end.peer.post(_Delivery(lambda: _receive(end.peer, frame)))
 
     def write(
-        self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         check_frame(frame)
         memory = self._memory()
-        transfer = Transfer(total_bytes(source, memory))
+        transfer = Transfer(total_bytes(source, memory), then)
         end = self._ends.get(link)
         if end is None:
             transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))

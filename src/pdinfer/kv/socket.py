@@ -110,12 +110,18 @@ class SocketTransport:
         self._queue(link, Message(frame))
 
     def write(
-        self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """`ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
         check_frame(frame)
         memory, _ = self._registered()
-        transfer = Transfer(total_bytes(source, memory))
+        transfer = Transfer(total_bytes(source, memory), then)
         if not self._queue(link, Message(frame, transfer, source, ready)):
             transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
         return transfer

@@ -27,9 +27,11 @@ MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
 
 @attrs.define(eq=False)
 class Transfer:
-    """Bytes on their way. `done` means that our memory is no longer read; `error` that they did not all leave."""
+    """Bytes on their way. `done` means that our memory is no longer read; `error` that they did not all leave.
+    `then`, if given, is called with this transfer once it is done, in the thread that completed it."""
 
     num_bytes: int
+    then: Callable[[Transfer], None] | None = None
     done: bool = False
     error: TransferError | None = None
 
@@ -37,15 +39,19 @@ class Transfer:
         """Called once by whoever moves the bytes."""
         self.error = error
         self.done = True
+        if self.then is not None:
+            self.then(self)
 
 
 @attrs.define(eq=False)
 class Link:
     """One connection as both sides of the seam see it. Until the channel sets `trusted`, frames are limited to
-    MAX_UNTRUSTED_FRAME_BYTES and writes are refused."""
+    MAX_UNTRUSTED_FRAME_BYTES and writes are refused. `same_memory` is set by a transport whose two ends registered the
+    very same memory, so that equal spans need no copy."""
 
     endpoint: str
     trusted: bool = False
+    same_memory: bool = False
 
 
 class Memory(Protocol):
@@ -110,12 +116,19 @@ class Transport(Protocol):
         ConfigError for a frame that no transport carries."""
 
     def write(
-        self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Queues a frame and the payload at `source` in our memory; never blocks. `ready` is called (it may wait for
         a device event) before the payload is read; an exception from it closes the link, since what follows the lost
         write would be misread. On a closed link the transfer is done, with an error. Raises ConfigError as `send`
-        does, and for a source outside our memory."""
+        does, and for a source outside our memory. `then` is called with
+        the transfer when it is done, from whatever thread moved the bytes."""
 
     def fence(self, link: Link) -> None:
         """Closes the link; when it returns, nothing of that peer can land and `closed` has been called. What was
