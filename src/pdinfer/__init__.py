@@ -1,13 +1,18 @@
 """Disaggregated LLM inference to embed: prefill and decode as two objects that hand paged KV to each other.
 
 Modules import downwards only. From the top: this file; `testing`; the pairing and its ports (`pairing`, `remote`);
-the engines (`prefill`, `decode`); what an engine is made of (`schedule`, `graphs`, `sampling`, `weights`, `policy`);
-`model`, `mtp`, `block`; attention and experts (`mla`, `dsa`, `moe`); `layers`, `batch`; the two folders that know
-nothing of each other, `kernels` (compute) and `kv` (bytes); `config`, `topology`, `checkpoint`; `types`; `errors`.
+the engines (`prefill`, `decode`); what an engine is made of (`schedule`, `sampling`, `weights`, `policy`, `inbox`);
+`model`, `block`; attention and experts (`mla`, `moe`); `layers`, `batch`; the two folders that know nothing of each
+other, `kernels` (compute) and `kv` (bytes); `config`, `topology`, `checkpoint`; `types`; `errors`.
 """
 
 from __future__ import annotations
 
+import logging
+
+from pdinfer import kernels, kv, moe, policy, remote, testing
+from pdinfer.config import CacheConfig, EngineConfig, ModelConfig, PairingConfig
+from pdinfer.decode import DecodeEngine
 from pdinfer.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -18,6 +23,13 @@ from pdinfer.errors import (
     RequestError,
     TransferError,
 )
+from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.resolve import explain_backends
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.pool import PagePool
+from pdinfer.model import Model
+from pdinfer.pairing import Pairing
+from pdinfer.prefill import PrefillEngine
 from pdinfer.topology import Topology
 from pdinfer.types import (
     FinishReason,
@@ -30,19 +42,31 @@ from pdinfer.types import (
     SamplingParams,
     TokenEvent,
 )
+from pdinfer.weights import load_model
 
 __all__ = [
     "BackendUnavailable",
+    "CacheConfig",
     "CheckpointError",
     "ConfigError",
+    "DecodeEngine",
+    "EngineConfig",
     "FinishReason",
     "Granted",
     "Handoff",
+    "KVChannel",
     "LayoutMismatch",
+    "Model",
+    "ModelConfig",
+    "Ops",
     "Overloaded",
     "PDInferError",
     "PageGrant",
+    "PagePool",
+    "Pairing",
+    "PairingConfig",
     "PeerAddress",
+    "PrefillEngine",
     "Refused",
     "Request",
     "RequestError",
@@ -50,4 +74,14 @@ __all__ = [
     "TokenEvent",
     "Topology",
     "TransferError",
+    "explain_backends",
+    "kernels",
+    "kv",
+    "load_model",
+    "moe",
+    "policy",
+    "remote",
+    "testing",
 ]
+
+logging.getLogger("pdinfer").addHandler(logging.NullHandler())

@@ -190,7 +190,6 @@ class PrefillLoad:
     num_free_pages: int
     num_total_pages: int
     page_size: int
-    max_request_tokens: int
     tokens_per_s: float
 
 
@@ -207,14 +206,14 @@ class DecodeLoad:
     num_free_pages: int
     num_total_pages: int
     page_size: int
-    max_request_tokens: int
     tokens_per_s: float
 
 
 @attrs.frozen(kw_only=True)
 class RequestShape:
-    """What a policy may know of a request."""
+    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far."""
 
+    ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
     max_new_tokens: int

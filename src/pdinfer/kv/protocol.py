@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from pdinfer.errors import TransferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 MAX_TOMBSTONES = 65536
@@ -230,9 +230,7 @@ class Accepted:
         return bool(self._stops)
 
 
-def first_error(words: Sequence[Handoff]) -> TransferError:
+def first_error(words: Sequence[Handoff]) -> PDInferError:
     """Why a room did not land."""
-    for word in words:
-        if word.status is HandoffStatus.ABORTED and word.error is not None:
-            return word.error if isinstance(word.error, TransferError) else TransferError(str(word.error))
-    return TransferError("the writer aborted without saying why")
+    errors = [word.error for word in words if word.status is HandoffStatus.ABORTED and word.error is not None]
+    return errors[0] if errors else TransferError("the writer aborted without saying why")

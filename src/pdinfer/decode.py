@@ -1,0 +1,509 @@
+"""The decode engine: pages granted, hand-offs admitted, one token per running sequence and step."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from pdinfer.batch import Batch, Row
+from pdinfer.config import EngineConfig
+from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.inbox import Inbox
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.protocol import first_error
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model import Model
+from pdinfer.sampling import sample
+from pdinfer.schedule import RequestLimits, check_request, may_grant, youngest
+from pdinfer.types import (
+    DecodeLoad,
+    Event,
+    FinishReason,
+    Granted,
+    Handoff,
+    HandoffStatus,
+    PageGrant,
+    PeerAddress,
+    Refused,
+    Request,
+    TokenEvent,
+    Usage,
+)
+
+_log = logging.getLogger("pdinfer")
+
+
+class _State(enum.Enum):
+    WAITING = enum.auto()
+    GRANTED = enum.auto()
+    RUNNING = enum.auto()
+
+
+@attrs.define(eq=False)
+class _Sequence:
+    """One request here. `pages` are granted while GRANTED and owned while RUNNING; `spare` are owned pages kept for
+    its growth. The cache holds every token but the last one of `output`."""
+
+    request: Request
+    writers: tuple[PeerAddress, ...]
+    arrival: int
+    submitted_at: float
+    deadline_at: float | None
+    output: list[int]
+    state: _State = _State.WAITING
+    grant: PageGrant | None = None
+    pages: list[int] = attrs.field(factory=list)
+    spare: list[int] = attrs.field(factory=list)
+    attempts: int = 0
+    protected: bool = False
+    cached_tokens: int = 0
+    waited_s: float = 0.0
+    waiting_since: float = 0.0
+    first_token_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
+        return -self.request.priority, self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+
+class DecodeEngine:
+    """Continuous batching over the pages of `channel.pool`; the only author of tokens.
+
+    A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows page
+    by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the line
+    with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot be
+    retracted again.
+
+    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps. `close` also closes
+    the channel.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        channel: KVChannel,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        memory = channel.pool.memory
+        assert isinstance(memory, PageMemory)
+        self.model = model
+        self.channel = channel
+        self.config = config or EngineConfig()
+        self._clock = clock
+        self._view = KVView.of(memory)
+        self._inbox: Inbox[tuple[Request, tuple[PeerAddress, ...]] | str] = Inbox()
+        self._sequences: dict[str, _Sequence] = {}
+        self._waiting: list[_Sequence] = []
+        self._granted: dict[bytes, _Sequence] = {}
+        self._running: list[_Sequence] = []
+        self._orphans: dict[bytes, tuple[int, ...]] = {}
+        self._events: list[Event] = []
+        self._arrivals = 0
+        self._tokens_per_s = 0.0
+        self._watermark = max(1, int(channel.pool.num_pages * self.config.growth_watermark))
+        self._stalled = False
+        self._closed = False
+        channel.notify(self._inbox.wake)
+
+    @property
+    def address(self) -> PeerAddress:
+        return self.channel.address
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask of this engine."""
+        pool = self.channel.pool
+        held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
+        return RequestLimits(name="decode", vocab_size=self.model.config.vocab_size, max_tokens=held)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
+        return len(self._sequences) + len(self._orphans) + len(self._inbox.peek())
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Opens the channel to a prefill; see `KVChannel.connect`."""
+        self.channel.connect(peer, timeout_s=timeout_s)
+
+    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
+        """Queues a request that `writers` will prefill. Never blocks; `Granted` or `Refused` follows from `step`.
+
+        The same id again names other writers: the attempt under way is aborted and a new one granted. It changes
+        nothing once the KV has landed.
+        """
+        self._inbox.put((request, tuple(writers)))
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request with CANCELLED. Unknown or finished ids are ignored."""
+        self._inbox.put(request_id)
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls `listener`, from any thread, when a step would do something."""
+        self._inbox.listen(listener)
+
+    def step(self) -> list[Event]:
+        """Takes what came, admits what landed, grants pages, runs one batch."""
+        if not self._closed:
+            self._take_inbox()
+            self._expire()
+            self._land()
+            self._grant()
+            self._decode()
+        events, self._events = self._events, []
+        return events
+
+    def load(self) -> DecodeLoad:
+        """What this engine holds, counting what was submitted and not yet seen by a step."""
+        pool = self.channel.pool
+        unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
+        waiting = list(self._waiting)
+        holding = [*self._granted.values(), *self._running]
+        return DecodeLoad(
+            address=self.address,
+            num_waiting_requests=len(waiting) + len(unseen),
+            num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting)
+            + sum(len(request.prompt) + len(request.output) for request in unseen),
+            num_granted_requests=len(self._granted),
+            num_running_requests=len(self._running),
+            num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            num_free_pages=pool.num_free,
+            num_total_pages=pool.num_pages,
+            page_size=pool.layout.page_size,
+            tokens_per_s=self._tokens_per_s,
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        if self._events or self._closed:
+            return bool(self._events)
+        if self._running and not self._stalled:
+            return True
+        ends = [sequence.deadline_at for sequence in list(self._sequences.values()) if sequence.deadline_at is not None]
+        left_s = min(ends, default=float("inf")) - self._clock()
+        return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
+    def drain(self, timeout_s: float) -> bool:
+        """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
+        end = time.monotonic() + timeout_s
+        events: list[Event] = []
+        while self.num_unfinished and time.monotonic() < end:
+            events += self.step()
+            self.wait(min(0.1, max(0.0, end - time.monotonic())))
+        self._events = events + self._events
+        return not self.num_unfinished
+
+    def close(self) -> None:
+        """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
+        peer can write any more and every page is free. A second call does nothing."""
+        if self._closed:
+            return
+        self._take_inbox()
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, FinishReason.CANCELLED)
+        self.channel.close()
+        self._land()
+        self._closed = True
+        self._inbox.wake()
+
+    def __enter__(self) -> DecodeEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- arrivals ---------------------------------------------------------------------------------------------------
+
+    def _take_inbox(self) -> None:
+        for item in self._inbox.take():
+            if isinstance(item, str):
+                if item in self._sequences:
+                    self._end(self._sequences[item], FinishReason.CANCELLED)
+            else:
+                self._receive(*item)
+
+    def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
+        request_id = request.request_id or ""
+        known = self._sequences.get(request_id)
+        if known is not None:
+            self._change_writers(known, writers)
+            return
+        try:
+            if not request_id:
+                raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
+            check_request(request, [self.limits])
+            if len(self._waiting) >= self.config.max_queued_requests:
+                raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
+        except PDInferError as error:
+            self._events.append(Refused(request_id=request_id, error=error))
+            return
+        now = self._clock()
+        sequence = _Sequence(
+            request=request,
+            writers=writers,
+            arrival=self._arrivals,
+            submitted_at=now,
+            deadline_at=None if request.deadline_s is None else now + request.deadline_s,
+            output=list(request.output),
+        )
+        self._arrivals += 1
+        self._sequences[request_id] = sequence
+        self._queue(sequence)
+
+    def _change_writers(self, sequence: _Sequence, writers: tuple[PeerAddress, ...]) -> None:
+        sequence.writers = writers
+        if sequence.state is _State.GRANTED:
+            self._give_up(sequence, TransferError("another prefill takes over"))
+            self._queue(sequence)
+
+    def _queue(self, sequence: _Sequence) -> None:
+        sequence.state = _State.WAITING
+        sequence.waiting_since = self._clock()
+        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in list(self._sequences.values()):
+            if sequence.deadline_at is not None and now >= sequence.deadline_at:
+                self._end(sequence, FinishReason.DEADLINE)
+
+    # -- hand-offs --------------------------------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        rooms: dict[bytes, list[Handoff]] = {}
+        for word in self.channel.poll():
+            rooms.setdefault(word.room, []).append(word)
+        for room, words in rooms.items():
+            if room in self._orphans:
+                self.channel.pool.release(self._orphans.pop(room))
+                continue
+            sequence = self._granted.pop(room)
+            if all(word.status is HandoffStatus.LANDED for word in words):
+                self._admit(sequence, words)
+            else:
+                self._lose(sequence, first_error(words))
+
+    def _admit(self, sequence: _Sequence, words: Sequence[Handoff]) -> None:
+        """Every writer's part is here and verified: the pages are ours and the first token is out."""
+        self.channel.pool.adopt(sequence.pages)
+        sequence.state = _State.RUNNING
+        sequence.grant = None
+        sequence.cached_tokens = max(word.num_cached_tokens for word in words)
+        sequence.waited_s += max(word.queue_s for word in words)
+        self._running.append(sequence)
+        first = next((word for word in words if word.token is not None), None)
+        vocab_size = self.model.config.vocab_size
+        if first is None or first.token is None or not 0 <= first.token < vocab_size:
+            self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
+            return
+        self._append(sequence, first.token, first.logprob)
+
+    def _lose(self, sequence: _Sequence, error: PDInferError) -> None:
+        """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are tried again."""
+        self._free(sequence)
+        if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
+            self._queue(sequence)
+        else:
+            self._end(sequence, FinishReason.FAILED, error)
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        """Grants pages down the line. The first who cannot have them holds the line, so no one starves."""
+        pool = self.channel.pool
+        while self._waiting:
+            sequence = self._waiting[0]
+            holding = len(self._running) + len(self._granted)
+            if holding >= self.config.max_running_requests:
+                return
+            last_attempt = sequence.attempts + 1 >= self.config.max_attempts
+            prompt_pages = pool.layout.num_pages(sequence.num_tokens)
+            needed = pool.layout.num_pages(sequence.max_tokens) if last_attempt else prompt_pages
+            others = holding + len(self._orphans)
+            if not may_grant(needed, free=pool.num_free, watermark=self._watermark, others=others):
+                return
+            self._waiting.pop(0)
+            sequence.pages = list(pool.grant(prompt_pages))
+            sequence.spare = list(pool.own(needed - prompt_pages))
+            sequence.protected = last_attempt
+            self._open_room(sequence)
+
+    def _open_room(self, sequence: _Sequence) -> None:
+        pool = self.channel.pool
+        sequence.attempts += 1
+        sequence.waited_s += self._clock() - sequence.waiting_since
+        grant = PageGrant(
+            room=self.channel.random_bytes(16),
+            request_id=sequence.request.request_id or "",
+            writers=sequence.writers,
+            destinations=(self.address,),
+            tokens=range(sequence.num_tokens),
+            pages=tuple(sequence.pages),
+            generations=pool.generations(sequence.pages),
+            layout_id=pool.layout.layout_id,
+        )
+        sequence.grant = grant
+        sequence.state = _State.GRANTED
+        self._granted[grant.room] = sequence
+        self.channel.expect(grant)
+        left = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left)
+        self._events.append(Granted(grant=grant, request=request))
+
+    def _grow(self, sequence: _Sequence) -> bool:
+        """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
+        cannot run this step."""
+        pool = self.channel.pool
+        if pool.layout.num_pages(sequence.num_tokens) <= len(sequence.pages):
+            return True
+        if sequence.spare:
+            sequence.pages.append(sequence.spare.pop())
+            return True
+        while not pool.num_free:
+            candidates = [running for running in self._running if not running.protected]
+            victim = candidates[youngest([(c.request.priority, c.arrival) for c in candidates])]
+            if victim is sequence and (self._granted or self._orphans):
+                return False  # pages are on their way: whoever lands next is younger and gives way
+            self._retract(victim)
+            if victim is sequence:
+                return False
+        sequence.pages += pool.own(1)
+        return True
+
+    def _retract(self, sequence: _Sequence) -> None:
+        _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
+        self._running.remove(sequence)
+        self._free(sequence)
+        self._queue(sequence)
+
+    def _free(self, sequence: _Sequence) -> None:
+        """Returns all pages; those of a room only once its writers have stopped."""
+        self.channel.pool.release(sequence.pages)
+        self.channel.pool.release(sequence.spare)
+        sequence.pages, sequence.spare, sequence.grant = [], [], None
+
+    def _give_up(self, sequence: _Sequence, error: PDInferError) -> None:
+        """Aborts an open room: its pages stay granted until the writers' last word."""
+        assert sequence.grant is not None
+        room = sequence.grant.room
+        del self._granted[room]
+        self._orphans[room] = tuple(sequence.pages)
+        sequence.pages = []
+        self.channel.abort(sequence.grant, error)
+        self._free(sequence)
+
+    # -- tokens -----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        grown = [sequence for sequence in list(self._running) if sequence in self._running and self._grow(sequence)]
+        # growing a later sequence may have retracted an earlier one of lower priority
+        batch = [sequence for sequence in grown if sequence.state is _State.RUNNING]
+        self._stalled = not batch
+        if not batch:
+            return
+        started = self._clock()
+        try:
+            tokens, logprobs = self._forward(batch)
+        except Exception as error:
+            _log.exception("a decode step failed")
+            for sequence in batch:
+                failure = PDInferError(f"the decode step failed: {type(error).__name__}")
+                self._end(sequence, FinishReason.FAILED, failure)
+            return
+        for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
+            if logprob != logprob:
+                failure = PDInferError("the model's logits are not finite")
+                self._end(sequence, FinishReason.FAILED, failure)
+            else:
+                self._append(sequence, token, logprob)
+        elapsed = self._clock() - started
+        if elapsed > 0:
+            self._tokens_per_s = len(batch) / elapsed
+
+    def _forward(self, batch: Sequence[_Sequence]) -> tuple[list[int], list[float]]:
+        rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
+        page_size = self.channel.pool.layout.page_size
+        tensors = Batch.build(rows, page_size=page_size, device=self.model.device, absorbed=True)
+        logits_BV = self.model.head(self.model.forward(tensors, self._view), range(len(rows)))
+        positions = [sequence.num_tokens for sequence in batch]
+        sampled = sample(logits_BV, [sequence.request.sampling for sequence in batch], positions)
+        return sampled.tokens, sampled.logprobs
+
+    def _append(self, sequence: _Sequence, token: int, logprob: float | None) -> None:
+        """A new token: emitted, and perhaps the last."""
+        sequence.output.append(token)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = self._clock()
+        sampling = sequence.request.sampling
+        stops = token in sampling.stop_token_ids
+        stops = stops or (not sampling.ignore_eos and token in self.model.config.eos_token_ids)
+        if stops:
+            self._end(sequence, FinishReason.STOP, token=token, logprob=logprob)
+        elif len(sequence.output) >= sampling.max_new_tokens:
+            self._end(sequence, FinishReason.LENGTH, token=token, logprob=logprob)
+        else:
+            self._emit(sequence, token=token, logprob=logprob)
+
+    def _end(
+        self,
+        sequence: _Sequence,
+        reason: FinishReason,
+        error: PDInferError | None = None,
+        *,
+        token: int | None = None,
+        logprob: float | None = None,
+    ) -> None:
+        """The one final event, and everything the request held goes back."""
+        del self._sequences[sequence.request.request_id or ""]
+        if sequence.state is _State.GRANTED and sequence.grant is not None:
+            self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
+        elif sequence.state is _State.RUNNING:
+            self._running.remove(sequence)
+            self._free(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        usage = Usage(
+            prompt_tokens=len(sequence.request.prompt),
+            output_tokens=len(sequence.output),
+            cached_tokens=sequence.cached_tokens,
+            queue_s=sequence.waited_s,
+            ttft_s=None if sequence.first_token_at is None else sequence.first_token_at - sequence.submitted_at,
+        )
+        self._emit(sequence, token=token, logprob=logprob, finish_reason=reason, error=error, usage=usage)
+
+    def _emit(
+        self,
+        sequence: _Sequence,
+        *,
+        token: int | None,
+        logprob: float | None,
+        finish_reason: FinishReason | None = None,
+        error: PDInferError | None = None,
+        usage: Usage | None = None,
+    ) -> None:
+        self._events.append(
+            TokenEvent(
+                request_id=sequence.request.request_id or "",
+                token=token,
+                index=len(sequence.output) - (token is not None),
+                logprob=logprob,
+                finish_reason=finish_reason,
+                error=error,
+                usage=usage,
+            )
+        )

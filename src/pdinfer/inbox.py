@@ -1,0 +1,63 @@
+"""What every stepped object shares: a box that any thread may fill, and a sleep that ends when there is something to do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Inbox(Generic[T]):
+    """Items put in by any thread, taken out by the one that steps. `listen` lets an owner of several boxes sleep once
+    for all of them."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._items: list[T] = []
+        self._awake = False
+        self._listeners: list[Callable[[], None]] = []
+
+    def put(self, item: T) -> None:
+        with self._changed:
+            self._items.append(item)
+        self.wake()
+
+    def take(self) -> list[T]:
+        """Everything put in since the last call, in order."""
+        with self._changed:
+            self._awake = False
+            items, self._items = self._items, []
+            return items
+
+    def peek(self) -> list[T]:
+        """The same without taking it."""
+        with self._changed:
+            return list(self._items)
+
+    def wake(self) -> None:
+        """Ends a sleep now or, when nobody sleeps, the next one."""
+        with self._changed:
+            self._awake = True
+            self._changed.notify_all()
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls `listener`, from any thread, on every wake."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until `wake` or the end of `timeout_s`; tells whether it was woken."""
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            while not self._awake:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+            return True

@@ -1,0 +1,151 @@
+"""Pure functions: whether a request may enter, and which sequences run this step. No engine, no tensor, no clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import attrs
+
+from pdinfer.checks import clip, is_int
+from pdinfer.errors import RequestError
+from pdinfer.types import Request, SamplingParams
+
+MAX_ID_CHARACTERS = 256
+MAX_SALT_BYTES = 256
+MAX_STOP_TOKENS = 1024
+MAX_DEADLINE_S = 30 * 86400.0
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+)
+_NOT_YET = ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+
+
+@attrs.frozen(kw_only=True)
+class RequestLimits:
+    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`."""
+
+    name: str
+    vocab_size: int
+    max_tokens: int
+
+
+def check_request(request: Request, limits: Sequence[RequestLimits]) -> None:
+    """Raises RequestError naming the field, its value and the limit. Nothing of a bad request reaches a device."""
+    _check_id(request.request_id)
+    vocab_size = min((limit.vocab_size for limit in limits), default=2**31)
+    _check_tokens("prompt", request.prompt, vocab_size)
+    _check_tokens("output", request.output, vocab_size)
+    if not request.prompt:
+        raise RequestError("prompt is empty; it needs at least one token")
+    _check_sampling(request.sampling, vocab_size)
+    _check_length(request, limits)
+    if not is_int(request.priority) or abs(request.priority) >= 2**31:
+        raise RequestError(f"priority must be an int of 32 bits, got {clip(request.priority)}")
+    if not isinstance(request.cache_salt, bytes) or len(request.cache_salt) > MAX_SALT_BYTES:
+        raise RequestError(f"cache_salt must be at most {MAX_SALT_BYTES} bytes, got {clip(request.cache_salt)}")
+    deadline = request.deadline_s
+    if deadline is not None and not (_is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):
+        raise RequestError(f"deadline_s must be a number from 0 to {MAX_DEADLINE_S:g}, got {clip(deadline)}")
+
+
+def _check_id(request_id: object) -> None:
+    if request_id is None:
+        return
+    if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS or not request_id.isprintable():
+        raise RequestError(
+            f"request_id must be 1 to {MAX_ID_CHARACTERS} printable characters, got {clip(request_id)}"
+        )
+
+
+def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
+    if not isinstance(tokens, tuple):
+        raise RequestError(f"{name} must be a tuple of token ids, got {clip(type(tokens).__name__)}")
+    for index, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise RequestError(
+                f"{name}[{index}] is {clip(token)}; token ids are ints from 0 to {vocab_size - 1}"
+            )
+
+
+def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    defaults = SamplingParams()
+    for name in _NOT_YET:
+        if getattr(sampling, name) != getattr(defaults, name):
+            raise RequestError(
+                f"sampling.{name} is {clip(getattr(sampling, name))}; this version supports only its default "
+                f"{getattr(defaults, name)!r}"
+            )
+    for name, low, high in _RANGES:
+        value = getattr(sampling, name)
+        if not _is_number(value) or not low <= value <= high:
+            raise RequestError(f"sampling.{name} must be a number from {low:g} to {high:g}, got {clip(value)}")
+    if sampling.top_p == 0:
+        raise RequestError("sampling.top_p is 0, which keeps no token; use temperature=0 for greedy decoding")
+    if not is_int(sampling.top_k) or not 0 <= sampling.top_k < 2**31:
+        raise RequestError(f"sampling.top_k must be an int from 0 (off) to {2**31 - 1}, got {clip(sampling.top_k)}")
+    if not is_int(sampling.max_new_tokens) or not 1 <= sampling.max_new_tokens < 2**31:
+        raise RequestError(
+            f"sampling.max_new_tokens must be an int from 1 to {2**31 - 1}, got {clip(sampling.max_new_tokens)}"
+        )
+    seed = sampling.seed
+    if seed is not None and (not is_int(seed) or not 0 <= seed < 2**64):
+        raise RequestError(f"sampling.seed must be an int from 0 to 2**64 - 1, got {clip(seed)}")
+    if not isinstance(sampling.ignore_eos, bool):
+        raise RequestError(f"sampling.ignore_eos must be a bool, got {clip(sampling.ignore_eos)}")
+    _check_tokens("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise RequestError(f"sampling.stop_token_ids has {len(sampling.stop_token_ids)} ids, at most {MAX_STOP_TOKENS}")
+
+
+def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:
+    if len(request.output) >= request.sampling.max_new_tokens:
+        raise RequestError(
+            f"output already has {len(request.output)} tokens and sampling.max_new_tokens is "
+            f"{request.sampling.max_new_tokens}; nothing is left to generate"
+        )
+    total = len(request.prompt) + request.sampling.max_new_tokens
+    if any(total > limit.max_tokens for limit in limits):
+        held = ", ".join(f"{limit.name} holds {limit.max_tokens}" for limit in limits)
+        raise RequestError(
+            f"prompt of {len(request.prompt)} tokens plus max_new_tokens {request.sampling.max_new_tokens} makes "
+            f"{total}; {held}: shorten the prompt, ask for fewer tokens or use larger pools"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def plan_chunk(remaining: Sequence[int], *, chunk_size: int, max_tokens: int) -> list[int]:
+    """How many tokens of each prompt run this step, prompts in order of preference.
+
+    With a `chunk_size` the step has that many tokens and a prompt may be cut; without one (-1) prompts run whole, as
+    many as fit in `max_tokens`, the first always.
+    """
+    counts = []
+    budget = max_tokens if chunk_size == -1 else chunk_size
+    for tokens in remaining:
+        if chunk_size == -1:
+            count = tokens if tokens <= budget or not counts else 0
+        else:
+            count = min(tokens, budget)
+        if not count:
+            break
+        counts.append(count)
+        budget -= count
+    return counts
+
+
+def may_grant(needed: int, *, free: int, watermark: int, others: int) -> bool:
+    """Whether a sequence that needs `needed` pages may have them: `watermark` pages stay free for the growth of the
+    `others` that hold pages; alone, a sequence may take all."""
+    return needed <= free - (watermark if others else 0)
+
+
+def youngest(arrivals: Sequence[tuple[int, int]]) -> int:
+    """Index of the sequence to retract: of the lowest priority the one that arrived last. (priority, arrival) each."""
+    return min(range(len(arrivals)), key=lambda i: (arrivals[i][0], -arrivals[i][1]))
