@@ -304,7 +304,7 @@ def test_settings_out_of_range(kind: type[Any], name: str, value: object, promis
 
 
 def test_cache_size_is_given_once() -> None:
-    with pytest.raises(ConfigError, match="num_pages = 5 and mem_fraction_static = 0.5"):
+    with pytest.raises(ConfigError, match=r"num_pages = 5 and mem_fraction_static = 0\.5"):
         CacheConfig(num_pages=5, mem_fraction_static=0.5)
     assert CacheConfig(page_size=3).page_size == 3
 
