@@ -19,7 +19,7 @@ import torch
 from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import check_file_name, open_regular, read_json
-from pdinfer.tensor_header import MAX_TENSORS, TensorInfo, header_bytes, parse_header
+from pdinfer.tensor_header import MAX_TENSORS, HeaderSource, TensorInfo, header_bytes, parse_header
 
 __all__ = ["Checkpoint", "TensorInfo"]
 
@@ -68,6 +68,8 @@ class Checkpoint:
                 infos = _read_header(descriptors[file], file, folder / file)
                 twice += infos.keys() & found.keys()
                 found |= infos
+            if not found:
+                raise CheckpointError(f"{folder} holds no tensors")
             if twice:
                 raise CheckpointError(f"{folder} holds more than one of {_listed(sorted(twice))}")
             tensors = found if weight_map is None else _match_index(folder, weight_map, found)
@@ -91,7 +93,7 @@ class Checkpoint:
         wanted = list(names)
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
-            raise CheckpointError(f"{self.folder} lacks {_listed(missing)}")
+            raise CheckpointError(f"{self.folder} lacks tensors, {_listed(missing)}")
         return iter(sorted((self.tensors[name] for name in wanted), key=lambda info: (info.file, info.offset)))
 
     def sample_digest(self) -> bytes:
@@ -200,7 +202,10 @@ def _read_header(descriptor: int, file: str, path: Path) -> dict[str, TensorInfo
         raise CheckpointError(f"cannot read the header of {path}: {failure.strerror}") from None
     if len(header) < length:
         raise CheckpointError(f"{path} ends within its header: {len(header)} of {length} bytes")
-    return parse_header(header, file_bytes - 8 - length, file, str(path))
+    start = 8 + length
+    return parse_header(
+        header, HeaderSource(file=file, path=str(path), data_start=start, data_bytes=file_bytes - start)
+    )
 
 
 def _read_into(descriptor: int, buffer: memoryview, info: TensorInfo, path: Path) -> None:

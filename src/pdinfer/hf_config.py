@@ -158,7 +158,7 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
     for name, value in FIXED_FIELDS.items():
         _check_fixed(raw, name, value)
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
-    if kv_heads is not None and (not is_int(kv_heads) or kv_heads != heads):
+    if kv_heads is not None and is_int(heads) and (not is_int(kv_heads) or kv_heads != heads):
         raise ConfigError(
             f"num_key_value_heads must divide num_attention_heads = {clip(heads)} evenly, and equal it in a model with "
             f"latent attention, got {clip(kv_heads)}"
@@ -215,8 +215,9 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _add_rope(fields: dict[str, object], key: str, value: object) -> None:
-    if fields.setdefault(key, value) != value:
-        raise ConfigError(f"{key} of the rope fields is given twice, as {clip(fields[key])} and as {clip(value)}")
+    first = fields.setdefault(key, value)
+    if first is not value and first != value:
+        raise ConfigError(f"{key} of the rope fields is given twice, as {clip(first)} and as {clip(value)}")
 
 
 def _stored_dtype(raw: Mapping[str, object]) -> object:

@@ -57,6 +57,19 @@ class TensorInfo:
     num_bytes: int
 
 
+@attrs.frozen(kw_only=True)
+class HeaderSource:
+    """The file a header came from: its name in the folder, its path for messages, where its data starts and how long.
+
+    `data_start` and `data_bytes` are in bytes.
+    """
+
+    file: str
+    path: str
+    data_start: int
+    data_bytes: int
+
+
 def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
     """The length of the header that the first 8 bytes of a file of `file_bytes` announce. Raises CheckpointError."""
     if file_bytes < 8 or len(prefix) < 8:
@@ -70,39 +83,39 @@ def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
     return length
 
 
-def parse_header(header: bytes, data_bytes: int, file: str, source: str) -> dict[str, TensorInfo]:
+def parse_header(header: bytes, source: HeaderSource) -> dict[str, TensorInfo]:
     """The tensors of one file by name, in the order of their data.
 
-    `header` is the JSON, `data_bytes` the number of bytes after it, `file` the name to put into each TensorInfo,
-    `source` the path for error messages. Raises CheckpointError with the position or the tensor at fault.
+    Raises CheckpointError with the position or the tensor at fault.
     """
     try:
         text = header.decode("utf-8")
     except UnicodeDecodeError as failure:
         raise CheckpointError(
-            f"header of {source} is not UTF-8: {failure.reason} at position {failure.start}"
+            f"header of {source.path} is not UTF-8: {failure.reason} at position {failure.start}"
         ) from None
-    tensors = _parse_entries(text, file, source, base=8 + len(header))
-    end = base = 8 + len(header)
+    tensors = _parse_entries(text, source)
+    end = source.data_start
     ordered = sorted(tensors.values(), key=lambda info: info.offset)
     for info in ordered:
         if info.offset != end:
             problem = "overlaps the tensor before it" if info.offset < end else "leaves a hole before it"
             raise CheckpointError(
-                f"{source}: tensor {clip(info.name)} {problem}: data_offsets start at {info.offset - base}, "
-                f"expected {end - base}"
+                f"{source.path}: tensor {clip(info.name)} {problem}: data_offsets start at "
+                f"{info.offset - source.data_start}, expected {end - source.data_start}"
             )
         end += info.num_bytes
-    if end - base != data_bytes:
-        last = f" (last: {clip(ordered[-1].name)})" if ordered else ""
-        raise CheckpointError(f"{source} holds {data_bytes} bytes of data, but its tensors cover {end - base}{last}")
+    if end != source.data_start + source.data_bytes:
+        raise CheckpointError(
+            f"{source.path} holds {source.data_bytes} bytes of data, but its tensors cover {end - source.data_start}"
+        )
     return {info.name: info for info in ordered}
 
 
-def _parse_entries(text: str, file: str, source: str, base: int) -> dict[str, TensorInfo]:
+def _parse_entries(text: str, source: HeaderSource) -> dict[str, TensorInfo]:
     """Entry by entry, so that a hostile header costs no more memory than the entries that were right so far."""
     if not text.startswith("{"):
-        raise CheckpointError(f"header of {source} must start with {{ at position 0, got {clip(text[:1])}")
+        raise CheckpointError(f"header of {source.path} must start with {{ at position 0, got {clip(text[:1])}")
     tensors: dict[str, TensorInfo] = {}
     position = after_space(text, 1)
     metadata = False
@@ -111,7 +124,7 @@ def _parse_entries(text: str, file: str, source: str, base: int) -> dict[str, Te
         start = position
         name, position = _name(text, position, source)
         if name in tensors or (metadata and name == "__metadata__"):
-            raise CheckpointError(f"header of {source}: {clip(name)} appears twice, again at position {start}")
+            raise CheckpointError(f"header of {source.path}: {clip(name)} appears twice, again at position {start}")
         if name == "__metadata__":
             metadata = True
             position = _skip_metadata(text, position, source)
@@ -119,24 +132,24 @@ def _parse_entries(text: str, file: str, source: str, base: int) -> dict[str, Te
             end = text.find("}", position, position + MAX_ENTRY_CHARACTERS) + 1
             if not end:
                 raise CheckpointError(
-                    f"header of {source}: tensor {clip(name)} at position {start} has no entry that ends within "
+                    f"header of {source.path}: tensor {clip(name)} at position {start} has no entry that ends within "
                     f"{MAX_ENTRY_CHARACTERS} characters"
                 )
-            tensors[name] = _tensor(text[position:end], position, name, file, source, base)
+            tensors[name] = _tensor(text[position:end], position, name, source)
             position = end
         if len(tensors) > MAX_TENSORS:
-            raise CheckpointError(f"header of {source} has more than {MAX_TENSORS} tensors at position {start}")
+            raise CheckpointError(f"header of {source.path} has more than {MAX_TENSORS} tensors at position {start}")
         position = after_space(text, position)
         more = text.startswith(",", position)
         position = after_space(text, position + 1) if more else position
     if not text.startswith("}", position):
-        raise CheckpointError(f"header of {source} is not strict JSON: expected , or }} at position {position}")
+        raise CheckpointError(f"header of {source.path} is not strict JSON: expected , or }} at position {position}")
     if after_space(text, position + 1) != len(text):
-        raise CheckpointError(f"header of {source} is not strict JSON: extra data at position {position + 1}")
+        raise CheckpointError(f"header of {source.path} is not strict JSON: extra data at position {position + 1}")
     return tensors
 
 
-def _name(text: str, position: int, source: str) -> tuple[str, int]:
+def _name(text: str, position: int, source: HeaderSource) -> tuple[str, int]:
     """The key at `position` and the position of its value."""
     end = string_end(text, position + 1)
     try:
@@ -145,34 +158,34 @@ def _name(text: str, position: int, source: str) -> tuple[str, int]:
         name = None
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
         raise CheckpointError(
-            f"header of {source}: expected a tensor name at position {position} (a string of 1 to "
+            f"header of {source.path}: expected a tensor name at position {position} (a string of 1 to "
             f"{MAX_NAME_CHARACTERS} printable characters), got {clip(text[position : min(end, position + 60)])}"
         )
     colon = after_space(text, end)
     if not text.startswith(":", colon):
-        raise CheckpointError(f"header of {source} is not strict JSON: expected : at position {colon}")
+        raise CheckpointError(f"header of {source.path} is not strict JSON: expected : at position {colon}")
     return name, after_space(text, colon + 1)
 
 
-def _skip_metadata(text: str, position: int, source: str) -> int:
+def _skip_metadata(text: str, position: int, source: HeaderSource) -> int:
     """The position after `__metadata__`, an object of strings that nothing here uses."""
     end = position
     while not text.startswith("}", end):
         end = string_end(text, end + 1) if text.startswith('"', end) else end + 1
         if end - position > MAX_METADATA_CHARACTERS or end >= len(text):
             raise CheckpointError(
-                f"header of {source}: __metadata__ at position {position} has no end within "
+                f"header of {source.path}: __metadata__ at position {position} has no end within "
                 f"{MAX_METADATA_CHARACTERS} characters"
             )
-    metadata = parse_json(text[position : end + 1].encode(), f"__metadata__ of {source}", CheckpointError)
+    metadata = parse_json(text[position : end + 1].encode(), f"__metadata__ of {source.path}", CheckpointError)
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"header of {source}: __metadata__ at position {position} must hold strings only")
+        raise CheckpointError(f"header of {source.path}: __metadata__ at position {position} must hold strings only")
     return end + 1
 
 
-def _tensor(entry: str, position: int, name: str, file: str, source: str, base: int) -> TensorInfo:
-    """The TensorInfo of one entry; whether it lies inside the file shows when all are put in order."""
-    what = f"{source}: tensor {clip(name)}"
+def _tensor(entry: str, position: int, name: str, source: HeaderSource) -> TensorInfo:
+    """The TensorInfo of one entry, which lies within the data; overlaps show when all are put in order."""
+    what = f"{source.path}: tensor {clip(name)}"
     try:
         pairs = _ENTRY.decode(entry)
     except (json.JSONDecodeError, RecursionError) as failure:
@@ -192,8 +205,11 @@ def _tensor(entry: str, position: int, name: str, file: str, source: str, base: 
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(is_int(offset) for offset in offsets):
         raise CheckpointError(f"{what} has data_offsets {clip(offsets)}; they must be two ints, begin and end")
     begin, end = offsets
-    if not 0 <= begin <= end:
-        raise CheckpointError(f"{what} has data_offsets {clip(offsets)}; they must be in order and not negative")
+    if not 0 <= begin <= end <= source.data_bytes:
+        raise CheckpointError(
+            f"{what} has data_offsets {clip(offsets)}; they must be in order, not negative and within the "
+            f"{source.data_bytes} bytes of data"
+        )
     num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
     if end - begin != num_bytes:
         raise CheckpointError(
@@ -201,5 +217,10 @@ def _tensor(entry: str, position: int, name: str, file: str, source: str, base: 
             f"{clip(num_bytes)}"
         )
     return TensorInfo(
-        name=name, dtype=DTYPES[dtype], shape=tuple(shape), file=file, offset=base + begin, num_bytes=num_bytes
+        name=name,
+        dtype=DTYPES[dtype],
+        shape=tuple(shape),
+        file=source.file,
+        offset=source.data_start + begin,
+        num_bytes=num_bytes,
     )

@@ -1,0 +1,315 @@
+"""ModelConfig against transformers and by hand; the host's configurations and their ranges."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from pdinfer.checks import clip
+from pdinfer.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    PairingConfig,
+    ScoringFunc,
+    TopkMethod,
+    YarnScaling,
+)
+from pdinfer.errors import ConfigError
+
+BASE: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 96,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 24,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+    "num_nextn_predict_layers": 1,
+}
+V2 = BASE | {
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+    "norm_topk_prob": False,
+}
+V2_LITE = V2 | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None}
+YARN = {
+    "type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+KIMI_YARN = YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+FAMILIES = {
+    "v3": BASE,
+    "v3-no-q-lora": BASE | {"q_lora_rank": None},
+    "v3-yarn": BASE | {"rope_scaling": YARN},
+    "v3-all-dense": BASE | {"first_k_dense_replace": 4},
+    "v2": V2,
+    "v2-lite": V2_LITE | {"n_shared_experts": 2},
+    "v2-tied": V2 | {"tie_word_embeddings": True},
+}
+
+
+def _new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
+    """`raw` as transformers 5 saves it."""
+    transformers = pytest.importorskip("transformers")
+    kind = transformers.DeepseekV2Config if raw["model_type"] == "deepseek_v2" else transformers.DeepseekV3Config
+    known = {name: value for name, value in raw.items() if name not in ("scoring_func", "model_type", "architectures")}
+    if raw["model_type"] == "deepseek_v2":
+        known.pop("num_nextn_predict_layers")
+    saved: dict[str, Any] = json.loads(kind(**json.loads(json.dumps(known))).to_json_string())
+    return saved
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_both_spellings_give_one_config(name: str) -> None:
+    old = FAMILIES[name]
+    new = _new_spelling(old)
+    assert "rope_parameters" in new
+    assert "rope_theta" not in new
+    expected = ModelConfig.from_dict(old)
+    if old["model_type"] == "deepseek_v2":
+        expected = attrs.evolve(expected, num_nextn_predict_layers=0)
+    assert ModelConfig.from_dict(new) == expected
+    assert ModelConfig.from_dict(new).fingerprint == expected.fingerprint
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_num_parameters_is_that_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    new = _new_spelling(FAMILIES[name])
+    kind = transformers.DeepseekV2Config if new["model_type"] == "deepseek_v2" else transformers.DeepseekV3Config
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(kind(**new))
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    config = ModelConfig.from_dict(new)
+    num_biases = sum(bias.numel() for bias in biases)
+    assert config.num_parameters == parameters + num_biases
+    assert config.weight_bytes == parameters * 2 + num_biases * 4
+    assert attrs.evolve(config, dtype="float32").weight_bytes == config.num_parameters * 4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_theta": 1e6, "qk_rope_head_dim": 64},
+        {"rope_scaling": YARN},
+        {"rope_scaling": YARN, "qk_rope_head_dim": 64},
+        {"rope_scaling": KIMI_YARN, "rope_theta": 5e4, "qk_rope_head_dim": 64},
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"rope_scaling": {key: YARN[key] for key in ("type", "factor", "original_max_position_embeddings")}},
+        {"rope_scaling": YARN | {"mscale_all_dim": 0}},
+        {"rope_scaling": YARN | {"mscale": None}},
+        {"rope_scaling": YARN | {"factor": 1.0}},
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 16}, "rope_theta": 100.0},
+    ],
+    ids=lambda changes: json.dumps(changes)[:60],
+)
+def test_rope_and_scale_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    rope_functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+    raw = BASE | changes
+    new = _new_spelling(raw)
+    theirs = pytest.importorskip("transformers").DeepseekV3Config(**new)
+    if new["rope_parameters"]["rope_type"] == "yarn":
+        frequencies, factor = rope_functions["yarn"](theirs)
+    else:
+        frequencies, factor = modeling.DeepseekV3RotaryEmbedding.compute_default_rope_parameters(theirs)
+    config = ModelConfig.from_dict(raw)
+    assert config.inv_frequencies() == pytest.approx(frequencies.tolist(), rel=1e-6)
+    assert config.rope_attention_factor == pytest.approx(factor, rel=1e-12)
+    scale = modeling.yarn_apply_mscale(theirs.rope_parameters, config.qk_head_dim**-0.5)
+    assert config.softmax_scale == pytest.approx(scale, rel=1e-12)
+
+
+def test_known_models() -> None:
+    """Sizes as published: V3 has 671B parameters, V2-Lite 15.7B; m of YaRN with factor 40 is 1.3689."""
+    v3 = ModelConfig.from_dict(
+        BASE
+        | {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+        | {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256}
+        | {"num_experts_per_tok": 8, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
+        | {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+        | {"max_position_embeddings": 163840, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+    )
+    assert v3.num_parameters == 671_026_419_200
+    assert v3.softmax_scale * math.sqrt(192) == pytest.approx(1.3689**2, rel=1e-4)
+    assert v3.rope_attention_factor == 1.0
+    assert (v3.is_moe_layer(2), v3.is_moe_layer(3), v3.is_moe_layer(61)) == (False, True, True)
+
+
+def test_families_fill_in_what_old_files_leave_out() -> None:
+    silent = {name: value for name, value in BASE.items() if name not in ("scoring_func", "topk_method")}
+    v3 = ModelConfig.from_dict(silent)
+    assert (v3.scoring_func, v3.topk_method) == (ScoringFunc.SIGMOID, TopkMethod.NOAUX_TC)
+    silent |= {"model_type": "deepseek_v2", "n_group": None, "topk_group": None, "norm_topk_prob": None}
+    v2 = ModelConfig.from_dict(silent | {"n_shared_experts": None, "torch_dtype": None, "eos_token_id": None})
+    assert (v2.scoring_func, v2.topk_method) == (ScoringFunc.SOFTMAX, TopkMethod.GREEDY)
+    assert (v2.n_group, v2.topk_group, v2.norm_topk_prob, v2.n_shared_experts) == (1, 1, False, 0)
+    assert (v2.dtype, v2.eos_token_ids) == ("bfloat16", ())
+
+
+def test_head_dim_and_unknown_fields_are_ignored() -> None:
+    assert ModelConfig.from_dict(BASE | {"head_dim": 192, "id2label": {}, "yarn": 3}) == ModelConfig.from_dict(BASE)
+
+
+def test_fingerprint_covers_every_field_but_token_ids_and_dtype() -> None:
+    config = ModelConfig.from_dict(BASE | {"rope_scaling": YARN})
+    assert config.yarn is not None
+    changed: dict[str, Any] = {
+        "model_type": "deepseek_v2",
+        "scoring_func": ScoringFunc.SOFTMAX,
+        "topk_method": TopkMethod.GREEDY,
+        "q_lora_rank": None,
+        "yarn": attrs.evolve(config.yarn, beta_fast=31.0),
+        "tie_word_embeddings": True,
+        "norm_topk_prob": False,
+        "qk_rope_head_dim": 18,
+        "n_routed_experts": 32,
+        "topk_group": 3,
+        "n_group": 8,
+        "rms_norm_eps": math.nextafter(config.rms_norm_eps, 1.0),
+        "rope_theta": 10001.0,
+    }
+    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16"}
+    for field in attrs.fields(ModelConfig):
+        value = same.get(field.name, changed.get(field.name))
+        if value is None and field.name != "q_lora_rank":
+            value = getattr(config, field.name) - 1
+        # The family's rules tie three fields together, so the change bypasses them.
+        other = attrs.evolve(config)
+        object.__setattr__(other, field.name, value)
+        assert (other.fingerprint == config.fingerprint) is (field.name in same), field.name
+    assert config.fingerprint == ModelConfig.from_dict(BASE | {"rope_scaling": YARN}).fingerprint
+    assert len(config.fingerprint) == 32
+
+
+def test_from_checkpoint_takes_eos_ids_of_the_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE))
+    assert ModelConfig.from_checkpoint(tmp_path).eos_token_ids == (1,)
+    for given, expected in (([1, 7], (1, 7)), (9, (9,)), (None, (1,))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given, "temperature": 0.6}))
+        assert ModelConfig.from_checkpoint(str(tmp_path)).eos_token_ids == expected
+
+
+def test_configs_are_frozen_and_take_keywords_only() -> None:
+    with pytest.raises(attrs.exceptions.FrozenInstanceError):
+        CacheConfig().page_size = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        EngineConfig(3)  # type: ignore[misc]
+
+
+def test_defaults() -> None:
+    assert CacheConfig() == CacheConfig(
+        page_size=64, kv_format="auto", num_pages=None, mem_fraction_static=None, memory="auto"
+    )
+    assert EngineConfig() == EngineConfig(
+        max_running_requests=256,
+        max_queued_requests=4096,
+        chunked_prefill_size=4096,
+        max_prefill_tokens=16384,
+        growth_watermark=0.02,
+        max_attempts=3,
+        send_window_bytes=64 * 2**20,
+    )
+    assert PairingConfig() == PairingConfig(
+        max_queued_requests=1024, max_queued_per_decode=256, default_deadline_s=None, connect_timeout_s=10.0
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "promised"),
+    [
+        (CacheConfig, "page_size", 0, "1 to 256"),
+        (CacheConfig, "page_size", 257, "1 to 256"),
+        (CacheConfig, "page_size", 2**30, "1 to 256"),
+        (CacheConfig, "page_size", True, "1 to 256"),
+        (CacheConfig, "page_size", 64.0, "1 to 256"),
+        (CacheConfig, "num_pages", 0, "1 to 2147483647"),
+        (CacheConfig, "num_pages", 2**31, "1 to 2147483647"),
+        (CacheConfig, "num_pages", 10**5000, "bits"),
+        (CacheConfig, "mem_fraction_static", 0.0, "greater than 0 and less than 1"),
+        (CacheConfig, "mem_fraction_static", 1.0, "greater than 0 and less than 1"),
+        (CacheConfig, "mem_fraction_static", math.nan, "greater than 0 and less than 1"),
+        (CacheConfig, "mem_fraction_static", True, "greater than 0 and less than 1"),
+        (CacheConfig, "kv_format", "fp8", "auto, bfloat16, float16, float32"),
+        (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32"),
+        (CacheConfig, "memory", "gpu", "auto, shared, pinned"),
+        (EngineConfig, "max_running_requests", 0, "from 1 to"),
+        (EngineConfig, "max_queued_requests", "8", "from 1 to"),
+        (EngineConfig, "chunked_prefill_size", 0, "-1 (unlimited)"),
+        (EngineConfig, "chunked_prefill_size", -2, "-1 (unlimited)"),
+        (EngineConfig, "chunked_prefill_size", True, "-1 (unlimited)"),
+        (EngineConfig, "max_prefill_tokens", -1, "from 1 to"),
+        (EngineConfig, "growth_watermark", -0.01, "at least 0 and at most 0.5"),
+        (EngineConfig, "growth_watermark", 0.51, "at least 0 and at most 0.5"),
+        (EngineConfig, "growth_watermark", math.nan, "at least 0 and at most 0.5"),
+        (EngineConfig, "max_attempts", 0, "1 to 100"),
+        (EngineConfig, "send_window_bytes", 0, "from 1 to"),
+        (PairingConfig, "max_queued_requests", 0, "from 1 to"),
+        (PairingConfig, "max_queued_per_decode", -5, "from 1 to"),
+        (PairingConfig, "default_deadline_s", 0, "greater than 0"),
+        (PairingConfig, "default_deadline_s", 1e9, "at most 2.592e+06"),
+        (PairingConfig, "connect_timeout_s", math.inf, "at most 3600"),
+    ],
+    ids=lambda value: clip(value)[:30],
+)
+def test_settings_out_of_range(kind: type[Any], name: str, value: object, promised: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**{name: value})
+    assert str(caught.value).startswith(name)
+    assert promised in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def test_cache_size_is_given_once() -> None:
+    with pytest.raises(ConfigError, match=r"num_pages = 5 and mem_fraction_static = 0\.5"):
+        CacheConfig(num_pages=5, mem_fraction_static=0.5)
+    assert CacheConfig(page_size=3).page_size == 3
+
+
+def test_yarn_directly() -> None:
+    yarn = YarnScaling(factor=40, original_max_position_embeddings=4096)
+    assert (yarn.factor, yarn.beta_fast, yarn.beta_slow) == (40.0, 32.0, 1.0)
+    assert yarn.magnitude(1.0) == pytest.approx(1.3689, rel=1e-4)
