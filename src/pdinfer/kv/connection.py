@@ -20,8 +20,8 @@ from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, dige
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
 
-TURN_STEPS = 8
-"""System calls a link may make before others have their turn; with BATCH_BYTES, 8 MiB."""
+TURN_STEPS = 16
+"""System calls a link may make before others have their turn; with BATCH_BYTES, 4 MiB."""
 SCRATCH_BYTES = 1 << 16
 
 

@@ -23,7 +23,7 @@ VERSION = 1
 HEADER = struct.Struct("<4sBBHIQ")
 DIGEST_BYTES = 8
 IOV_MAX = 1024
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 1 << 18
 """Bytes per system call: what a core's cache still holds when the digest reads it again."""
 
 

@@ -1,0 +1,558 @@
+"""What every Transport must do, as a class that any implementation can be put through.
+
+    class TestMine(TransportSuite):
+        def make_pair(self) -> tuple[Transport, Transport]:
+            return MyTransport(), MyTransport()        # not registered yet; each can connect to the other
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link, Memory, Transfer, Transport
+
+TIMEOUT_S = 10.0
+
+
+class BytesMemory:
+    """A Memory that is a bytearray. `staged` makes it behave like a device: landing buffers are copies until commit."""
+
+    def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
+        self.data = bytearray(num_bytes)
+        self._staged = staged
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read(self, spans: Spans) -> list[memoryview]:
+        view = memoryview(self.data)
+        pieces = [view[offset : offset + length] for offset, length in spans]
+        return [memoryview(bytes(piece)) for piece in pieces] if self._staged else pieces
+
+    def landing(self, spans: Spans) -> list[memoryview]:
+        if self._staged:
+            return [memoryview(bytearray(length)) for _, length in spans]
+        return self.read(spans)
+
+    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
+        if self._staged:
+            for (offset, length), data in zip(spans, landed, strict=True):
+                self.data[offset : offset + length] = data
+
+    def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+        data = b"".join(source.read(source_spans))
+        for offset, length in spans:
+            self.data[offset : offset + length] = data[:length]
+            data = data[length:]
+
+    def contents(self, spans: Spans) -> bytes:
+        return b"".join(self.data[offset : offset + length] for offset, length in spans)
+
+
+@attrs.frozen
+class Call:
+    """One call that a receiver got."""
+
+    name: str
+    link: Link
+    frame: bytes = b""
+    error: TransferError | None = None
+
+
+class Recorder:
+    """A Receiver that writes down its calls and the rules they broke. `hooks[name]` runs inside the call of that name;
+    for `place` it returns the spans."""
+
+    def __init__(self, *, trusts: bool = True) -> None:
+        self.calls: list[Call] = []
+        self.broken: list[str] = []
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        self._trusts = trusts
+        self._inside: dict[Link, int] = {}
+        self._changed = threading.Condition()
+
+    def opened(self, link: Link) -> None:
+        link.trusted = self._trusts
+        self._call(Call("opened", link), link)
+
+    def received(self, link: Link, frame: bytes) -> None:
+        self._call(Call("received", link, frame), link, frame)
+
+    def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
+        spans: Spans | None = self._call(Call("place", link, frame), link, frame, num_bytes)
+        return spans
+
+    def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
+        self._call(Call("placed", link, frame, error), link, frame, error)
+
+    def closed(self, link: Link, error: TransferError | None) -> None:
+        self._call(Call("closed", link, error=error), link, error)
+
+    def _call(self, call: Call, *arguments: Any) -> Any:
+        me = threading.get_ident()
+        with self._changed:
+            if any(c.name == "closed" and c.link is call.link for c in self.calls):
+                self.broken.append(f"{call} after closed")
+            if self._inside.setdefault(call.link, me) != me:
+                self.broken.append(f"{call} while another call of that link is in progress")
+            self.calls.append(call)
+            self._changed.notify_all()
+        try:
+            return self.hooks.get(call.name, lambda *_: None)(*arguments)
+        finally:
+            with self._changed:
+                self._inside.pop(call.link, None)
+
+    def of(self, name: str, link: Link | None = None) -> list[Call]:
+        with self._changed:
+            return [c for c in self.calls if c.name == name and link in (None, c.link)]
+
+    def wait(self, name: str, count: int = 1, link: Link | None = None) -> list[Call]:
+        """The calls of that name, when there are `count`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._changed:
+            while len(found := [c for c in self.calls if c.name == name and link in (None, c.link)]) < count:
+                assert self._changed.wait(deadline - time.monotonic()), f"{len(found)} of {count} {name}: {self.calls}"
+            return found
+
+
+@attrs.define(eq=False)
+class End:
+    """One registered transport with its memory and receiver."""
+
+    transport: Transport
+    memory: BytesMemory
+    receiver: Recorder
+    endpoints: tuple[str, ...] = ()
+
+    def connect(self, other: End, *, trusted: bool = True) -> tuple[Link, Link]:
+        """A link to `other`: (our side, theirs)."""
+        count = len(other.receiver.of("opened"))
+        link = self.transport.connect(other.endpoints, timeout_s=TIMEOUT_S)
+        link.trusted = trusted
+        return link, other.receiver.wait("opened", count + 1)[count].link
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def finished(transfer: Transfer) -> Transfer:
+    wait_until(lambda: transfer.done)
+    return transfer
+
+
+def scattered(lengths: Sequence[int], chance: random.Random, num_bytes: int) -> Spans:
+    """Spans of these lengths, in this order, somewhere in a memory and without overlap."""
+    slack = num_bytes - sum(lengths)
+    starts, position = {}, 0
+    for index in chance.sample(range(len(lengths)), len(lengths)):
+        gap = chance.randint(0, slack // 4)
+        slack -= gap
+        starts[index] = position + gap
+        position += gap + lengths[index]
+    return [(starts[index], length) for index, length in enumerate(lengths)]
+
+
+def cut(total: int, cuts: Sequence[float]) -> list[int]:
+    """Lengths that sum to `total`."""
+    borders = sorted(int(total * place) for place in cuts)
+    return [end - start for start, end in zip([0, *borders], [*borders, total], strict=True)]
+
+
+class TransportSuite:
+    """Every check gets `left` and `right`, two ends that are registered and not connected."""
+
+    def make_pair(self) -> tuple[Transport, Transport]:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def ends(self, num_bytes: int = 1 << 18, *, trusts: bool = True, staged: bool = False) -> Iterator[tuple[End, End]]:
+        left, right = (End(t, BytesMemory(num_bytes, staged=staged), Recorder()) for t in self.make_pair())
+        right.receiver = Recorder(trusts=trusts)
+        left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
+        try:
+            for end in (left, right):
+                end.endpoints = end.transport.register(end.memory, end.receiver)
+            yield left, right
+        finally:
+            left.transport.close()
+            right.transport.close()
+        assert not left.receiver.broken + right.receiver.broken
+
+    @pytest.fixture
+    def pair(self) -> Iterator[tuple[End, End]]:
+        with self.ends() as ends:
+            yield ends
+
+    def test_frames_arrive_in_order(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, _ = left.connect(right)
+        frames = [bytes([n % 256]) * (n * 37 % 5000 + 1) for n in range(300)] + [b"x" * MAX_FRAME_BYTES]
+        for frame in frames:
+            left.transport.send(link, frame)
+        assert [c.frame for c in right.receiver.wait("received", len(frames))] == frames
+
+    def test_frames_and_writes_keep_their_order(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, _ = left.connect(right)
+        right.receiver.hooks["place"] = lambda _, frame, size: [(0, size)] if int(frame) % 3 else None
+        for n in range(200):
+            if n % 2:
+                left.transport.send(link, b"%d" % n)
+            else:
+                left.transport.write(link, b"%d" % n, [(n, n * 10)])
+        right.receiver.wait("received", 100)
+        order = [int(c.frame) for c in right.receiver.calls if c.name in ("received", "place")]
+        assert order == list(range(200))
+        expected = [n for n in range(0, 200, 2) if n % 3]
+        assert [int(c.frame) for c in right.receiver.of("placed")] == expected
+
+    @pytest.mark.parametrize("staged", [False, True])
+    def test_writes_are_placed_byte_for_byte(self, staged: bool) -> None:
+        with self.ends(1 << 17, staged=staged) as (left, right):
+            link, _ = left.connect(right)
+            sizes = st.lists(st.one_of(st.integers(0, 2), st.integers(0, 2000)), max_size=40)
+            cuts = st.lists(st.floats(0, 1), max_size=40)
+
+            @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+            @given(sizes=sizes, cuts=cuts, chance=st.randoms(use_true_random=False))
+            def check(sizes: list[int], cuts: list[float], chance: random.Random) -> None:
+                source = scattered(sizes, chance, left.memory.num_bytes)
+                target = scattered(cut(sum(sizes), cuts), chance, right.memory.num_bytes)
+                self.check_write(left, right, link, source, target)
+
+            check()
+
+    def check_write(self, left: End, right: End, link: Link, source: Spans, target: Spans) -> None:
+        """One write arrives at `target`, and nothing beside it changes."""
+        count = len(right.receiver.of("placed"))
+        right.memory.data[:] = bytes(right.memory.num_bytes)
+        right.receiver.hooks["place"] = lambda *_: target
+        transfer = finished(left.transport.write(link, b"w", source))
+        assert transfer.error is None
+        assert transfer.num_bytes == sum(length for _, length in source)
+        assert right.receiver.wait("placed", count + 1)[count].error is None
+        expected = BytesMemory(right.memory.num_bytes)
+        expected.copy_from(target, left.memory, source)
+        assert right.memory.data == expected.data
+
+    def test_thousands_of_spans(self) -> None:
+        chance = random.Random(5)
+        with self.ends(1 << 18) as (left, right):
+            link, _ = left.connect(right)
+            source = scattered([1] * 3000 + [17] * 3000, chance, left.memory.num_bytes)
+            target = scattered([25] * 2160, chance, right.memory.num_bytes)
+            self.check_write(left, right, link, source, target)
+
+    def test_payload_larger_than_any_socket_buffer(self) -> None:
+        chance = random.Random(6)
+        size = 12 << 20
+        with self.ends(size + (1 << 20)) as (left, right):
+            link, _ = left.connect(right)
+            source = scattered([72 << 10] * 100, chance, left.memory.num_bytes)
+            target = scattered([36 << 10] * 200, chance, right.memory.num_bytes)
+            self.check_write(left, right, link, source, target)
+            self.check_write(left, right, link, [(0, size)], [(1, size)])
+
+    def test_discarded_payload_leaves_memory_and_link_alone(self) -> None:
+        with self.ends(4 << 20) as (left, right):
+            link, _ = left.connect(right)
+            transfer = left.transport.write(link, b"nobody wants this", [(0, 4 << 20)])
+            assert finished(transfer).error is None
+            left.transport.send(link, b"after")
+            right.receiver.wait("received")
+            assert not right.receiver.of("placed")
+            assert not any(right.memory.data)
+
+    def test_both_directions_at_once(self, pair: tuple[End, End]) -> None:
+        link, back = pair[0].connect(pair[1])
+        sides = ((pair[0], link), (pair[1], back))
+        for end, _ in sides:
+            end.receiver.hooks["place"] = lambda _, frame, size: [(100_000 + size, size)]
+
+        def talk(end: End, link: Link) -> None:
+            for n in range(300):
+                end.transport.send(link, b"%d" % n)
+                end.transport.write(link, b"%d" % n, [(0, n)])
+
+        threads = [threading.Thread(target=talk, args=side) for side in sides]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive(), "the two ends wait for each other"
+        for end, _ in sides:
+            end.receiver.wait("placed", 300)
+            assert [int(c.frame) for c in end.receiver.of("received")] == list(range(300))
+            assert [c.error for c in end.receiver.of("placed")] == [None] * 300
+
+    def test_callbacks_may_send(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+
+        def answer(end: End) -> Callable[[Link, bytes], None]:
+            def received(link: Link, frame: bytes) -> None:
+                if int(frame):
+                    for _ in range(1 + (int(frame) == 100)):
+                        end.transport.send(link, b"%d" % (int(frame) - 1))
+
+            return received
+
+        left.receiver.hooks["received"] = answer(left)
+        right.receiver.hooks["received"] = answer(right)
+        link, _ = left.connect(right)
+        left.transport.send(link, b"100")
+        left.receiver.wait("received", 100)
+        right.receiver.wait("received", 101)
+        assert [int(c.frame) for c in left.receiver.of("received")] == [n for n in range(99, 0, -2) for _ in "12"]
+
+    def test_many_links_to_one_end(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        links = [left.connect(right) for _ in range(40)]
+        for n in range(20):
+            for index, (link, _) in enumerate(links):
+                left.transport.send(link, b"%d of %d" % (n, index))
+        right.receiver.wait("received", 800)
+        for index, (_, theirs) in enumerate(links):
+            frames = [c.frame for c in right.receiver.of("received", theirs)]
+            assert frames == [b"%d of %d" % (n, index) for n in range(20)]
+        left.transport.fence(links[0][0])
+        right.receiver.wait("closed", 1, links[0][1])
+        left.transport.send(links[1][0], b"still here")
+        assert right.receiver.wait("received", 21, links[1][1])[-1].frame == b"still here"
+
+    def test_an_untrusted_link_carries_small_frames_only(self) -> None:
+        with self.ends(trusts=False) as (left, right):
+            right.receiver.hooks["place"] = lambda *_: [(0, 1)]
+            for forbidden in ("large frame", "write"):
+                link, theirs = left.connect(right)
+                left.transport.send(link, b"x" * MAX_UNTRUSTED_FRAME_BYTES)
+                right.receiver.wait("received", 1, theirs)
+                if forbidden == "write":
+                    left.transport.write(link, b"w", [(0, 1)])
+                else:
+                    left.transport.send(link, b"x" * (MAX_UNTRUSTED_FRAME_BYTES + 1))
+                assert right.receiver.wait("closed", 1, theirs)[0].error is not None
+                assert left.receiver.wait("closed", 1, link)[0].error is not None
+                assert len(right.receiver.of("received", theirs)) == 1
+            assert not right.receiver.of("place")
+
+    def test_what_cannot_be_sent_is_refused_where_it_is_made(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, _ = left.connect(right)
+        for frame in (b"", b"x" * (MAX_FRAME_BYTES + 1)):
+            with pytest.raises(ConfigError):
+                left.transport.send(link, frame)
+            with pytest.raises(ConfigError):
+                left.transport.write(link, frame, [])
+        for span in ((-1, 2), (0, -1), (left.memory.num_bytes, 1), (1, left.memory.num_bytes)):
+            with pytest.raises(ConfigError):
+                left.transport.write(link, b"w", [span])
+        with pytest.raises(ConfigError):
+            left.transport.register(left.memory, left.receiver)
+
+    @pytest.mark.parametrize("spans", [[(0, 99)], [(0, 101)], [], [((1 << 18) - 1, 100)], [(-100, 100)]])
+    def test_a_wrong_placement_closes_the_link_and_lands_nothing(self, pair: tuple[End, End], spans: Spans) -> None:
+        left, right = pair
+        right.receiver.hooks["place"] = lambda *_: spans
+        link, theirs = left.connect(right)
+        left.transport.write(link, b"w", [(0, 100)])
+        assert right.receiver.wait("closed", 1, theirs)[0].error is not None
+        assert not any(right.memory.data)
+        assert not right.receiver.of("placed")
+
+    def test_ready_is_called_before_the_payload_is_read(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, _ = left.connect(right)
+        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+
+        def ready() -> None:
+            left.memory.data[:4] = b"late"
+
+        transfer = left.transport.write(link, b"w", [(0, 4)], ready=ready)
+        right.receiver.wait("placed")
+        assert finished(transfer).error is None
+        assert right.memory.data[:4] == b"late"
+
+    def test_a_ready_that_fails_closes_the_link(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, theirs = left.connect(right)
+
+        def ready() -> None:
+            raise RuntimeError("device lost")
+
+        transfer = left.transport.write(link, b"w", [(0, 4)], ready=ready)
+        assert finished(transfer).error is not None
+        left.transport.send(link, b"the handoff of what was lost")
+        left.receiver.wait("closed", 1, link)
+        right.receiver.wait("closed", 1, theirs)
+        assert not right.receiver.of("placed") + right.receiver.of("received")
+
+    @pytest.mark.parametrize("error", [TransferError("refused"), RuntimeError("bug")])
+    @pytest.mark.parametrize("name", ["opened", "received", "place", "placed"])
+    def test_an_exception_in_a_callback_closes_that_link(
+        self, pair: tuple[End, End], name: str, error: Exception
+    ) -> None:
+        left, right = pair
+        other, _ = left.connect(right)
+
+        def fail(*_: object) -> None:
+            raise error
+
+        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        right.receiver.hooks[name] = fail
+        link, theirs = left.connect(right)
+        left.transport.send(link, b"f")
+        left.transport.write(link, b"w", [(0, 4)])
+        assert str(error) in str(right.receiver.wait("closed", 1, theirs)[0].error)
+        assert left.receiver.wait("closed", 1, link)[0].error is not None
+        right.receiver.hooks.clear()
+        left.transport.send(other, b"still here")
+        wait_until(lambda: right.receiver.of("received")[-1:] != [] and right.receiver.of("received")[-1].frame != b"f")
+
+    def test_an_exception_in_closed_is_survived(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+
+        def fail(*_: object) -> None:
+            raise RuntimeError("bug")
+
+        left.receiver.hooks["closed"] = fail
+        link, theirs = left.connect(right)
+        left.transport.fence(link)
+        right.receiver.wait("closed", 1, theirs)
+        other, _ = left.connect(right)
+        left.transport.send(other, b"works")
+        right.receiver.wait("received")
+
+    def test_nothing_happens_after_a_fence(self) -> None:
+        with self.ends(8 << 20) as (left, right):
+            right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+            for delay in (0.0, 0.001, 0.005, 0.02):
+                link, theirs = left.connect(right)
+                stop = threading.Event()
+
+                def push(link: Link = link, stop: threading.Event = stop) -> None:
+                    while not stop.is_set():
+                        finished(left.transport.write(link, b"w", [(0, 8 << 20)]))
+
+                thread = threading.Thread(target=push)
+                thread.start()
+                time.sleep(delay)
+                right.transport.fence(theirs)
+                calls, data = len(right.receiver.calls), bytes(right.memory.data)
+                assert right.receiver.calls[-1].name == "closed"
+                assert right.receiver.of("closed", theirs)[0].error is None
+                left.receiver.wait("closed", 1, link)
+                time.sleep(0.02)
+                assert len(right.receiver.calls) == calls
+                assert right.memory.data == data
+                stop.set()
+                thread.join(TIMEOUT_S)
+
+    @pytest.mark.parametrize("name", ["opened", "received", "place", "placed"])
+    def test_fence_from_inside_a_callback(self, pair: tuple[End, End], name: str) -> None:
+        left, right = pair
+        after: list[Call] = []
+
+        def fence(link: Link, *_: object) -> Spans:
+            right.transport.fence(link)
+            after.extend(right.receiver.of("closed", link))
+            return [(0, 4)]
+
+        right.receiver.hooks["place"] = lambda *_: [(0, 4)]
+        right.receiver.hooks[name] = fence
+        link, theirs = left.connect(right)
+        left.transport.send(link, b"f")
+        left.transport.write(link, b"w", [(0, 4)])
+        left.receiver.wait("closed", 1, link)
+        wait_until(lambda: len(after) == 1)
+        assert after[0].error is None
+        assert right.receiver.calls[-1].name == "closed"
+        if name != "placed":
+            assert not any(right.memory.data)
+        right.transport.fence(theirs)
+
+    def test_fences_from_many_threads_call_closed_once(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, theirs = left.connect(right)
+        threads = [threading.Thread(target=left.transport.fence, args=(link,)) for _ in range(8)]
+        threads += [threading.Thread(target=right.transport.fence, args=(theirs,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+            assert not thread.is_alive()
+        assert len(left.receiver.of("closed")) == len(right.receiver.of("closed")) == 1
+
+    def test_a_closed_link_swallows_frames_and_fails_writes(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, theirs = left.connect(right)
+        left.transport.fence(link)
+        assert right.receiver.wait("closed", 1, theirs)[0].error is not None
+        for transport, closed in ((left.transport, link), (right.transport, theirs)):
+            transport.send(closed, b"f")
+            transfer = transport.write(closed, b"w", [(0, 4)])
+            assert transfer.done
+            assert transfer.error is not None
+            transport.fence(closed)
+        assert not right.receiver.of("received") + right.receiver.of("place")
+
+    def test_close_closes_links_and_can_be_repeated(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        links = [left.connect(right) for _ in range(3)]
+        for _ in range(2):
+            left.transport.close()
+        assert [c.error for c in left.receiver.of("closed")] == [None] * 3
+        for _, theirs in links:
+            assert right.receiver.wait("closed", 1, theirs)[0].error is not None
+        assert finished(left.transport.write(links[0][0], b"w", [])).error is not None
+        with pytest.raises(TransferError):
+            left.transport.connect(right.endpoints, timeout_s=1.0)
+        with pytest.raises(TransferError):
+            right.transport.connect(left.endpoints, timeout_s=1.0)
+
+    def test_endpoints_of_others_are_refused(self, pair: tuple[End, End]) -> None:
+        for endpoints in ([], ["carrier-pigeon://coop"]):
+            with pytest.raises(TransferError):
+                pair[0].transport.connect(endpoints, timeout_s=1.0)
+
+    def test_nothing_leaks(self) -> None:
+        def count() -> tuple[int, int]:
+            gc.collect()
+            descriptors = Path("/proc/self/fd")
+            return threading.active_count(), len(os.listdir(descriptors)) if descriptors.exists() else 0
+
+        def live() -> None:
+            with self.ends() as (left, right):
+                right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+                links = [left.connect(right) for _ in range(5)]
+                for link, _ in links:
+                    left.transport.write(link, b"w", [(0, 1000)])
+                right.receiver.wait("placed", 5)
+                left.transport.fence(links[0][0])
+                right.transport.fence(links[1][1])
+
+        live()
+        before = count()
+        for _ in range(3):
+            live()
+        assert count() == before
