@@ -1,0 +1,29 @@
+"""Where the cache lives and how it travels. Transports are imported by name: `pdinfer.kv.SocketTransport`."""
+
+from __future__ import annotations
+
+from pdinfer.kv.channel import ChannelStats, KVChannel
+from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.socket import SocketTransport
+from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport
+from pdinfer.kv.view import KVView, PageMemory
+
+__all__ = [
+    "ChannelStats",
+    "KVChannel",
+    "KVComponent",
+    "KVLayout",
+    "KVView",
+    "Link",
+    "LoopbackHub",
+    "LoopbackTransport",
+    "Memory",
+    "PageMemory",
+    "PagePool",
+    "Receiver",
+    "SocketTransport",
+    "Transfer",
+    "Transport",
+]

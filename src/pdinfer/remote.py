@@ -1,0 +1,383 @@
+"""An engine in another process, as a port of a Pairing here.
+
+`serve(engine, connection)` runs where the engine is; `PrefillClient(connection)` or `DecodeClient(connection)` stand for
+it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
+`multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
+
+    client ── Connect, Submit, Cancel, Close ──► serve          one message, one send_bytes
+    client ◄── Ready, Connected, Stepped ─────── serve
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar, cast
+
+import attrs
+import msgspec
+
+from pdinfer.decode import DecodeEngine
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.inbox import Inbox
+from pdinfer.kv import wire
+from pdinfer.prefill import PrefillEngine
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import (
+    DecodeLoad,
+    Event,
+    Granted,
+    PageGrant,
+    PeerAddress,
+    PrefillLoad,
+    Refused,
+    Request,
+    TokenEvent,
+)
+
+READY_S = 300.0
+"""How long a client waits for its engine to say that it is ready: loading a model takes a while."""
+POLL_S = 0.2
+CONNECT_MARGIN_S = 5.0
+
+_log = logging.getLogger("pdinfer")
+
+
+class Connection(Protocol):
+    """Whole messages over some byte stream; `recv_bytes` raises EOFError or OSError when the other end is gone."""
+
+    def send_bytes(self, buf: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+    def poll(self, timeout: float, /) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class PackedRequest(msgspec.Struct):
+    """A request with its token lists packed."""
+
+    request: Request
+    prompt: bytes
+    output: bytes
+
+    @classmethod
+    def of(cls, request: Request) -> PackedRequest:
+        bare = attrs.evolve(request, prompt=(), output=())
+        return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
+
+    def unpack(self) -> Request:
+        return attrs.evolve(
+            self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output)
+        )
+
+
+class PackedGrant(msgspec.Struct):
+    """A grant with its page lists packed."""
+
+    grant: PageGrant
+    pages: bytes
+    generations: bytes
+
+    @classmethod
+    def of(cls, grant: PageGrant) -> PackedGrant:
+        bare = attrs.evolve(grant, pages=(), generations=())
+        return cls(bare, wire.pack_ints(grant.pages), wire.pack_ints(grant.generations))
+
+    def unpack(self) -> PageGrant:
+        return attrs.evolve(
+            self.grant, pages=wire.unpack_ints(self.pages), generations=wire.unpack_ints(self.generations)
+        )
+
+
+class Connect(msgspec.Struct, tag="connect"):
+    peer: PeerAddress
+    timeout_s: float
+
+
+class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
+    request: PackedRequest
+    grant: PackedGrant
+
+
+class SubmitDecode(msgspec.Struct, tag="submit_decode"):
+    request: PackedRequest
+    writers: tuple[PeerAddress, ...]
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    request_id: str
+
+
+class Close(msgspec.Struct, tag="close"):
+    pass
+
+
+Command = Connect | SubmitPrefill | SubmitDecode | Cancel | Close
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The first message: who the engine is."""
+
+    address: PeerAddress
+    limits: RequestLimits
+    prefill: PrefillLoad | None = None
+    decode: DecodeLoad | None = None
+
+
+class Connected(msgspec.Struct, tag="connected"):
+    """Answers Connect."""
+
+    error: PDInferError | None = None
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+
+class Stepped(msgspec.Struct, tag="stepped"):
+    """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
+
+    num_seen: int
+    granted: list[tuple[PackedGrant, PackedRequest]] = []
+    refused: list[Refused] = []
+    tokens: list[TokenEvent] = []
+    prefill: PrefillLoad | None = None
+    decode: DecodeLoad | None = None
+
+
+Report = Ready | Connected | Stepped
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
+_commands = msgspec.msgpack.Decoder(Command, dec_hook=wire.from_builtin)
+_reports = msgspec.msgpack.Decoder(Report, dec_hook=wire.from_builtin)
+
+M = TypeVar("M")
+
+
+class _Mailman(Generic[M]):
+    """Reads a connection in a thread of its own and puts the messages into a box, None once the other end is gone."""
+
+    def __init__(self, connection: Connection, decoder: msgspec.msgpack.Decoder[M], inbox: Inbox[M | None]) -> None:
+        self.connection = connection
+        self._decoder = decoder
+        self._inbox = inbox
+        self._stopping = False
+        self._sending = threading.Lock()
+        self._thread = threading.Thread(target=self._read, name="pdinfer-remote", daemon=True)
+        self._thread.start()
+
+    def send(self, message: Command | Report) -> None:
+        """Raises TransferError when the other end is gone."""
+        try:
+            with self._sending:
+                self.connection.send_bytes(_encoder.encode(message))
+        except (OSError, EOFError, ValueError) as error:
+            raise TransferError(f"the process at the other end of a port is gone: {error}") from error
+
+    def _read(self) -> None:
+        try:
+            while not self._stopping:
+                if self.connection.poll(POLL_S):
+                    self._inbox.put(self._decoder.decode(self.connection.recv_bytes()))
+        except (OSError, EOFError):
+            pass
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            _log.error("a port's connection carried something else than messages: %s", error)
+        self._inbox.put(None)
+
+    def close(self) -> None:
+        self._stopping = True
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2 * POLL_S)
+        self.connection.close()
+
+
+def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
+    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes or is gone."""
+    inbox: Inbox[Command | None] = Inbox()
+    engine.notify(inbox.wake)
+    mailman = _Mailman(connection, _commands, inbox)
+    num_seen = 0
+    try:
+        mailman.send(Ready(engine.address, engine.limits, **_loads(engine)))
+        while True:
+            commands = inbox.take()
+            for command in commands:
+                if command is None or isinstance(command, Close):
+                    return
+                num_seen += _obey(engine, command, mailman)
+            events = engine.step()
+            if events or commands:
+                mailman.send(_stepped(engine, events, num_seen))
+            if not engine.wait(0.0):
+                inbox.wait(1.0)
+    except TransferError as error:
+        _log.info("a served engine stops: %s", error)
+    finally:
+        engine.close()
+        mailman.close()
+
+
+def _obey(engine: PrefillEngine | DecodeEngine, command: Command, mailman: _Mailman[Command]) -> int:
+    """Carries out a command; returns how many submits it was."""
+    if isinstance(command, Connect):
+        try:
+            engine.connect(command.peer, timeout_s=command.timeout_s)
+            mailman.send(Connected())
+        except PDInferError as error:
+            mailman.send(Connected(error, getattr(error, "fields", ())))
+    elif isinstance(command, Cancel):
+        engine.cancel(command.request_id)
+    elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
+        engine.submit(command.request.unpack(), command.grant.unpack())
+        return 1
+    elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
+        engine.submit(command.request.unpack(), writers=command.writers)
+        return 1
+    else:
+        _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+    return 0
+
+
+def _loads(engine: PrefillEngine | DecodeEngine) -> dict[str, object]:
+    return {"prefill" if isinstance(engine, PrefillEngine) else "decode": engine.load()}
+
+
+def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
+    report = Stepped(num_seen, **_loads(engine))
+    for event in events:
+        if isinstance(event, Granted):
+            report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
+        elif isinstance(event, Refused):
+            report.refused.append(event)
+        else:
+            report.tokens.append(event)
+    return report
+
+
+class _Client:
+    """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`."""
+
+    def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
+        self._inbox: Inbox[Report | None] = Inbox()
+        self._mailman = _Mailman(connection, _reports, self._inbox)
+        self._events: list[Event] = []
+        self._lost = False
+        self._closed = False
+        self._num_submitted = 0
+        self._unseen: list[tuple[int, int]] = []
+        ready = self._await(Ready, timeout_s)
+        self.address = ready.address
+        self.limits = ready.limits
+        self._load: PrefillLoad | DecodeLoad = cast(PrefillLoad | DecodeLoad, ready.prefill or ready.decode)
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Has the engine connect its channel; raises what that raised."""
+        self._mailman.send(Connect(peer, timeout_s))
+        answer = self._await(Connected, timeout_s + CONNECT_MARGIN_S)
+        if answer.error is not None:
+            if answer.fields:
+                answer.error.fields = answer.fields  # type: ignore[attr-defined]
+            raise answer.error
+
+    def cancel(self, request_id: str) -> None:
+        self._mailman.send(Cancel(request_id))
+
+    def step(self) -> list[Event]:
+        """What the engine said since the last call. TransferError when its process is gone."""
+        for report in self._inbox.take():
+            self._read(report)
+        events, self._events = self._events, []
+        if self._lost and not events:
+            raise TransferError("the process at the other end of a port is gone")
+        return events
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        self._inbox.listen(listener)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would give something."""
+        return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
+
+    def close(self) -> None:
+        """Tells the engine's process to close it. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._lost:
+            try:
+                self._mailman.send(Close())
+            except TransferError as error:
+                _log.info("closing a port: %s", error)
+        self._mailman.close()
+
+    def _send_submit(self, message: Command, num_tokens: int) -> None:
+        self._num_submitted += 1
+        self._unseen.append((self._num_submitted, num_tokens))
+        self._mailman.send(message)
+
+    def _unseen_load(self) -> tuple[int, int]:
+        """(requests, tokens) submitted and not yet part of the engine's own numbers."""
+        unseen = list(self._unseen)
+        return len(unseen), sum(tokens for _, tokens in unseen)
+
+    def _read(self, report: Report | None) -> None:
+        if report is None:
+            self._lost = True
+        elif isinstance(report, Stepped):
+            self._load = cast(PrefillLoad | DecodeLoad, report.prefill or report.decode)
+            self._unseen = [(number, tokens) for number, tokens in self._unseen if number > report.num_seen]
+            self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
+            self._events += report.refused
+            self._events += report.tokens
+
+    def _await(self, kind: type[M], timeout_s: float) -> M:
+        """The next report of that kind; what else arrives meanwhile is kept for `step`."""
+        while True:
+            woken = self._inbox.wait(timeout_s)
+            found = None
+            for report in self._inbox.take():
+                if isinstance(report, kind):
+                    found = report
+                else:
+                    self._read(report)
+            if found is not None:
+                return found
+            if self._lost or not woken:
+                reason = "is gone" if self._lost else f"did not answer within {timeout_s:g} s"
+                raise TransferError(f"the process at the other end of a port {reason}")
+
+
+class PrefillClient(_Client):
+    """A prefill engine behind a connection: a `PrefillPort`. Waits until the engine is ready; TransferError when its
+    process goes away or takes longer than `timeout_s`."""
+
+    def submit(self, request: Request, grant: PageGrant) -> None:
+        message = SubmitPrefill(PackedRequest.of(request), PackedGrant.of(grant))
+        self._send_submit(message, len(request.prompt) + len(request.output))
+
+    def load(self) -> PrefillLoad:
+        load = cast(PrefillLoad, self._load)
+        requests, tokens = self._unseen_load()
+        return attrs.evolve(
+            load,
+            num_queued_requests=load.num_queued_requests + requests,
+            num_queued_tokens=load.num_queued_tokens + tokens,
+        )
+
+
+class DecodeClient(_Client):
+    """A decode engine behind a connection: a `DecodePort`. Otherwise as `PrefillClient`."""
+
+    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
+        message = SubmitDecode(PackedRequest.of(request), tuple(writers))
+        self._send_submit(message, len(request.prompt) + len(request.output))
+
+    def load(self) -> DecodeLoad:
+        load = cast(DecodeLoad, self._load)
+        requests, tokens = self._unseen_load()
+        return attrs.evolve(
+            load,
+            num_waiting_requests=load.num_waiting_requests + requests,
+            num_waiting_tokens=load.num_waiting_tokens + tokens,
+        )

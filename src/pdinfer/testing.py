@@ -1,0 +1,195 @@
+"""For tests of pdinfer and of what is built on it: small configurations, random weights, a clock that stands still."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.config import ModelConfig
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.model import Model
+from pdinfer.topology import Topology
+
+_TINY: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_shared_experts": 2,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "v3": {},
+    "v3-yarn": {"rope_scaling": _YARN},
+    "v3-ungrouped": {"n_group": 1, "topk_group": 1, "n_routed_experts": 10, "num_experts_per_tok": 2},
+    "v2": {**_V2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    "v2-lite": {
+        **_V2,
+        "topk_method": "greedy",
+        "q_lora_rank": None,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+}
+
+FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN."""
+
+
+def tiny_config_dict(family: str = "v3", **overrides: Any) -> dict[str, Any]:
+    """A config.json of a model small enough for any machine; `overrides` replace fields."""
+    return {**_TINY, **_FAMILIES[family], **overrides}
+
+
+def tiny_config(family: str = "v3", **overrides: Any) -> ModelConfig:
+    """The same as a ModelConfig."""
+    return ModelConfig.from_dict(tiny_config_dict(family, **overrides))
+
+
+@attrs.define
+class RandomWeights:
+    """A WeightSource that draws every tensor from its name and a seed, scaled so that activations stay near one and
+    routing, norms and biases all matter. `tensors` holds what was asked for, by checkpoint name."""
+
+    seed: int = 0
+    dtype: torch.dtype = torch.float32
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = self._draw(name, shape).to(self.device, dtype or self.dtype)
+        self.tensors[name] = tensor
+        return tensor
+
+    def into(self, name: str, destination: Tensor) -> None:
+        destination.copy_(self._draw(name, tuple(destination.shape)))
+        self.tensors[name] = destination
+
+    def new(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        if name.endswith("norm.weight"):
+            return torch.rand(shape, generator=generator) * 0.8 + 0.6
+        if name.endswith("e_score_correction_bias"):
+            return torch.randn(shape, generator=generator) * 0.15
+        gain = 3.0 if name == "lm_head.weight" else 1.3
+        scale = 1.0 if "embed" in name else gain * shape[-1] ** -0.5
+        return torch.randn(shape, generator=generator) * scale
+
+
+def random_model(
+    config: ModelConfig | None = None,
+    *,
+    seed: int = 0,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    providers: str | None = None,
+) -> Model:
+    """A model of random weights; equal arguments give equal models."""
+    config = config or tiny_config()
+    target = torch.device(device)
+    digest = hashlib.sha256(f"random/{seed}".encode()).digest()
+    return Model.build(
+        config,
+        RandomWeights(seed, dtype, target),
+        resolve_ops(target, forced=providers),
+        device=target,
+        dtype=dtype,
+        topology=Topology.single(),
+        weights_id=digest,
+    )
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str], config: dict[str, Any], *, seed: int = 0, num_shards: int = 2
+) -> dict[str, Tensor]:
+    """Writes random weights for a config.json in Hugging Face layout, cut into shards anywhere; returns the tensors."""
+    from safetensors.torch import save_file  # a writer is only needed here
+
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    path.joinpath("config.json").write_text(json.dumps(config, indent=2))
+    parsed = ModelConfig.from_dict(config)
+    source = RandomWeights(seed, {"bfloat16": torch.bfloat16}.get(parsed.dtype, torch.float32))
+    cpu = torch.device("cpu")
+    Model.build(parsed, source, resolve_ops(cpu), device=cpu, dtype=source.dtype, topology=Topology.single())
+    names = sorted(source.tensors)
+    weight_map = {}
+    for shard in range(num_shards):
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        part = {name: source.tensors[name].contiguous() for name in names[shard::num_shards]}
+        save_file(part, path / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+    index = {"metadata": {"total_size": sum(t.nbytes for t in source.tensors.values())}, "weight_map": weight_map}
+    path.joinpath("model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return source.tensors
+
+
+@attrs.define
+class VirtualClock:
+    """A clock for engines and pairings that moves only when told to."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
