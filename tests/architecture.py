@@ -25,7 +25,7 @@ LAYERS = (
     ("testing",),
     ("pairing", "remote"),
     ("prefill", "decode"),
-    ("schedule", "graphs", "sampling", "weights", "policy"),
+    ("schedule", "graphs", "sampling", "weights", "policy", "inbox"),
     ("model",),
     ("mtp",),
     ("block",),
@@ -33,6 +33,9 @@ LAYERS = (
     ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
+    ("hf_config", "tensor_header"),
+    ("files",),
+    ("checks",),
     ("types",),
     ("errors",),
 )

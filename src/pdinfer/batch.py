@@ -40,7 +40,9 @@ class Batch:
     def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device, absorbed: bool) -> Batch:
         """A batch of `rows`; none is an empty batch, which every layer accepts. Rows of an absorbed batch have one
         token each."""
-        tokens, positions, slots = [], [], []
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
         for row in rows:
             tokens.extend(row.tokens)
             span = range(row.start, row.start + len(row.tokens))

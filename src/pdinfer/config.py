@@ -304,11 +304,13 @@ class ModelConfig:
     @property
     def fingerprint(self) -> bytes:
         """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and dtype."""
-        lines = ["pdinfer ModelConfig 1"]
-        for field in attrs.fields(ModelConfig):
-            if field.name not in ("bos_token_id", "eos_token_ids", "dtype"):
-                lines.append(f"{field.name}={_canonical(getattr(self, field.name))}")
-        return hashlib.sha256("\n".join(lines).encode()).digest()
+        names = [field.name for field in attrs.fields(ModelConfig)]
+        lines = [
+            f"{name}={_canonical(getattr(self, name))}"
+            for name in names
+            if name not in ("bos_token_id", "eos_token_ids", "dtype")
+        ]
+        return hashlib.sha256("\n".join(["pdinfer ModelConfig 1", *lines]).encode()).digest()
 
 
 @contextlib.contextmanager

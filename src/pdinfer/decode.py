@@ -83,9 +83,9 @@ class _Sequence:
 class DecodeEngine:
     """Continuous batching over the pages of `channel.pool`; the only author of tokens.
 
-    A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows page
-    by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the line
-    with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot be
+    A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
+    page by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the
+    line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot be
     retracted again.
 
     `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps. `close` also closes
@@ -314,7 +314,7 @@ class DecodeEngine:
         self._append(sequence, first.token, first.logprob)
 
     def _lose(self, sequence: _Sequence, error: PDInferError) -> None:
-        """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are tried again."""
+        """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
         self._free(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
             self._queue(sequence)
@@ -324,7 +324,7 @@ class DecodeEngine:
     # -- pages ------------------------------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Grants pages down the line. The first who cannot have them holds the line, so no one starves."""
+        """Grants pages down the line. The first who cannot have them holds it, so no one starves."""
         pool = self.channel.pool
         while self._waiting:
             sequence = self._waiting[0]
@@ -419,7 +419,7 @@ class DecodeEngine:
         started = self._clock()
         try:
             tokens, logprobs = self._forward(batch)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
                 failure = PDInferError(f"the decode step failed: {type(error).__name__}")

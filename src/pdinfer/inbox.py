@@ -1,4 +1,4 @@
-"""What every stepped object shares: a box that any thread may fill, and a sleep that ends when there is something to do."""
+"""What every stepped object shares: a box that any thread may fill, and a sleep that ends when there is work."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class MLA:
     def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """What the cache holds of each token, [T, C + R]: the latent after its norm, the key after its rotation."""
         kv_TW = self.kv_a(x_TD)
-        c_TC, k_TR = kv_TW.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), -1)
+        c_TC, k_TR = kv_TW.tensor_split((self.config.kv_lora_rank,), -1)
         k_TR = self.ops.rotate(k_TR[:, None], *angles)[:, 0]
         return torch.cat((self.kv_a_norm(c_TC), k_TR), -1)
 
@@ -78,8 +78,8 @@ class MLA:
         """(q_nope_THN, q_rope_THR), the second part rotated."""
         if self.q_a is not None and self.q_a_norm is not None:
             x_TD = self.q_a_norm(self.q_a(x_TD))
-        q_THQ = self.q_b(x_TD).unflatten(-1, (self.config.num_attention_heads, self.config.qk_head_dim))
-        q_nope_THN, q_THR = q_THQ.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), -1)
+        q_THQ = self.q_b(x_TD).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
+        q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
 
 
@@ -101,7 +101,7 @@ def absorbed(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pag
     """Attention over the latents themselves, one query per sequence (T = B) -> [T, H, V]."""
     config = mla.config
     kv_b_HOC = mla.kv_b_OC.view(config.num_attention_heads, -1, config.kv_lora_rank)
-    k_b_HNC, v_b_HVC = kv_b_HOC.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+    k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
     q_latent_THC = torch.bmm(q_nope_THN.transpose(0, 1), k_b_HNC).transpose(0, 1)
     o_THC = mla.ops.mla_decode(
         q_latent_THC, q_rope_THR, pages_PGW, batch.page_table_BM, batch.context_lens_B, scale=config.softmax_scale

@@ -89,8 +89,8 @@ class Model:
     def forward(self, batch: Batch, view: KVView) -> Tensor:
         """All blocks: the last hidden state [T, D], before the final norm."""
         hidden_TD = self.embed_VD.new_empty(0, self.config.hidden_size)
-        for _, hidden_TD in self.stream_layers(batch, view):
-            pass
+        for _, layer_TD in self.stream_layers(batch, view):
+            hidden_TD = layer_TD
         return hidden_TD
 
     def head(self, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import attrs
@@ -301,8 +301,8 @@ class Pairing:
         port.notify(self._inbox.wake)
 
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
-        """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open. Then
-        requests of a prefill go to another one, and those of a decode end FAILED. Events stay for the next `step`."""
+        """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
+        Requests of a prefill then go to another one, those of a decode end FAILED. Events stay for the next `step`."""
         address = port.address
         self._leaving.add(address)
         end = time.monotonic() + drain_s
@@ -334,7 +334,7 @@ class Pairing:
         if port is not None:
             try:
                 port.close()
-            except Exception:
+            except Exception:  # noqa: BLE001 - it is broken already
                 _log.exception("closing the lost port failed")
         return self._part_with(address, error)
 
@@ -357,7 +357,7 @@ class Pairing:
         for address, decode in list(self._decodes.items()):
             try:
                 said = decode.step()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
                 events += self._lose(address, _as_error(error))
                 continue
             for event in said:
@@ -365,7 +365,7 @@ class Pairing:
         for address, prefill in list(self._prefills.items()):
             try:
                 prefill.step()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
                 events += self._lose(address, _as_error(error))
         return [event for event in events if not self._is_muted(event)]
 
@@ -427,12 +427,10 @@ class Pairing:
         self._decodes[choice.decode].submit(request, writers=(choice.prefill,))
         return True
 
-    def _fitting(self, ports: dict[PeerAddress, PortT], ticket: _Ticket) -> list[PortT]:
+    def _fitting(self, ports: Mapping[PeerAddress, PortT], ticket: _Ticket) -> list[PortT]:
         total = len(ticket.request.prompt) + ticket.request.sampling.max_new_tokens
         return [
-            port
-            for address, port in ports.items()
-            if address not in self._leaving and port.limits.max_tokens >= total
+            port for address, port in ports.items() if address not in self._leaving and port.limits.max_tokens >= total
         ]
 
     def _handle(self, event: Event, decode: PeerAddress) -> list[TokenEvent]:
@@ -495,8 +493,11 @@ class Pairing:
 
     def _roomiest_limits(self) -> list[RequestLimits]:
         """Of each side the port that takes the longest request."""
-        sides = [list(self._prefills.values()), list(self._decodes.values())]
-        return [max((port.limits for port in side), key=lambda limit: limit.max_tokens) for side in sides if side]
+        sides = [
+            [port.limits for port in self._prefills.values()],
+            [port.limits for port in self._decodes.values()],
+        ]
+        return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
 
     def _end(self, ticket: _Ticket, reason: FinishReason, error: PDInferError | None = None) -> list[TokenEvent]:
         """The final event of a request that decode never accepted or whose decode is lost."""

@@ -234,7 +234,7 @@ class PrefillEngine:
         started = self._clock()
         try:
             self._compute(prompts, counts)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
             self._abort(prompts, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         elapsed = self._clock() - started
@@ -249,7 +249,8 @@ class PrefillEngine:
             spans.append(range(max(start, prompt.grant.tokens.start), stop))
         page_size = self.channel.pool.layout.page_size
         batch = Batch.build(rows, page_size=page_size, device=self.model.device, absorbed=False)
-        for layer, hidden_TD in self.model.stream_layers(batch, self._view):
+        hidden_TD = None
+        for layer, hidden_TD in self.model.stream_layers(batch, self._view):  # noqa: B007 - the last one is used below
             ready = _event(self.model.device)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
@@ -259,7 +260,7 @@ class PrefillEngine:
             prompt.num_computed += count
             if not prompt.num_remaining:
                 whole.append((prompt, last))
-        if whole:
+        if whole and hidden_TD is not None:
             self._hand_off([prompt for prompt, _ in whole], self.model.head(hidden_TD, [row for _, row in whole]))
 
     def _push(self, prompt: _Prompt, layer: int, tokens: range, ready: Callable[[], None] | None) -> None:
@@ -318,6 +319,6 @@ def _event(device: torch.device) -> Callable[[], None] | None:
     """What to call before reading what was computed so far; None when the device is never behind the host."""
     if device.type != "cuda":
         return None
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event.synchronize

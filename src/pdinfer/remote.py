@@ -1,7 +1,7 @@
 """An engine in another process, as a port of a Pairing here.
 
-`serve(engine, connection)` runs where the engine is; `PrefillClient(connection)` or `DecodeClient(connection)` stand for
-it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
+`serve(engine, connection)` runs where the engine is; `PrefillClient(connection)` or `DecodeClient(connection)` stand
+for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
 `multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
 
     client ── Connect, Submit, Cancel, Close ──► serve          one message, one send_bytes
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 import msgspec
@@ -69,9 +69,7 @@ class PackedRequest(msgspec.Struct):
         return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
 
     def unpack(self) -> Request:
-        return attrs.evolve(
-            self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output)
-        )
+        return attrs.evolve(self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output))
 
 
 class PackedGrant(msgspec.Struct):
@@ -92,27 +90,48 @@ class PackedGrant(msgspec.Struct):
         )
 
 
+class Load(msgspec.Struct):
+    """One of the two."""
+
+    prefill: PrefillLoad | None = None
+    decode: DecodeLoad | None = None
+
+    @classmethod
+    def of(cls, engine: PrefillEngine | DecodeEngine) -> Load:
+        if isinstance(engine, PrefillEngine):
+            return cls(prefill=engine.load())
+        return cls(decode=engine.load())
+
+
 class Connect(msgspec.Struct, tag="connect"):
+    """Open the channel to a peer; Connected answers."""
+
     peer: PeerAddress
     timeout_s: float
 
 
 class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
+    """A prompt and the pages granted for it."""
+
     request: PackedRequest
     grant: PackedGrant
 
 
 class SubmitDecode(msgspec.Struct, tag="submit_decode"):
+    """A request and who will prefill it."""
+
     request: PackedRequest
     writers: tuple[PeerAddress, ...]
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
+    """The request is not wanted any more."""
+
     request_id: str
 
 
 class Close(msgspec.Struct, tag="close"):
-    pass
+    """The engine is not wanted any more."""
 
 
 Command = Connect | SubmitPrefill | SubmitDecode | Cancel | Close
@@ -123,8 +142,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
     address: PeerAddress
     limits: RequestLimits
-    prefill: PrefillLoad | None = None
-    decode: DecodeLoad | None = None
+    load: Load
 
 
 class Connected(msgspec.Struct, tag="connected"):
@@ -138,11 +156,10 @@ class Stepped(msgspec.Struct, tag="stepped"):
     """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
 
     num_seen: int
+    load: Load
     granted: list[tuple[PackedGrant, PackedRequest]] = []
     refused: list[Refused] = []
     tokens: list[TokenEvent] = []
-    prefill: PrefillLoad | None = None
-    decode: DecodeLoad | None = None
 
 
 Report = Ready | Connected | Stepped
@@ -199,7 +216,7 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
     mailman = _Mailman(connection, _commands, inbox)
     num_seen = 0
     try:
-        mailman.send(Ready(engine.address, engine.limits, **_loads(engine)))
+        mailman.send(Ready(engine.address, engine.limits, Load.of(engine)))
         while True:
             commands = inbox.take()
             for command in commands:
@@ -239,12 +256,8 @@ def _obey(engine: PrefillEngine | DecodeEngine, command: Command, mailman: _Mail
     return 0
 
 
-def _loads(engine: PrefillEngine | DecodeEngine) -> dict[str, object]:
-    return {"prefill" if isinstance(engine, PrefillEngine) else "decode": engine.load()}
-
-
 def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, **_loads(engine))
+    report = Stepped(num_seen, Load.of(engine))
     for event in events:
         if isinstance(event, Granted):
             report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
@@ -269,7 +282,7 @@ class _Client:
         ready = self._await(Ready, timeout_s)
         self.address = ready.address
         self.limits = ready.limits
-        self._load: PrefillLoad | DecodeLoad = cast(PrefillLoad | DecodeLoad, ready.prefill or ready.decode)
+        self._load = ready.load
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised."""
@@ -325,7 +338,7 @@ class _Client:
         if report is None:
             self._lost = True
         elif isinstance(report, Stepped):
-            self._load = cast(PrefillLoad | DecodeLoad, report.prefill or report.decode)
+            self._load = report.load
             self._unseen = [(number, tokens) for number, tokens in self._unseen if number > report.num_seen]
             self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
             self._events += report.refused
@@ -357,7 +370,8 @@ class PrefillClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def load(self) -> PrefillLoad:
-        load = cast(PrefillLoad, self._load)
+        load = self._load.prefill
+        assert load is not None
         requests, tokens = self._unseen_load()
         return attrs.evolve(
             load,
@@ -374,7 +388,8 @@ class DecodeClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def load(self) -> DecodeLoad:
-        load = cast(DecodeLoad, self._load)
+        load = self._load.decode
+        assert load is not None
         requests, tokens = self._unseen_load()
         return attrs.evolve(
             load,

@@ -56,9 +56,7 @@ def _check_id(request_id: object) -> None:
     if request_id is None:
         return
     if not isinstance(request_id, str) or not 0 < len(request_id) <= MAX_ID_CHARACTERS or not request_id.isprintable():
-        raise RequestError(
-            f"request_id must be 1 to {MAX_ID_CHARACTERS} printable characters, got {clip(request_id)}"
-        )
+        raise RequestError(f"request_id must be 1 to {MAX_ID_CHARACTERS} printable characters, got {clip(request_id)}")
 
 
 def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
@@ -66,9 +64,7 @@ def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
         raise RequestError(f"{name} must be a tuple of token ids, got {clip(type(tokens).__name__)}")
     for index, token in enumerate(tokens):
         if type(token) is not int or not 0 <= token < vocab_size:
-            raise RequestError(
-                f"{name}[{index}] is {clip(token)}; token ids are ints from 0 to {vocab_size - 1}"
-            )
+            raise RequestError(f"{name}[{index}] is {clip(token)}; token ids are ints from 0 to {vocab_size - 1}")
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
@@ -126,7 +122,7 @@ def plan_chunk(remaining: Sequence[int], *, chunk_size: int, max_tokens: int) ->
     With a `chunk_size` the step has that many tokens and a prompt may be cut; without one (-1) prompts run whole, as
     many as fit in `max_tokens`, the first always.
     """
-    counts = []
+    counts: list[int] = []
     budget = max_tokens if chunk_size == -1 else chunk_size
     for tokens in remaining:
         if chunk_size == -1:

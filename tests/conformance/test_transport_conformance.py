@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transport_suite import TransportSuite
+from tests.conformance.transport_suite import TransportSuite
 
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.socket import SocketTransport

@@ -1,8 +1,8 @@
 """What every Transport must do, as a class that any implementation can be put through.
 
-    class TestMine(TransportSuite):
-        def make_pair(self) -> tuple[Transport, Transport]:
-            return MyTransport(), MyTransport()        # not registered yet; each can connect to the other
+class TestMine(TransportSuite):
+    def make_pair(self) -> tuple[Transport, Transport]:
+        return MyTransport(), MyTransport()        # not registered yet; each can connect to the other
 """
 
 from __future__ import annotations

@@ -15,26 +15,36 @@ from torch import Tensor
 
 
 class RMSNorm(Protocol):
+    """Normalises rows."""
+
     def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, returned in x's dtype."""
+        """Returns weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
 
 
 class Linear(Protocol):
+    """Multiplies by a weight matrix."""
+
     def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """x @ weight.T -> [T, O] in x's dtype."""
+        """Linear map without bias: x @ weight.T -> [T, O] in x's dtype."""
 
 
 class Rotate(Protocol):
+    """Applies rotary positions."""
+
     def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
         """Rotary embedding of interleaved pairs (2i, 2i+1) by angle i; cos and sin are float32 [T, R/2]. New tensor."""
 
 
 class StoreLatent(Protocol):
+    """Writes the cache."""
+
     def __call__(self, pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
         """Writes token t's latent to slot `page * page_size + offset` of the cache. Mutates `pages_PGW` alone."""
 
 
 class MLAPrefill(Protocol):
+    """Attends with many queries per sequence."""
+
     def __call__(
         self,
         q_THQ: Tensor,
@@ -53,6 +63,8 @@ class MLAPrefill(Protocol):
 
 
 class MLADecode(Protocol):
+    """Attends with one query per sequence."""
+
     def __call__(
         self,
         q_latent_BHC: Tensor,
@@ -68,6 +80,8 @@ class MLADecode(Protocol):
 
 
 class Route(Protocol):
+    """Chooses experts."""
+
     def __call__(
         self,
         logits_TE: Tensor,
@@ -89,11 +103,15 @@ class Route(Protocol):
 
 
 class GatedSilu(Protocol):
+    """The activation of every MLP."""
+
     def __call__(self, x_TJ: Tensor) -> Tensor:
         """silu(first half) * second half over the last axis, J = 2I -> I, computed in float32, in x's dtype."""
 
 
 class GroupedMLP(Protocol):
+    """Runs experts."""
+
     def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
         """Gated MLP of rows sorted by expert, `counts_E` (int64, on the host) rows for each -> [S, D]."""
 

@@ -130,6 +130,6 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     outputs = [
         linear(gated_silu(linear(rows, gate_up_EJD[expert])), down_EDI[expert])
-        for expert, rows in enumerate(x_SD.split(counts_E.tolist()))
+        for expert, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
     ]
     return torch.cat(outputs)

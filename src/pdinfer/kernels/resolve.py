@@ -53,7 +53,7 @@ def _choose(op: str, device: torch.device, wanted: str | None) -> tuple[object, 
     names = [name for name, _ in PROVIDERS]
     if wanted is not None and wanted not in names:
         raise BackendUnavailable(f"op {op}: no provider is called {wanted!r}; there are {', '.join(names)}")
-    refusals = []
+    refusals: list[str] = []
     for name, module_path in PROVIDERS:
         if wanted not in (None, name):
             continue

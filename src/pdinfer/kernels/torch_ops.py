@@ -36,7 +36,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-    even, odd = x_THR.float().unflatten(-1, (-1, 2)).unbind(-1)
+    x = x_THR.float()
+    even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x_THR.dtype)
 
@@ -68,9 +69,7 @@ def mla_prefill(
         k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
         k_HKQ = torch.cat((kv[..., :nope], k_rope), -1).permute(1, 2, 0)
         last = first + num_queries
-        _attend_causal(
-            q_THQ[first:last].transpose(0, 1), k_HKQ, kv[..., nope:].transpose(0, 1), scale, out[first:last]
-        )
+        _attend_causal(q_THQ[first:last].transpose(0, 1), k_HKQ, kv[..., nope:].transpose(0, 1), scale, out[first:last])
         first = last
     return out
 

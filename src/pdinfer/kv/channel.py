@@ -1,7 +1,7 @@
 """One end of a KV channel: grants and hand-offs above, a transport below, the rules of `protocol` between.
 
-Decode's end *expects* a grant, is *placed* upon, and *polls* hand-offs. Prefill's end *accepts* a grant, *pushes* what it
-computes and *finishes*. An end can be both at once and has any number of peers.
+Decode's end *expects* a grant, is *placed* upon, and *polls* hand-offs. Prefill's end *accepts* a grant, *pushes* what
+it computes and *finishes*. An end can be both at once and has any number of peers.
 
 Threads: callbacks of the transport come from its I/O thread, everything else from the thread that steps the engine.
 One lock guards the state machines; it is never held while the transport is called, so ends cannot wait for each other.
@@ -309,9 +309,7 @@ class KVChannel:
             if peer.address is None:
                 raise TransferError("a payload came before the handshake")
             try:
-                grant = self._expected.place(
-                    peer_key(peer.address), message.room, message.layers, message.tokens
-                )
+                grant = self._expected.place(peer_key(peer.address), message.room, message.layers, message.tokens)
             except StaleFrame:
                 self._count(frames_dropped=1)
                 return None

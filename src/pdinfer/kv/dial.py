@@ -61,7 +61,7 @@ def listen_tcp(host: str, port: int) -> Listener:
         sock.close()
         raise ConfigError(f"cannot listen on {host} port {port}: {error}; port 0 takes any free one") from error
     sock.setblocking(False)
-    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
     return Listener(sock, tcp_endpoint(name, sock.getsockname()[1]))
 
 
@@ -123,6 +123,7 @@ def prepare(sock: socket.socket) -> None:
 
 
 def tcp_endpoint(host: str, port: int) -> str:
+    """The text by which peers find a listener; IPv6 hosts go in brackets."""
     return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
 
 

@@ -28,12 +28,16 @@ BATCH_BYTES = 1 << 18
 
 
 class Kind(enum.IntEnum):
+    """What follows a header: a frame alone, or a frame, a payload and its digest."""
+
     FRAME = 1
     WRITE = 2
 
 
 @attrs.frozen
 class Header:
+    """The fixed start of every message, checked."""
+
     kind: Kind
     frame_bytes: int
     payload_bytes: int

@@ -119,14 +119,14 @@ class _End:
             if self.closing:
                 return
             dropped = [*self.inbox, *self.peer.inbox]
-            self._closing_with(error)
-            self.peer._closing_with(reason)
+            self.closing_with(error)
+            self.peer.closing_with(reason)
         for delivery in dropped:
             delivery.complete(error or TransferError(f"the link to {self.link.endpoint} was closed"))
         self.deliver()
         self.peer.deliver()
 
-    def _closing_with(self, error: TransferError | None) -> None:
+    def closing_with(self, error: TransferError | None) -> None:
         self.closing = True
         self.inbox.clear()
         self.inbox.append(_Delivery(lambda: self._closed(error)))
@@ -183,14 +183,14 @@ class LoopbackTransport:
             raise TransferError(f"a loopback transport cannot reach {list(endpoints)}; it needs {SCHEME}<n>")
         with self._hub.lock:
             other = self._hub.find(endpoint)
-            ours, theirs = self._new_end(endpoint), other._new_end(self._endpoint)
+            ours, theirs = self.new_end(endpoint), other.new_end(self._endpoint)
             ours.changed = theirs.changed
             ours.peer, theirs.peer = theirs, ours
             ours.link.same_memory = theirs.link.same_memory = ours.memory is theirs.memory
         theirs.post(_Delivery(lambda: theirs.receiver.opened(theirs.link)))
         return ours.link
 
-    def _new_end(self, endpoint: str) -> _End:
+    def new_end(self, endpoint: str) -> _End:
         if self._closed:
             raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
         if self._owned is None:

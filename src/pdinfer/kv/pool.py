@@ -17,6 +17,8 @@ from pdinfer.kv.transport import Memory
 
 
 class PageState(enum.Enum):
+    """Where a page is."""
+
     FREE = "free"
     OWNED = "owned"
     GRANTED = "granted"

@@ -30,6 +30,7 @@ PeerKey = tuple[bytes, int, int]
 
 
 def peer_key(address: PeerAddress) -> PeerKey:
+    """The identity in an address."""
     return address.engine_id, address.epoch, address.rank
 
 

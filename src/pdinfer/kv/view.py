@@ -32,8 +32,8 @@ class PageMemory:
             num_pages * layout.page_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned"
         )
         if memory == "shared":
-            self.buffer.share_memory_()
-        self._host = memoryview(self.buffer.numpy()) if device.type == "cpu" else None
+            self.buffer.share_memory_()  # type: ignore[no-untyped-call]
+        self._host = self.buffer.numpy().data if device.type == "cpu" else None
 
     @property
     def num_bytes(self) -> int:
@@ -50,7 +50,7 @@ class PageMemory:
     def read(self, spans: Spans) -> list[memoryview]:
         if self._host is not None:
             return [self._host[start : start + length] for start, length in spans]
-        return [memoryview(self.buffer[start : start + length].cpu().numpy()) for start, length in spans]
+        return [self.buffer[start : start + length].cpu().numpy().data for start, length in spans]
 
     def landing(self, spans: Spans) -> list[memoryview]:
         if self._host is not None:

@@ -83,7 +83,7 @@ def unpack_ints(data: bytes) -> tuple[int, ...]:
 
 
 def to_builtin(value: object) -> object:
-    """msgspec's enc_hook: ranges and errors."""
+    """What msgspec cannot encode itself: ranges and errors (its enc_hook)."""
     if isinstance(value, range):
         return (value.start, value.stop)
     if isinstance(value, PDInferError):
@@ -92,7 +92,7 @@ def to_builtin(value: object) -> object:
 
 
 def from_builtin(kind: type, value: Any) -> object:
-    """msgspec's dec_hook, the inverse of `to_builtin`; every shape is checked."""
+    """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked."""
     if kind is range:
         start, stop = msgspec.convert(value, tuple[int, int])
         if not 0 <= start <= stop < 2**31:
@@ -105,10 +105,11 @@ def from_builtin(kind: type, value: Any) -> object:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
-_decoder = msgspec.msgpack.Decoder(Message, dec_hook=from_builtin)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_builtin)
 
 
 def encode(message: Message) -> bytes:
+    """The frame of a message."""
     return _encoder.encode(message)
 
 

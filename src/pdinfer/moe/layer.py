@@ -23,9 +23,7 @@ class MoE:
     dispatcher: TokenDispatcher
 
     @classmethod
-    def build(
-        cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, dispatcher: TokenDispatcher
-    ) -> MoE:
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, dispatcher: TokenDispatcher) -> MoE:
         shared = None
         if config.n_shared_experts:
             size = config.moe_intermediate_size * config.n_shared_experts
