@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 import attrs
 
 from pdinfer.batch import Batch, Row
 from pdinfer.config import EngineConfig
+from pdinfer.engine import Engine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
-from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
-from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
-from pdinfer.sampling import sample
-from pdinfer.schedule import RequestLimits, check_request, may_grant, youngest
+from pdinfer.sampling import Sampled, sample
+from pdinfer.schedule import check_request, may_grant, youngest
+from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -31,66 +31,21 @@ from pdinfer.types import (
     PeerAddress,
     Refused,
     Request,
-    TokenEvent,
-    Usage,
 )
 
 _log = logging.getLogger("pdinfer")
 
 
-class _State(enum.Enum):
-    WAITING = enum.auto()
-    GRANTED = enum.auto()
-    RUNNING = enum.auto()
-
-
-@attrs.define(eq=False)
-class _Sequence:
-    """One request here. `pages` are granted while GRANTED and owned while RUNNING; `spare` are owned pages kept for
-    its growth. The cache holds every token but the last one of `output`."""
-
-    request: Request
-    writers: tuple[PeerAddress, ...]
-    arrival: int
-    submitted_at: float
-    deadline_at: float | None
-    output: list[int]
-    state: _State = _State.WAITING
-    grant: PageGrant | None = None
-    pages: list[int] = attrs.field(factory=list)
-    spare: list[int] = attrs.field(factory=list)
-    attempts: int = 0
-    protected: bool = False
-    cached_tokens: int = 0
-    waited_s: float = 0.0
-    waiting_since: float = 0.0
-    first_token_at: float | None = None
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
-        return -self.request.priority, self.arrival
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt) + len(self.output)
-
-    @property
-    def max_tokens(self) -> int:
-        return len(self.request.prompt) + self.request.sampling.max_new_tokens
-
-
-class DecodeEngine:
+class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
     """Continuous batching over the pages of `channel.pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
     page by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the
-    line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot be
-    retracted again.
-
-    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps. `close` also closes
-    the channel.
+    line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot
+    be retracted again.
     """
+
+    role = "decode"
 
     def __init__(
         self,
@@ -100,62 +55,28 @@ class DecodeEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        memory = channel.pool.memory
-        assert isinstance(memory, PageMemory)
-        self.model = model
-        self.channel = channel
-        self.config = config or EngineConfig()
-        self._clock = clock
-        self._view = KVView.of(memory)
-        self._inbox: Inbox[tuple[Request, tuple[PeerAddress, ...]] | str] = Inbox()
-        self._sequences: dict[str, _Sequence] = {}
-        self._waiting: list[_Sequence] = []
-        self._granted: dict[bytes, _Sequence] = {}
-        self._running: list[_Sequence] = []
+        super().__init__(model, channel, config, clock=clock)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._granted: dict[bytes, Sequence] = {}
+        self._running: list[Sequence] = []
         self._orphans: dict[bytes, tuple[int, ...]] = {}
-        self._events: list[Event] = []
         self._arrivals = 0
-        self._tokens_per_s = 0.0
         self._watermark = max(1, int(channel.pool.num_pages * self.config.growth_watermark))
         self._stalled = False
-        self._closed = False
-        channel.notify(self._inbox.wake)
-
-    @property
-    def address(self) -> PeerAddress:
-        return self.channel.address
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What a request may ask of this engine."""
-        pool = self.channel.pool
-        held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
-        return RequestLimits(name="decode", vocab_size=self.model.config.vocab_size, max_tokens=held)
 
     @property
     def num_unfinished(self) -> int:
         """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
         return len(self._sequences) + len(self._orphans) + len(self._inbox.peek())
 
-    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens the channel to a prefill; see `KVChannel.connect`."""
-        self.channel.connect(peer, timeout_s=timeout_s)
-
-    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
+    def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill. Never blocks; `Granted` or `Refused` follows from `step`.
 
         The same id again names other writers: the attempt under way is aborted and a new one granted. It changes
         nothing once the KV has landed.
         """
         self._inbox.put((request, tuple(writers)))
-
-    def cancel(self, request_id: str) -> None:
-        """Ends a request with CANCELLED. Unknown or finished ids are ignored."""
-        self._inbox.put(request_id)
-
-    def notify(self, listener: Callable[[], None]) -> None:
-        """Calls `listener`, from any thread, when a step would do something."""
-        self._inbox.listen(listener)
 
     def step(self) -> list[Event]:
         """Takes what came, admits what landed, grants pages, runs one batch."""
@@ -198,16 +119,6 @@ class DecodeEngine:
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
-    def drain(self, timeout_s: float) -> bool:
-        """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
-        end = time.monotonic() + timeout_s
-        events: list[Event] = []
-        while self.num_unfinished and time.monotonic() < end:
-            events += self.step()
-            self.wait(min(0.1, max(0.0, end - time.monotonic())))
-        self._events = events + self._events
-        return not self.num_unfinished
-
     def close(self) -> None:
         """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
         peer can write any more and every page is free. A second call does nothing."""
@@ -220,12 +131,6 @@ class DecodeEngine:
         self._land()
         self._closed = True
         self._inbox.wake()
-
-    def __enter__(self) -> DecodeEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
@@ -253,7 +158,8 @@ class DecodeEngine:
             self._events.append(Refused(request_id=request_id, error=error))
             return
         now = self._clock()
-        sequence = _Sequence(
+        sequence = Sequence(
+            request_id=request_id,
             request=request,
             writers=writers,
             arrival=self._arrivals,
@@ -265,14 +171,14 @@ class DecodeEngine:
         self._sequences[request_id] = sequence
         self._queue(sequence)
 
-    def _change_writers(self, sequence: _Sequence, writers: tuple[PeerAddress, ...]) -> None:
+    def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
         sequence.writers = writers
-        if sequence.state is _State.GRANTED:
+        if sequence.state is SequenceState.GRANTED:
             self._give_up(sequence, TransferError("another prefill takes over"))
             self._queue(sequence)
 
-    def _queue(self, sequence: _Sequence) -> None:
-        sequence.state = _State.WAITING
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
         sequence.waiting_since = self._clock()
         insort(self._waiting, sequence, key=lambda waiting: waiting.order)
 
@@ -298,10 +204,10 @@ class DecodeEngine:
             else:
                 self._lose(sequence, first_error(words))
 
-    def _admit(self, sequence: _Sequence, words: Sequence[Handoff]) -> None:
+    def _admit(self, sequence: Sequence, words: Seq[Handoff]) -> None:
         """Every writer's part is here and verified: the pages are ours and the first token is out."""
         self.channel.pool.adopt(sequence.pages)
-        sequence.state = _State.RUNNING
+        sequence.state = SequenceState.RUNNING
         sequence.grant = None
         sequence.cached_tokens = max(word.num_cached_tokens for word in words)
         sequence.waited_s += max(word.queue_s for word in words)
@@ -313,7 +219,7 @@ class DecodeEngine:
             return
         self._append(sequence, first.token, first.logprob)
 
-    def _lose(self, sequence: _Sequence, error: PDInferError) -> None:
+    def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
         self._free(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
@@ -343,13 +249,13 @@ class DecodeEngine:
             sequence.protected = last_attempt
             self._open_room(sequence)
 
-    def _open_room(self, sequence: _Sequence) -> None:
+    def _open_room(self, sequence: Sequence) -> None:
         pool = self.channel.pool
         sequence.attempts += 1
         sequence.waited_s += self._clock() - sequence.waiting_since
         grant = PageGrant(
             room=self.channel.random_bytes(16),
-            request_id=sequence.request.request_id or "",
+            request_id=sequence.request_id,
             writers=sequence.writers,
             destinations=(self.address,),
             tokens=range(sequence.num_tokens),
@@ -358,14 +264,14 @@ class DecodeEngine:
             layout_id=pool.layout.layout_id,
         )
         sequence.grant = grant
-        sequence.state = _State.GRANTED
+        sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
         self.channel.expect(grant)
         left = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left)
         self._events.append(Granted(grant=grant, request=request))
 
-    def _grow(self, sequence: _Sequence) -> bool:
+    def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
         cannot run this step."""
         pool = self.channel.pool
@@ -385,19 +291,19 @@ class DecodeEngine:
         sequence.pages += pool.own(1)
         return True
 
-    def _retract(self, sequence: _Sequence) -> None:
+    def _retract(self, sequence: Sequence) -> None:
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
         self._free(sequence)
         self._queue(sequence)
 
-    def _free(self, sequence: _Sequence) -> None:
+    def _free(self, sequence: Sequence) -> None:
         """Returns all pages; those of a room only once its writers have stopped."""
         self.channel.pool.release(sequence.pages)
         self.channel.pool.release(sequence.spare)
         sequence.pages, sequence.spare, sequence.grant = [], [], None
 
-    def _give_up(self, sequence: _Sequence, error: PDInferError) -> None:
+    def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
         """Aborts an open room: its pages stay granted until the writers' last word."""
         assert sequence.grant is not None
         room = sequence.grant.room
@@ -412,20 +318,20 @@ class DecodeEngine:
     def _decode(self) -> None:
         grown = [sequence for sequence in list(self._running) if sequence in self._running and self._grow(sequence)]
         # growing a later sequence may have retracted an earlier one of lower priority
-        batch = [sequence for sequence in grown if sequence.state is _State.RUNNING]
+        batch = [sequence for sequence in grown if sequence.state is SequenceState.RUNNING]
         self._stalled = not batch
         if not batch:
             return
         started = self._clock()
         try:
-            tokens, logprobs = self._forward(batch)
+            sampled = self._forward(batch)
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
                 failure = PDInferError(f"the decode step failed: {type(error).__name__}")
                 self._end(sequence, FinishReason.FAILED, failure)
             return
-        for sequence, token, logprob in zip(batch, tokens, logprobs, strict=True):
+        for sequence, token, logprob in zip(batch, sampled.tokens, sampled.logprobs, strict=True):
             if logprob != logprob:
                 failure = PDInferError("the model's logits are not finite")
                 self._end(sequence, FinishReason.FAILED, failure)
@@ -435,33 +341,28 @@ class DecodeEngine:
         if elapsed > 0:
             self._tokens_per_s = len(batch) / elapsed
 
-    def _forward(self, batch: Sequence[_Sequence]) -> tuple[list[int], list[float]]:
+    def _forward(self, batch: Seq[Sequence]) -> Sampled:
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         page_size = self.channel.pool.layout.page_size
         tensors = Batch.build(rows, page_size=page_size, device=self.model.device, absorbed=True)
         logits_BV = self.model.head(self.model.forward(tensors, self._view), range(len(rows)))
         positions = [sequence.num_tokens for sequence in batch]
-        sampled = sample(logits_BV, [sequence.request.sampling for sequence in batch], positions)
-        return sampled.tokens, sampled.logprobs
+        return sample(logits_BV, [sequence.request.sampling for sequence in batch], positions)
 
-    def _append(self, sequence: _Sequence, token: int, logprob: float | None) -> None:
+    def _append(self, sequence: Sequence, token: int, logprob: float | None) -> None:
         """A new token: emitted, and perhaps the last."""
         sequence.output.append(token)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
-        sampling = sequence.request.sampling
-        stops = token in sampling.stop_token_ids
-        stops = stops or (not sampling.ignore_eos and token in self.model.config.eos_token_ids)
-        if stops:
-            self._end(sequence, FinishReason.STOP, token=token, logprob=logprob)
-        elif len(sequence.output) >= sampling.max_new_tokens:
-            self._end(sequence, FinishReason.LENGTH, token=token, logprob=logprob)
+        reason = sequence.ends_with(token, self.model.config.eos_token_ids)
+        if reason is None:
+            self._events.append(sequence.event(token=token, logprob=logprob))
         else:
-            self._emit(sequence, token=token, logprob=logprob)
+            self._end(sequence, reason, token=token, logprob=logprob)
 
     def _end(
         self,
-        sequence: _Sequence,
+        sequence: Sequence,
         reason: FinishReason,
         error: PDInferError | None = None,
         *,
@@ -469,41 +370,12 @@ class DecodeEngine:
         logprob: float | None = None,
     ) -> None:
         """The one final event, and everything the request held goes back."""
-        del self._sequences[sequence.request.request_id or ""]
-        if sequence.state is _State.GRANTED and sequence.grant is not None:
+        del self._sequences[sequence.request_id]
+        if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
             self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
-        elif sequence.state is _State.RUNNING:
+        elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self._free(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        usage = Usage(
-            prompt_tokens=len(sequence.request.prompt),
-            output_tokens=len(sequence.output),
-            cached_tokens=sequence.cached_tokens,
-            queue_s=sequence.waited_s,
-            ttft_s=None if sequence.first_token_at is None else sequence.first_token_at - sequence.submitted_at,
-        )
-        self._emit(sequence, token=token, logprob=logprob, finish_reason=reason, error=error, usage=usage)
-
-    def _emit(
-        self,
-        sequence: _Sequence,
-        *,
-        token: int | None,
-        logprob: float | None,
-        finish_reason: FinishReason | None = None,
-        error: PDInferError | None = None,
-        usage: Usage | None = None,
-    ) -> None:
-        self._events.append(
-            TokenEvent(
-                request_id=sequence.request.request_id or "",
-                token=token,
-                index=len(sequence.output) - (token is not None),
-                logprob=logprob,
-                finish_reason=finish_reason,
-                error=error,
-                usage=usage,
-            )
-        )
+        self._events.append(sequence.event(token=token, logprob=logprob, finish_reason=reason, error=error))

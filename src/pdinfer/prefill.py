@@ -11,15 +11,14 @@ import torch
 
 from pdinfer.batch import Batch, Row
 from pdinfer.config import EngineConfig
+from pdinfer.engine import Engine
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
-from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
 from pdinfer.sampling import sample
-from pdinfer.schedule import RequestLimits, check_request, plan_chunk
-from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PeerAddress, PrefillLoad, Request
+from pdinfer.schedule import check_request, plan_chunk
+from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PrefillLoad, Request
 
 _log = logging.getLogger("pdinfer")
 
@@ -47,12 +46,13 @@ class _Prompt:
         return all(transfer.done for transfer in self.transfers)
 
 
-class PrefillEngine:
+class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     """Runs prompts in chunks over the pages of `channel.pool` and pushes each layer as it is finished.
 
-    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps. It ends no request: a
-    prompt that fails is an ABORTED hand-off, and decode decides. `close` also closes the channel.
+    It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
     """
+
+    role = "prefill"
 
     def __init__(
         self,
@@ -62,53 +62,20 @@ class PrefillEngine:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        memory = channel.pool.memory
-        assert isinstance(memory, PageMemory)
-        self.model = model
-        self.channel = channel
-        self.config = config or EngineConfig()
-        self._clock = clock
-        self._view = KVView.of(memory)
-        self._inbox: Inbox[tuple[Request, PageGrant] | str] = Inbox()
+        super().__init__(model, channel, config, clock=clock)
         self._queue: list[_Prompt] = []
         self._active: list[_Prompt] = []
         self._sending: list[_Prompt] = []
         self._arrivals = 0
-        self._tokens_per_s = 0.0
-        self._closed = False
-        channel.notify(self._inbox.wake)
-
-    @property
-    def address(self) -> PeerAddress:
-        return self.channel.address
-
-    @property
-    def limits(self) -> RequestLimits:
-        """What a request may ask of this engine."""
-        pool = self.channel.pool
-        held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
-        return RequestLimits(name="prefill", vocab_size=self.model.config.vocab_size, max_tokens=held)
 
     @property
     def num_unfinished(self) -> int:
         """Prompts without a hand-off, and hand-offs whose bytes have not all left."""
         return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
 
-    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens the channel to a decode; see `KVChannel.connect`."""
-        self.channel.connect(peer, timeout_s=timeout_s)
-
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""
         self._inbox.put((request, grant))
-
-    def cancel(self, request_id: str) -> None:
-        """Stops a prompt: its hand-off will say ABORTED. Unknown or finished ids are ignored."""
-        self._inbox.put(request_id)
-
-    def notify(self, listener: Callable[[], None]) -> None:
-        """Calls `listener`, from any thread, when a step would do something."""
-        self._inbox.listen(listener)
 
     def step(self) -> list[Event]:
         """Takes what came, runs one chunk, hands off what it finished. Always returns [] (see `DecodeEngine`)."""
@@ -150,14 +117,6 @@ class PrefillEngine:
             return False
         return self._can_run() or self._inbox.wait(timeout_s)
 
-    def drain(self, timeout_s: float) -> bool:
-        """Steps until nothing is unfinished or the time is over; tells whether it got there."""
-        end = time.monotonic() + timeout_s
-        while self.num_unfinished and time.monotonic() < end:
-            self.step()
-            self.wait(min(0.1, max(0.0, end - time.monotonic())))
-        return not self.num_unfinished
-
     def close(self) -> None:
         """Aborts what is unfinished and closes the channel. A second call does nothing."""
         if self._closed:
@@ -169,12 +128,6 @@ class PrefillEngine:
         self.channel.close()
         self._return_pages()
         self._inbox.wake()
-
-    def __enter__(self) -> PrefillEngine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _take_inbox(self) -> None:
         for item in self._inbox.take():

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.conformance.transport_suite import TransportSuite
 
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Transport
+from tests.conformance.transport_suite import TransportSuite
 
 
 class TestLoopback(TransportSuite):

@@ -1,0 +1,108 @@
+"""What the two engines share: a model, an end of a channel, an inbox, and how a host waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic, Self, TypeVar
+
+from pdinfer.config import EngineConfig
+from pdinfer.errors import ConfigError
+from pdinfer.inbox import Inbox
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model import Model
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import Event, PeerAddress
+
+Submitted = TypeVar("Submitted")
+
+DRAIN_POLL_S = 0.1
+
+
+class Engine(Generic[Submitted]):
+    """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
+
+    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
+    """
+
+    role = "engine"
+
+    def __init__(
+        self,
+        model: Model,
+        channel: KVChannel,
+        config: EngineConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        memory = channel.pool.memory
+        if not isinstance(memory, PageMemory):
+            raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
+        self.model = model
+        self.channel = channel
+        self.config = config or EngineConfig()
+        self._clock = clock
+        self._view = KVView.of(memory)
+        self._inbox: Inbox[Submitted | str] = Inbox()
+        self._events: list[Event] = []
+        self._tokens_per_s = 0.0
+        self._closed = False
+        channel.notify(self._inbox.wake)
+
+    @property
+    def address(self) -> PeerAddress:
+        """How peers know this engine."""
+        return self.channel.address
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask of this engine."""
+        pool = self.channel.pool
+        held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
+        return RequestLimits(name=self.role, vocab_size=self.model.config.vocab_size, max_tokens=held)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests this engine still has to do with."""
+        raise NotImplementedError
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
+        self.channel.connect(peer, timeout_s=timeout_s)
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request at the next step. Unknown or finished ids are ignored."""
+        self._inbox.put(request_id)
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls `listener`, from any thread, when a step would do something."""
+        self._inbox.listen(listener)
+
+    def step(self) -> list[Event]:
+        """Does what can be done now."""
+        raise NotImplementedError
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        raise NotImplementedError
+
+    def drain(self, timeout_s: float) -> bool:
+        """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
+        end = time.monotonic() + timeout_s
+        events: list[Event] = []
+        while self.num_unfinished and time.monotonic() < end:
+            events += self.step()
+            self.wait(min(DRAIN_POLL_S, max(0.0, end - time.monotonic())))
+        self._events = events + self._events
+        return not self.num_unfinished
+
+    def close(self) -> None:
+        """Ends what is unfinished and closes the channel. A second call does nothing."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

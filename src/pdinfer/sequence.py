@@ -1,0 +1,95 @@
+"""One request inside a decode engine: what it has, what it holds and where it stands."""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+
+from pdinfer.errors import PDInferError
+from pdinfer.types import FinishReason, PageGrant, PeerAddress, Request, TokenEvent, Usage
+
+
+class SequenceState(enum.Enum):
+    """WAITING holds no page; GRANTED holds pages that prefill may write; RUNNING owns pages with its whole context."""
+
+    WAITING = enum.auto()
+    GRANTED = enum.auto()
+    RUNNING = enum.auto()
+
+
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One request here. `pages` are granted while GRANTED and owned while RUNNING; `spare` are owned pages kept for
+    its growth, and `protected` says that they are all it can ever need. The cache holds every token but the last one of
+    `output`."""
+
+    request_id: str
+    request: Request
+    writers: tuple[PeerAddress, ...]
+    arrival: int
+    submitted_at: float
+    deadline_at: float | None
+    output: list[int]
+    state: SequenceState = SequenceState.WAITING
+    grant: PageGrant | None = None
+    pages: list[int] = attrs.field(factory=list)
+    spare: list[int] = attrs.field(factory=list)
+    attempts: int = 0
+    protected: bool = False
+    cached_tokens: int = 0
+    waited_s: float = 0.0
+    waiting_since: float = 0.0
+    first_token_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
+        return -self.request.priority, self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output when it has run to its length."""
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Whether `token`, just appended, is the last one."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.output) >= sampling.max_new_tokens else None
+
+    def event(
+        self,
+        *,
+        token: int | None = None,
+        logprob: float | None = None,
+        finish_reason: FinishReason | None = None,
+        error: PDInferError | None = None,
+    ) -> TokenEvent:
+        """What to tell the host: a token (already appended), the end, or both. The end carries the usage."""
+        return TokenEvent(
+            request_id=self.request_id,
+            token=token,
+            index=len(self.output) - (token is not None),
+            logprob=logprob,
+            finish_reason=finish_reason,
+            error=error,
+            usage=None if finish_reason is None else self.usage,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """What the request has used so far."""
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=len(self.output),
+            cached_tokens=self.cached_tokens,
+            queue_s=self.waited_s,
+            ttft_s=None if self.first_token_at is None else self.first_token_at - self.submitted_at,
+        )
