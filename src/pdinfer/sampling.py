@@ -1,9 +1,9 @@
 """Logits to tokens. A token depends on its row's logits, its request's parameters, its seed and its position: on
 nothing else, so batch, engine and re-prefill do not change it.
 
-Drawing is Gumbel-max: every token id gets noise that is a hash of (seed, position, id), and the largest sum of logit and
-noise wins. Rounding in the logits can only change a token where the two best sums are as close as the rounding, however
-large the vocabulary; a draw from the cumulative distribution would have a border for every token.
+Drawing is Gumbel-max: every token id gets noise that is a hash of (seed, position, id), and the largest sum of logit
+and noise wins. Rounding in the logits can only change a token where the two best sums are as close as the rounding,
+however large the vocabulary; a draw from the cumulative distribution would have a border for every token.
 """
 
 from __future__ import annotations

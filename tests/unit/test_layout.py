@@ -148,7 +148,7 @@ LAYOUT = layout_of((component("latent", 4, (0, 1, 2)), component("index", 2, (1,
 def test_sizes() -> None:
     assert LAYOUT.token_bytes == 3 * 4 + 2 * 2
     assert LAYOUT.page_bytes == 256
-    assert LAYOUT.layers == range(0, 3)
+    assert LAYOUT.layers == range(3)
     assert [LAYOUT.num_pages(n) for n in (0, 1, 16, 17)] == [0, 1, 1, 2]
     assert LAYOUT.region_offset("index", 2, 10) == 3 * 640 + 320
     with pytest.raises(ConfigError, match=r"'missing'.*'latent', 'index'"):
@@ -163,7 +163,11 @@ CHANGES = {
             LAYOUT, components=(LAYOUT.components[0], attrs.evolve(LAYOUT.components[1], **{field: value}))
         )
         for field, value in (
-            ("format", "other"), ("dtype", "float32"), ("width", 3), ("token_bytes", 3), ("layers", (0, 1))
+            ("format", "other"),
+            ("dtype", "float32"),
+            ("width", 3),
+            ("token_bytes", 3),
+            ("layers", (0, 1)),
         )
     },
 }
