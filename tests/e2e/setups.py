@@ -127,6 +127,20 @@ def join(
     return Setup(pairing=pairing, prefills=prefills, decodes=decodes, folder=folder)
 
 
+def watch(port: Any) -> list[pd.types.Event]:
+    """From now on keeps what each step of `port` returns, in one list."""
+    seen: list[pd.types.Event] = []
+    step = port.step
+
+    def watched() -> list[pd.types.Event]:
+        events = step()
+        seen.extend(events)
+        return events
+
+    port.step = watched
+    return seen
+
+
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
     """Steps until every request has ended; fails rather than waits for ever."""
     events: list[pd.TokenEvent] = []
