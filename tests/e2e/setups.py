@@ -1,0 +1,239 @@
+"""What end-to-end tests share: tiny models, engines joined by any transport, and a reference without engines."""
+
+from __future__ import annotations
+
+import functools
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+import pdinfer as pd
+from pdinfer.testing import random_model, tiny_config
+
+TRANSPORTS = ("shared", "loopback", "tcp", "unix")
+"""Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
+
+TIMEOUT_S = 60.0
+"""No test waits longer than this for anything."""
+
+NEAR_TIE = 1e-4
+"""Two best logits closer than this may change places by rounding."""
+
+
+@functools.cache
+def model_of(family: str = "v3") -> pd.Model:
+    """One model per family for the whole run; nothing changes a model."""
+    return random_model(tiny_config(family))
+
+
+def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256) -> pd.PagePool:
+    """A pool of `num_pages` pages."""
+    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
+
+
+def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 97) -> tuple[int, ...]:
+    """`length` random tokens, the same in every run."""
+    rng = random.Random(f"{seed}/{length}")
+    return tuple(rng.randrange(vocab_size) for _ in range(length))
+
+
+def greedy(max_new_tokens: int, **more: Any) -> pd.SamplingParams:
+    """Always the best token."""
+    return pd.SamplingParams(temperature=0.0, max_new_tokens=max_new_tokens, **more)
+
+
+@attrs.define(kw_only=True)
+class Setup:
+    """A Pairing with the engines behind it; leaving it closes everything."""
+
+    pairing: pd.Pairing
+    prefills: list[pd.PrefillEngine]
+    decodes: list[pd.DecodeEngine]
+    folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def engines(self) -> list[pd.PrefillEngine | pd.DecodeEngine]:
+        return [*self.prefills, *self.decodes]
+
+    @property
+    def pools(self) -> list[pd.PagePool]:
+        return list({id(engine.channel.pool): engine.channel.pool for engine in self.engines}.values())
+
+    def check_pools(self) -> None:
+        """Every page is accounted for."""
+        for pool in self.pools:
+            pool.check()
+
+    def check_idle(self) -> None:
+        """Nothing is unfinished and every page is free, once the last hand-offs have left."""
+        end = time.monotonic() + TIMEOUT_S
+        while any(engine.num_unfinished for engine in self.engines) and time.monotonic() < end:
+            assert self.pairing.step() == []
+            time.sleep(0.001)
+        for engine in self.engines:
+            pool = engine.channel.pool
+            assert engine.num_unfinished == 0
+            assert (pool.num_free, pool.num_granted, pool.num_owned) == (pool.num_pages, 0, 0)
+
+    def __enter__(self) -> Setup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.pairing.close()
+        for engine in self.engines:
+            engine.close()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+def join(
+    model: pd.Model,
+    transport: str = "shared",
+    *,
+    prefill_pools: Sequence[pd.PagePool] = (),
+    decode_pools: Sequence[pd.PagePool],
+    engine: pd.EngineConfig | None = None,
+    config: pd.PairingConfig | None = None,
+    policy: pd.policy.Policy = pd.policy.least_tokens,
+    clock: Callable[[], float] = time.monotonic,
+    channel: type[pd.KVChannel] = pd.KVChannel,
+) -> Setup:
+    """A Pairing of one engine per pool. "shared" takes one decode pool and has prefill use it too."""
+    if transport == "shared":
+        prefill_pools = decode_pools
+    pools = [*prefill_pools, *decode_pools]
+    folder = tempfile.TemporaryDirectory(prefix="pd") if transport == "unix" else None
+    if transport in ("shared", "loopback"):
+        channels = list(channel.loopback(*pools))
+    elif folder is not None:
+        channels = [
+            channel(pool, pd.kv.SocketTransport(path=Path(folder.name) / str(number)))
+            for number, pool in enumerate(pools)
+        ]
+    else:
+        channels = [channel(pool, pd.kv.SocketTransport()) for pool in pools]
+    count = len(prefill_pools)
+    prefills = [pd.PrefillEngine(model, end, engine, clock=clock) for end in channels[:count]]
+    decodes = [pd.DecodeEngine(model, end, engine, clock=clock) for end in channels[count:]]
+    pairing = pd.Pairing(prefills, decodes, config=config, policy=policy, clock=clock)
+    return Setup(pairing=pairing, prefills=prefills, decodes=decodes, folder=folder)
+
+
+def watch(port: Any) -> list[pd.types.Event]:
+    """From now on keeps what each step of `port` returns, in one list."""
+    seen: list[pd.types.Event] = []
+    step = port.step
+
+    def watched() -> list[pd.types.Event]:
+        events = step()
+        seen.extend(events)
+        return events
+
+    port.step = watched
+    return seen
+
+
+def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
+    """Steps until every request has ended; fails rather than waits for ever."""
+    events: list[pd.TokenEvent] = []
+    end = time.monotonic() + timeout_s
+    while pairing.num_unfinished:
+        assert time.monotonic() < end, f"{pairing.num_unfinished} requests did not end within {timeout_s} s"
+        events += pairing.step()
+        pairing.wait(0.05)
+    return events + pairing.step()
+
+
+def by_request(events: Iterable[pd.TokenEvent]) -> dict[str, list[pd.TokenEvent]]:
+    """The events of each request in order; checks that nothing follows an end and that indices are contiguous."""
+    streams: dict[str, list[pd.TokenEvent]] = {}
+    for event in events:
+        stream = streams.setdefault(event.request_id, [])
+        assert not stream or stream[-1].finish_reason is None, f"{event} came after the end"
+        assert not stream or event.index == stream[-1].index + 1, f"{event} came after index {stream[-1].index}"
+        stream.append(event)
+    return streams
+
+
+def tokens_of(stream: Iterable[pd.TokenEvent]) -> list[int]:
+    """What a stream of events says."""
+    return [event.token for event in stream if event.token is not None]
+
+
+@attrs.frozen
+class Reference:
+    """A greedy continuation: tokens, their log-probabilities, and by how much each beat the second best."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    margins: tuple[float, ...]
+
+
+@functools.cache
+def reference(family: str, prompt: tuple[int, ...], count: int) -> Reference:
+    """`count` greedy tokens, one call of `Model.logits` each: no engine, no pages, no cache."""
+    tokens, logprobs, margins = list(prompt), [], []
+    for _ in range(count):
+        row = model_of(family).logits(tokens)[-1].double()
+        best, second = row.topk(2).values.tolist()
+        tokens.append(int(row.argmax()))
+        logprobs.append(best - float(row.logsumexp(-1)))
+        margins.append(best - second)
+    return Reference(tuple(tokens[len(prompt) :]), tuple(logprobs), tuple(margins))
+
+
+@attrs.define
+class Tally:
+    """Compares tokens with the reference. A difference is excused only where the reference itself nearly ties, and then
+    ends the comparison of that stream; such excuses must stay rare."""
+
+    num_tokens: int = 0
+    near_ties: list[str] = attrs.field(factory=list)
+
+    def compare(self, name: str, stream: Sequence[pd.TokenEvent], expected: Reference) -> None:
+        tokens = tokens_of(stream)
+        assert len(tokens) == len(expected.tokens), f"{name}: {len(tokens)} tokens, not {len(expected.tokens)}"
+        for position, (event, token) in enumerate(zip(stream, expected.tokens, strict=True)):
+            self.num_tokens += 1
+            if event.token != token:
+                margin = expected.margins[position]
+                assert margin < NEAR_TIE, f"{name}: token {position} is {event.token}, not {token} (margin {margin})"
+                self.near_ties.append(f"{name} token {position} (margin {margin:.1e})")
+                return
+            assert event.logprob is not None
+            assert abs(event.logprob - expected.logprobs[position]) < 1e-4, f"{name}: logprob {position}"
+
+    def check(self) -> None:
+        """At most one excuse in 10,000 tokens."""
+        for line in self.near_ties:
+            print("near tie:", line)
+        assert len(self.near_ties) * 10_000 <= self.num_tokens, self.near_ties
+
+
+def pairwise(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows in which every two values of different factors meet at least once: a small slice of the full product."""
+    missing = {(i, a, j, b) for i in range(len(factors)) for j in range(i) for a in factors[i] for b in factors[j]}
+    rows = []
+    while missing:
+        i, a, j, b = min(missing, key=repr)
+        row: list[Any] = [None] * len(factors)
+        row[i], row[j] = a, b
+        for k in (k for k in range(len(factors)) if k not in (i, j)):
+            row[k] = max(factors[k], key=lambda value: len(missing & _pairs([*row[:k], value, *row[k + 1 :]])))
+        missing -= _pairs(row)
+        rows.append(tuple(row))
+    return rows
+
+
+def _pairs(row: Sequence[Any]) -> set[tuple[int, Any, int, Any]]:
+    return {
+        (i, row[i], j, row[j]) for i in range(len(row)) for j in range(i) if row[i] is not None and row[j] is not None
+    }
