@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -51,6 +52,8 @@ from pdinfer.types import (
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
 POLL_S = 0.2
+REPORT_S = 0.02
+"""How old a busy engine's load may become where no event carries a newer one."""
 CONNECT_MARGIN_S = 5.0
 
 _log = logging.getLogger("pdinfer")
@@ -114,7 +117,7 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
     inbox: Inbox[Command | None] = Inbox()
     engine.notify(inbox.wake)
     mailman = _Mailman(connection, messages.decode_command, inbox)
-    num_seen = 0
+    num_seen, reported, reported_at = 0, None, 0.0
     try:
         mailman.send(Ready(engine.address, engine.limits, Load.of(engine)))
         while True:
@@ -124,9 +127,13 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
                     return
                 num_seen += _obey(engine, command, mailman)
             events = engine.step()
-            if events or commands:
-                mailman.send(_stepped(engine, events, num_seen))
-            if not engine.wait(0.0):
+            busy = engine.wait(0.0)
+            report = _stepped(engine, events, num_seen)
+            news = events or commands
+            if news or (report.load != reported and (not busy or time.monotonic() > reported_at + REPORT_S)):
+                mailman.send(report)
+                reported, reported_at = report.load, time.monotonic()
+            if not busy:
                 inbox.wait(1.0)
     except TransferError as error:
         _log.info("a served engine stops: %s", error)

@@ -25,25 +25,12 @@ from pdinfer.kv.peers import Peers
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
 from pdinfer.kv.transport import Link, Transfer, Transport
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerAddress
 
 GROUP_BYTES = 4 << 20
 """Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""
 
 _log = logging.getLogger("pdinfer")
-
-
-@attrs.frozen(kw_only=True)
-class ChannelStats:
-    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    writes_sent: int = 0
-    writes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
-    writes_damaged: int = 0
 
 
 @attrs.define
