@@ -59,7 +59,7 @@ def show_loading(report: Connection, roles: Sequence[str]) -> None:
 
 def request_of(prompt: str) -> pd.Request:
     sampling = pd.SamplingParams(temperature=0, max_new_tokens=64, stop_token_ids=(ord(";"),))
-    return pd.Request(request_id=prompt, prompt=(BOS, *encode(prompt)), sampling=sampling)
+    return pd.Request(request_id=prompt[-44:], prompt=(BOS, *encode(prompt)), sampling=sampling)
 
 
 def stream_one(pairing: pd.Pairing, prompt: str) -> None:
@@ -72,7 +72,7 @@ def stream_one(pairing: pd.Pairing, prompt: str) -> None:
 
 def serve_all(pairing: pd.Pairing, prompts: Sequence[str]) -> dict[str, list[float]]:
     """Serves the prompts together and prints each answer as it ends; returns when each token came."""
-    times: dict[str, list[float]] = {prompt: [time.perf_counter()] for prompt in prompts}
+    times: dict[str, list[float]] = {prompt[-44:]: [time.perf_counter()] for prompt in prompts}
     output: dict[str, list[int]] = defaultdict(list)
     for event in pairing.generate(map(request_of, prompts)):
         if event.token is not None:
@@ -81,7 +81,7 @@ def serve_all(pairing: pd.Pairing, prompts: Sequence[str]) -> dict[str, list[flo
         if event.error is not None:
             raise SystemExit(f"a request failed: {event.error}")
         if event.finish_reason is not None:
-            print(f"  {event.request_id[-44:]:>44}\033[1m{decode(output[event.request_id])}\033[0m")
+            print(f"  {event.request_id:>44}\033[1m{decode(output[event.request_id])}\033[0m")
     return times
 
 

@@ -2,7 +2,8 @@
 
     python examples/03_xpyd.py [CHECKPOINT]
 
-All engines live in this process and share one model, each with a pool of its own, so every hand-off copies pages. Put each behind `pdinfer.remote.serve` and nothing here changes but where they run.
+All engines live in this process and share one model, each with a pool of its own, so every hand-off copies pages. Put
+each behind `pdinfer.remote.serve` and nothing here changes but where they run.
 """
 
 import sys
