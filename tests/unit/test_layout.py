@@ -163,7 +163,11 @@ CHANGES = {
             LAYOUT, components=(LAYOUT.components[0], attrs.evolve(LAYOUT.components[1], **{field: value}))
         )
         for field, value in (
-            ("format", "other"), ("dtype", "float32"), ("width", 3), ("token_bytes", 3), ("layers", (0, 1))
+            ("format", "other"),
+            ("dtype", "float32"),
+            ("width", 3),
+            ("token_bytes", 3),
+            ("layers", (0, 1)),
         )
     },
 }

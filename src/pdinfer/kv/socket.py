@@ -109,9 +109,7 @@ class SocketTransport:
         check_frame(frame)
         self._queue(link, Message(frame))
 
-    def write(
-        self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
-    ) -> Transfer:
+    def write(self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None) -> Transfer:
         """`ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
         check_frame(frame)
         memory, _ = self._registered()

@@ -109,9 +109,7 @@ class Transport(Protocol):
         """Queues a control frame behind everything sent before; never blocks. A closed link swallows it. Raises
         ConfigError for a frame that no transport carries."""
 
-    def write(
-        self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None
-    ) -> Transfer:
+    def write(self, link: Link, frame: bytes, source: Spans, *, ready: Callable[[], None] | None = None) -> Transfer:
         """Queues a frame and the payload at `source` in our memory; never blocks. `ready` is called (it may wait for
         a device event) before the payload is read; an exception from it closes the link, since what follows the lost
         write would be misread. On a closed link the transfer is done, with an error. Raises ConfigError as `send`
