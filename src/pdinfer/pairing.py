@@ -104,6 +104,7 @@ class _Ticket:
     line_s: float = 0.0
     num_tokens: int = 0
     landed: bool = False
+    cancelled: bool = False
 
 
 class _Role(enum.Enum):
@@ -388,6 +389,7 @@ class Pairing:
                 self._line.remove(ticket)
                 events += self._end(ticket, FinishReason.CANCELLED)
             else:
+                ticket.cancelled = True
                 self._decodes[ticket.decode].cancel(item)
         return events
 
@@ -442,6 +444,8 @@ class Pairing:
         if isinstance(event, Refused):
             if isinstance(event.error, Overloaded):
                 ticket.prefill = ticket.decode = None
+                if ticket.cancelled:  # decode did not know it any more when the cancellation came
+                    return self._end(ticket, FinishReason.CANCELLED)
                 self._line.appendleft(ticket)
                 return []
             return self._end(ticket, FinishReason.FAILED, event.error)
