@@ -17,11 +17,12 @@ from typing import Any
 
 import attrs
 
-from pdinfer import hf_config
+from pdinfer import hf_config, rope
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.files import read_json
 from pdinfer.hf_config import FAMILIES, STORED_DTYPES, ScoringFunc, TopkMethod
+from pdinfer.rope import MAX_POSITIONS, YarnScaling
 
 __all__ = [
     "CacheConfig",
@@ -39,42 +40,11 @@ MAX_HEAD_DIM = 1024
 MAX_LATENT_RANK = 1 << 16
 MAX_EXPERTS = 1 << 14
 MAX_VOCAB = 1 << 24
-MAX_POSITIONS = 1 << 24
 MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
 MAX_DEADLINE_S = 30 * 24 * 3600
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4})
-
-
-@attrs.frozen(kw_only=True)
-class YarnScaling:
-    """Rope stretched by YaRN (arXiv:2309.00071), switched on from position 0 whatever the served length."""
-
-    factor: float = attrs.field(converter=as_float, validator=float_in(1, 65536, low_included=True))
-    original_max_position_embeddings: int = attrs.field(validator=int_in(1, MAX_POSITIONS))
-    beta_fast: float = attrs.field(
-        default=32.0, converter=as_float, validator=float_in(0.001, 65536, low_included=True)
-    )
-    beta_slow: float = attrs.field(default=1.0, converter=as_float, validator=float_in(0.001, 65536, low_included=True))
-    mscale: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 100, low_included=True)),
-    )
-    mscale_all_dim: float | None = attrs.field(
-        default=None,
-        converter=attrs.converters.optional(as_float),
-        validator=attrs.validators.optional(float_in(0, 100, low_included=True)),
-    )
-
-    def __attrs_post_init__(self) -> None:
-        if self.beta_fast < self.beta_slow:
-            raise ConfigError(f"beta_fast must be at least beta_slow = {self.beta_slow:g}, got {self.beta_fast:g}")
-
-    def magnitude(self, mscale: float) -> float:
-        """YaRN's m(k) = 0.1 k ln(factor) + 1; 1 where nothing is stretched."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @attrs.frozen(kw_only=True)
@@ -222,41 +192,12 @@ class ModelConfig:
 
     @property
     def rope_attention_factor(self) -> float:
-        """What cos and sin of rope are multiplied with; 1 for all released models.
-
-        m(mscale) / m(mscale_all_dim) where both are set and not 0, else m(1), as transformers has it.
-        """
-        if self.yarn is None:
-            return 1.0
-        if self.yarn.mscale and self.yarn.mscale_all_dim:
-            return self.yarn.magnitude(self.yarn.mscale) / self.yarn.magnitude(self.yarn.mscale_all_dim)
-        return self.yarn.magnitude(1.0)
+        """What cos and sin of rope are multiplied with: see `rope.attention_factor`."""
+        return rope.attention_factor(self.yarn)
 
     def inv_frequencies(self) -> tuple[float, ...]:
-        """Radians per position of the qk_rope_head_dim / 2 rope pairs, in double precision.
-
-        theta^(-2i/r); YaRN (arXiv:2309.00071, equations 18 to 23) slows pairs that turn fewer than `beta_slow` times in
-        the original context by `factor`, leaves those above `beta_fast`, and blends linearly between.
-        """
-        rope_dim = self.qk_rope_head_dim
-        plain = tuple(self.rope_theta ** (-2 * pair / rope_dim) for pair in range(rope_dim // 2))
-        if self.yarn is None:
-            return plain
-        low = max(math.floor(self._rotation_pair(self.yarn.beta_fast)), 0)
-        high = float(min(math.ceil(self._rotation_pair(self.yarn.beta_slow)), rope_dim - 1))
-        if low == high:
-            high += 0.001
-        slowed = (min(max((pair - low) / (high - low), 0.0), 1.0) for pair in range(rope_dim // 2))
-        return tuple(
-            frequency * (1 - part) + frequency / self.yarn.factor * part
-            for frequency, part in zip(plain, slowed, strict=True)
-        )
-
-    def _rotation_pair(self, rotations: float) -> float:
-        """The (fractional) pair that turns `rotations` times within YaRN's original context."""
-        assert self.yarn is not None
-        turns = self.yarn.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return self.qk_rope_head_dim * math.log(turns) / (2 * math.log(self.rope_theta))
+        """Radians per position of the qk_rope_head_dim / 2 rope pairs: see `rope.inv_frequencies`."""
+        return rope.inv_frequencies(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether `layer` routes to experts; next-token-prediction layers, numbered after the main ones, do too."""
@@ -280,9 +221,10 @@ class ModelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the main model's weights in `dtype`; correction biases are stored in float32."""
-        biases = self._correction_biases
-        return (self.num_parameters - biases) * ITEM_BYTES[self.dtype] + biases * ITEM_BYTES["float32"]
+        """Bytes of the main model's weights in `dtype`; routers and their correction biases are kept in float32."""
+        moe_layers = self.num_hidden_layers - self.first_k_dense_replace
+        exact = self._correction_biases + moe_layers * self.n_routed_experts * self.hidden_size
+        return (self.num_parameters - exact) * ITEM_BYTES[self.dtype] + exact * ITEM_BYTES["float32"]
 
     @property
     def _attention_parameters(self) -> int:

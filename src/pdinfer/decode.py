@@ -91,22 +91,17 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
 
     def load(self) -> DecodeLoad:
         """What this engine holds, counting what was submitted and not yet seen by a step."""
-        pool = self.channel.pool
         unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
         return DecodeLoad(
-            address=self.address,
+            **self._common_load(),
             num_waiting_requests=len(waiting) + len(unseen),
             num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting)
             + sum(len(request.prompt) + len(request.output) for request in unseen),
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
-            num_free_pages=pool.num_free,
-            num_total_pages=pool.num_pages,
-            page_size=pool.layout.page_size,
-            tokens_per_s=self._tokens_per_s,
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -337,9 +332,7 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
                 self._end(sequence, FinishReason.FAILED, failure)
             else:
                 self._append(sequence, token, logprob)
-        elapsed = self._clock() - started
-        if elapsed > 0:
-            self._tokens_per_s = len(batch) / elapsed
+        self._worked(len(batch), started)
 
     def _forward(self, batch: Seq[Sequence]) -> Sampled:
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]

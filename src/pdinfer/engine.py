@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
@@ -46,7 +46,8 @@ class Engine(Generic[Submitted]):
         self._view = KVView.of(memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
         self._events: list[Event] = []
-        self._tokens_per_s = 0.0
+        self._num_tokens = 0
+        self._busy_s = 0.0
         self._closed = False
         channel.notify(self._inbox.wake)
 
@@ -100,6 +101,26 @@ class Engine(Generic[Submitted]):
     def close(self) -> None:
         """Ends what is unfinished and closes the channel. A second call does nothing."""
         raise NotImplementedError
+
+    def _worked(self, num_tokens: int, since_s: float) -> None:
+        """Counts a model step that began at `since_s`."""
+        self._num_tokens += num_tokens
+        self._busy_s += self._clock() - since_s
+
+    def _common_load(self) -> dict[str, Any]:
+        """The fields of EngineLoad."""
+        pool = self.channel.pool
+        return {
+            "address": self.address,
+            "num_free_pages": pool.num_free,
+            "num_total_pages": pool.num_pages,
+            "page_size": pool.layout.page_size,
+            "num_tokens": self._num_tokens,
+            "busy_s": self._busy_s,
+            "transport": self.channel.transport.name,
+            "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
+            "kv": self.channel.stats,
+        }
 
     def __enter__(self) -> Self:
         return self

@@ -8,13 +8,11 @@ It holds no tensor and computes nothing. Its ports are engines in this process, 
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -26,90 +24,14 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
+from pdinfer.ports import DecodePort, PrefillPort, Roster
 from pdinfer.prefill import PrefillEngine
-from pdinfer.schedule import RequestLimits, check_request
-from pdinfer.types import (
-    DecodeLoad,
-    Event,
-    FinishReason,
-    Granted,
-    PageGrant,
-    PeerAddress,
-    PrefillLoad,
-    Refused,
-    Request,
-    RequestShape,
-    TokenEvent,
-    Usage,
-)
-from pdinfer.weights import load_model
-
-if TYPE_CHECKING:
-    import torch
+from pdinfer.schedule import check_request
+from pdinfer.ticket import Ticket, refusal
+from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, Request, TokenEvent
+from pdinfer.weights import Device, DType, load_model
 
 _log = logging.getLogger("pdinfer")
-
-
-class Port(Protocol):
-    """What prefill and decode ports have in common. A `step` that raises means that the port is lost."""
-
-    @property
-    def address(self) -> PeerAddress: ...
-
-    @property
-    def limits(self) -> RequestLimits: ...
-
-    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-    def step(self) -> list[Event]: ...
-
-    def notify(self, listener: Callable[[], None]) -> None: ...
-
-    def wait(self, timeout_s: float) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class PrefillPort(Port, Protocol):
-    """A prefill engine, here or elsewhere."""
-
-    def submit(self, request: Request, grant: PageGrant) -> None: ...
-
-    def load(self) -> PrefillLoad: ...
-
-
-class DecodePort(Port, Protocol):
-    """A decode engine, here or elsewhere."""
-
-    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None: ...
-
-    def load(self) -> DecodeLoad: ...
-
-
-PortT = TypeVar("PortT", bound=Port)
-
-
-@attrs.define(eq=False)
-class _Ticket:
-    """One unfinished request. `landed` is set by the first token after a grant: from then on prefill is out of it."""
-
-    request: Request
-    request_id: str
-    submitted_at: float
-    deadline_at: float | None
-    prefill: PeerAddress | None = None
-    decode: PeerAddress | None = None
-    line_s: float = 0.0
-    num_tokens: int = 0
-    landed: bool = False
-    cancelled: bool = False
-
-
-class _Role(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class Pairing:
@@ -134,12 +56,10 @@ class Pairing:
         self._policy = policy
         self._clock = clock
         self._random_bytes = random_bytes
-        self._prefills: dict[PeerAddress, PrefillPort] = {}
-        self._decodes: dict[PeerAddress, DecodePort] = {}
-        self._leaving: set[PeerAddress] = set()
-        self._inbox: Inbox[_Ticket | str] = Inbox()
-        self._tickets: dict[str, _Ticket] = {}
-        self._line: deque[_Ticket] = deque()
+        self._roster = Roster()
+        self._inbox: Inbox[Ticket | str] = Inbox()
+        self._tickets: dict[str, Ticket] = {}
+        self._line: deque[Ticket] = deque()
         self._undelivered: list[TokenEvent] = []
         self._muted: set[str] = set()
         self._num_choices = 0
@@ -148,7 +68,7 @@ class Pairing:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
             self.add(other)
-        if not self._prefills or not self._decodes:
+        if self._roster.missing_side is not None:
             raise ConfigError("a Pairing needs at least one prefill port and one decode port")
 
     @classmethod
@@ -156,8 +76,8 @@ class Pairing:
         cls,
         checkpoint_or_model: str | os.PathLike[str] | Model,
         *,
-        device: str | torch.device = "cpu",
-        dtype: torch.dtype | None = None,
+        device: Device = "cpu",
+        dtype: DType | None = None,
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         config: PairingConfig | None = None,
@@ -191,7 +111,7 @@ class Pairing:
         request_id = request.request_id
         if request_id is None:
             request_id = self._random_bytes(8).hex()
-        check_request(request, self._roomiest_limits())
+        check_request(request, self._roster.roomiest_limits())
         if request_id in self._tickets:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
         if not self._line_has_room():
@@ -201,9 +121,9 @@ class Pairing:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(self._random_bytes(8), "little"))
         deadline_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
         now = self._clock()
-        ticket = _Ticket(
-            request=attrs.evolve(request, request_id=request_id, sampling=sampling),
-            request_id=request_id,
+        ticket = Ticket(
+            request_id,
+            attrs.evolve(request, request_id=request_id, sampling=sampling),
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
@@ -233,7 +153,7 @@ class Pairing:
                     try:
                         mine.add(self.submit(request))
                     except RequestError as error:
-                        yield self._refusal(request, error)
+                        yield refusal(request, error, self._random_bytes(8).hex())
                 for event in self._advance_for(mine):
                     if event.finish_reason is not None:
                         mine.discard(event.request_id)
@@ -252,7 +172,7 @@ class Pairing:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._undelivered or self._closed:
             return bool(self._undelivered)
-        if any(port.wait(0.0) for port in self._ports()):
+        if any(port.wait(0.0) for port in self._roster.all):
             return True
         ends = [ticket.deadline_at for ticket in list(self._line) if ticket.deadline_at is not None]
         left_s = min(ends, default=float("inf")) - self._clock()
@@ -263,7 +183,7 @@ class Pairing:
         end = time.monotonic() + timeout_s
         while self._tickets and time.monotonic() < end:
             self._undelivered += self._advance()
-            if self._tickets and not any(port.wait(0.0) for port in self._ports()):
+            if self._tickets and not any(port.wait(0.0) for port in self._roster.all):
                 self._inbox.wait(min(0.1, max(0.0, end - time.monotonic())))
         return not self._tickets
 
@@ -275,7 +195,7 @@ class Pairing:
         self._closed = True
         for ticket in list(self._tickets.values()):
             self._undelivered += self._end(ticket, FinishReason.CANCELLED)
-        for port in self._ports():
+        for port in self._roster.all:
             port.close()
         self._inbox.wake()
 
@@ -290,48 +210,32 @@ class Pairing:
     def add(self, port: PrefillPort | DecodePort) -> None:
         """Connects a port to every port of the other side and puts it to use. LayoutMismatch or TransferError when a
         pair cannot be connected; then it does not join."""
-        timeout_s = self.config.connect_timeout_s
-        if _role(port) is _Role.PREFILL:
-            for address in self._decodes:
-                port.connect(address, timeout_s=timeout_s)
-            self._prefills[port.address] = port  # type: ignore[assignment]
-        else:
-            for prefill in self._prefills.values():
-                prefill.connect(port.address, timeout_s=timeout_s)
-            self._decodes[port.address] = port  # type: ignore[assignment]
+        self._roster.add(port, timeout_s=self.config.connect_timeout_s)
         port.notify(self._inbox.wake)
 
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         Requests of a prefill then go to another one, those of a decode end FAILED. Events stay for the next `step`."""
         address = port.address
-        self._leaving.add(address)
+        self._roster.leaving.add(address)
         end = time.monotonic() + drain_s
         while self._assigned(address) and time.monotonic() < end:
             self._undelivered += self._advance()
             self.wait(min(0.05, max(0.0, end - time.monotonic())))
-        if _role(port) is _Role.DECODE:
+        if address in self._roster.decodes:
             for ticket in self._assigned(address):
                 port.cancel(ticket.request_id)
             port.step()
         self._undelivered += self._part_with(address, TransferError("its port was removed from the pairing"))
-        self._leaving.discard(address)
 
-    def _ports(self) -> list[Port]:
-        return [*self._decodes.values(), *self._prefills.values()]
-
-    def _assigned(self, address: PeerAddress) -> list[_Ticket]:
+    def _assigned(self, address: PeerAddress) -> list[Ticket]:
         """Unfinished requests that still need this port."""
-        return [
-            ticket
-            for ticket in list(self._tickets.values())
-            if ticket.decode == address or (ticket.prefill == address and not ticket.landed)
-        ]
+        return [ticket for ticket in list(self._tickets.values()) if ticket.needs(address)]
 
     def _lose(self, address: PeerAddress, error: PDInferError) -> list[TokenEvent]:
         """A port failed: its process is gone or it broke. Closing it is what proves to the others that it stopped."""
         _log.error("a port was lost: %s", error)
-        port = self._prefills.get(address) or self._decodes.get(address)
+        port = self._roster.prefills.get(address) or self._roster.decodes.get(address)
         if port is not None:
             try:
                 port.close()
@@ -340,8 +244,8 @@ class Pairing:
         return self._part_with(address, error)
 
     def _part_with(self, address: PeerAddress, error: PDInferError) -> list[TokenEvent]:
-        self._prefills.pop(address, None)
-        was_decode = self._decodes.pop(address, None) is not None
+        was_decode = address in self._roster.decodes
+        self._roster.drop(address)
         events: list[TokenEvent] = []
         for ticket in self._assigned(address):
             if was_decode:
@@ -355,7 +259,7 @@ class Pairing:
     def _advance(self) -> list[TokenEvent]:
         events = self._take_inbox()
         events += self._dispatch()
-        for address, decode in list(self._decodes.items()):
+        for address, decode in list(self._roster.decodes.items()):
             try:
                 said = decode.step()
             except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
@@ -363,7 +267,7 @@ class Pairing:
                 continue
             for event in said:
                 events += self._handle(event, address)
-        for address, prefill in list(self._prefills.items()):
+        for address, prefill in list(self._roster.prefills.items()):
             try:
                 prefill.step()
             except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
@@ -379,7 +283,7 @@ class Pairing:
     def _take_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         for item in self._inbox.take():
-            if isinstance(item, _Ticket):
+            if isinstance(item, Ticket):
                 self._line.append(item)
                 continue
             ticket = self._tickets.get(item)
@@ -390,50 +294,35 @@ class Pairing:
                 events += self._end(ticket, FinishReason.CANCELLED)
             else:
                 ticket.cancelled = True
-                self._decodes[ticket.decode].cancel(item)
+                self._roster.decodes[ticket.decode].cancel(item)
         return events
 
     def _dispatch(self) -> list[TokenEvent]:
         """Sends requests of the line to the pair the policy chooses, highest priority first, until it says wait."""
         events: list[TokenEvent] = []
         now = self._clock()
+        side = self._roster.missing_side
+        for ticket in list(self._line):
+            if ticket.expired(now) or side is not None:
+                self._line.remove(ticket)
+                reason = FinishReason.DEADLINE if ticket.expired(now) else FinishReason.FAILED
+                error = None if ticket.expired(now) else TransferError(f"no {side} port is left")
+                events += self._end(ticket, reason, error)
         for ticket in sorted(self._line, key=lambda ticket: -ticket.request.priority):
-            if ticket.deadline_at is not None and now >= ticket.deadline_at:
-                self._line.remove(ticket)
-                events += self._end(ticket, FinishReason.DEADLINE)
-                continue
-            if not self._prefills or not self._decodes:
-                side = "decode" if self._prefills else "prefill"
-                self._line.remove(ticket)
-                events += self._end(ticket, FinishReason.FAILED, TransferError(f"no {side} port is left"))
-                continue
             if not self._assign(ticket, now):
                 break
         return events
 
-    def _assign(self, ticket: _Ticket, now: float) -> bool:
-        prefills = [port.load() for port in self._fitting(self._prefills, ticket)]
-        decodes = [port.load() for port in self._fitting(self._decodes, ticket)]
-        choice = self._policy(
-            self._shape(ticket),
-            prefills,
-            [load for load in decodes if load.num_waiting_requests < self.config.max_queued_per_decode],
-        )
+    def _assign(self, ticket: Ticket, now: float) -> bool:
+        limit = self.config.max_queued_per_decode
+        choice = self._roster.choose(self._policy, ticket.shape(self._num_choices), max_queued_per_decode=limit)
         if choice is None:
             return False
         self._num_choices += 1
         self._line.remove(ticket)
         ticket.prefill, ticket.decode, ticket.line_s = choice.prefill, choice.decode, now - ticket.submitted_at
-        left = None if ticket.deadline_at is None else max(0.0, ticket.deadline_at - now)
-        request = attrs.evolve(ticket.request, deadline_s=left)
-        self._decodes[choice.decode].submit(request, writers=(choice.prefill,))
+        self._roster.decodes[choice.decode].submit(ticket.request_at(now), writers=(choice.prefill,))
         return True
-
-    def _fitting(self, ports: Mapping[PeerAddress, PortT], ticket: _Ticket) -> list[PortT]:
-        total = len(ticket.request.prompt) + ticket.request.sampling.max_new_tokens
-        return [
-            port for address, port in ports.items() if address not in self._leaving and port.limits.max_tokens >= total
-        ]
 
     def _handle(self, event: Event, decode: PeerAddress) -> list[TokenEvent]:
         if isinstance(event, Granted):
@@ -449,12 +338,9 @@ class Pairing:
                 self._line.appendleft(ticket)
                 return []
             return self._end(ticket, FinishReason.FAILED, event.error)
-        ticket.landed = True
-        ticket.num_tokens = event.index + (event.token is not None)
-        if event.finish_reason is None:
-            return [event]
-        del self._tickets[event.request_id]
-        return [attrs.evolve(event, usage=_with_line(event.usage, ticket.line_s))]
+        if event.finish_reason is not None:
+            del self._tickets[event.request_id]
+        return [ticket.passed_on(event)]
 
     def _forward(self, granted: Granted, decode: PeerAddress) -> list[TokenEvent]:
         """Tells prefill to start; its port may have left since the choice."""
@@ -463,72 +349,31 @@ class Pairing:
             return []
         ticket.landed = False
         writer = granted.grant.writers[0]
-        if writer not in self._prefills:
+        if writer not in self._roster.prefills:
             return self._reroute(ticket)
-        self._prefills[writer].submit(granted.request, granted.grant)
+        self._roster.prefills[writer].submit(granted.request, granted.grant)
         return []
 
-    def _reroute(self, ticket: _Ticket) -> list[TokenEvent]:
+    def _reroute(self, ticket: Ticket) -> list[TokenEvent]:
         """Another prefill for a request that decode holds already."""
         assert ticket.decode is not None
-        prefills = [port.load() for port in self._fitting(self._prefills, ticket)]
-        choice = self._policy(self._shape(ticket), prefills, [self._decodes[ticket.decode].load()])
+        choice = self._roster.choose(self._policy, ticket.shape(self._num_choices), decode=ticket.decode)
         if choice is None:
-            self._decodes[ticket.decode].cancel(ticket.request_id)
+            self._roster.decodes[ticket.decode].cancel(ticket.request_id)
             return self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
         ticket.prefill = choice.prefill
-        self._decodes[ticket.decode].submit(ticket.request, writers=(choice.prefill,))
+        self._roster.decodes[ticket.decode].submit(ticket.request, writers=(choice.prefill,))
         return []
 
     # -- small things -----------------------------------------------------------------------------------------------
 
-    def _shape(self, ticket: _Ticket) -> RequestShape:
-        return RequestShape(
-            ordinal=self._num_choices,
-            num_prompt_tokens=len(ticket.request.prompt),
-            num_output_tokens=ticket.num_tokens,
-            max_new_tokens=ticket.request.sampling.max_new_tokens,
-            priority=ticket.request.priority,
-        )
-
     def _line_has_room(self) -> bool:
-        unseen = sum(isinstance(item, _Ticket) for item in self._inbox.peek())
+        unseen = sum(isinstance(item, Ticket) for item in self._inbox.peek())
         return len(self._line) + unseen < self.config.max_queued_requests
 
-    def _roomiest_limits(self) -> list[RequestLimits]:
-        """Of each side the port that takes the longest request."""
-        sides = [
-            [port.limits for port in self._prefills.values()],
-            [port.limits for port in self._decodes.values()],
-        ]
-        return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
-
-    def _end(self, ticket: _Ticket, reason: FinishReason, error: PDInferError | None = None) -> list[TokenEvent]:
-        """The final event of a request that decode never accepted or whose decode is lost."""
+    def _end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> list[TokenEvent]:
         del self._tickets[ticket.request_id]
-        usage = Usage(
-            prompt_tokens=len(ticket.request.prompt),
-            output_tokens=ticket.num_tokens,
-            cached_tokens=0,
-            queue_s=self._clock() - ticket.submitted_at if ticket.decode is None else ticket.line_s,
-            ttft_s=None,
-        )
-        event = TokenEvent(
-            request_id=ticket.request_id,
-            token=None,
-            index=ticket.num_tokens,
-            finish_reason=reason,
-            error=error,
-            usage=usage,
-        )
-        return [event]
-
-    def _refusal(self, request: Request, error: PDInferError) -> TokenEvent:
-        """The event of a request that `submit` would not take."""
-        request_id = request.request_id if isinstance(request.request_id, str) else self._random_bytes(8).hex()
-        return TokenEvent(
-            request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error, usage=None
-        )
+        return [ticket.final_event(reason, error, self._clock())]
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancels requests whose events nobody will read, and makes the cancellation happen."""
@@ -545,18 +390,6 @@ class Pairing:
         if event.finish_reason is not None:
             self._muted.discard(event.request_id)
         return True
-
-
-def _role(port: PrefillPort | DecodePort) -> _Role:
-    return _Role.PREFILL if isinstance(port.load(), PrefillLoad) else _Role.DECODE
-
-
-def _with_line(usage: Usage | None, line_s: float) -> Usage | None:
-    """Decode counts from its own submit; the host waits from ours."""
-    if usage is None:
-        return None
-    ttft_s = None if usage.ttft_s is None else usage.ttft_s + line_s
-    return attrs.evolve(usage, queue_s=usage.queue_s + line_s, ttft_s=ttft_s)
 
 
 def _as_error(error: Exception) -> PDInferError:

@@ -96,19 +96,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def load(self) -> PrefillLoad:
         """What this engine has to do, counting what was submitted and not yet seen by a step."""
-        pool = self.channel.pool
         unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
         known = self._unfinished
         tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
         return PrefillLoad(
-            address=self.address,
+            **self._common_load(),
             num_queued_requests=len(known) + len(unseen),
             num_queued_tokens=sum(prompt.num_remaining for prompt in known) + tokens,
             unsent_bytes=self.channel.unsent_bytes,
-            num_free_pages=pool.num_free,
-            num_total_pages=pool.num_pages,
-            page_size=pool.layout.page_size,
-            tokens_per_s=self._tokens_per_s,
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -190,9 +185,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
             self._abort(prompts, PDInferError(f"the prefill step failed: {type(error).__name__}"))
-        elapsed = self._clock() - started
-        if elapsed > 0:
-            self._tokens_per_s = sum(counts) / elapsed
+        self._worked(sum(counts), started)
 
     def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
         rows, spans = [], []

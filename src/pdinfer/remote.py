@@ -12,18 +12,32 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import attrs
-import msgspec
 
+from pdinfer import messages
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.inbox import Inbox
-from pdinfer.kv import wire
+from pdinfer.messages import (
+    Cancel,
+    Close,
+    Command,
+    Connect,
+    Connected,
+    Load,
+    PackedGrant,
+    PackedRequest,
+    Ready,
+    Report,
+    Stepped,
+    SubmitDecode,
+    SubmitPrefill,
+)
 from pdinfer.prefill import PrefillEngine
-from pdinfer.schedule import RequestLimits
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -33,12 +47,13 @@ from pdinfer.types import (
     PrefillLoad,
     Refused,
     Request,
-    TokenEvent,
 )
 
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
 POLL_S = 0.2
+REPORT_S = 0.02
+"""How old a busy engine's load may become where no event carries a newer one."""
 CONNECT_MARGIN_S = 5.0
 
 _log = logging.getLogger("pdinfer")
@@ -56,127 +71,15 @@ class Connection(Protocol):
     def close(self) -> None: ...
 
 
-class PackedRequest(msgspec.Struct):
-    """A request with its token lists packed."""
-
-    request: Request
-    prompt: bytes
-    output: bytes
-
-    @classmethod
-    def of(cls, request: Request) -> PackedRequest:
-        bare = attrs.evolve(request, prompt=(), output=())
-        return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
-
-    def unpack(self) -> Request:
-        return attrs.evolve(self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output))
-
-
-class PackedGrant(msgspec.Struct):
-    """A grant with its page lists packed."""
-
-    grant: PageGrant
-    pages: bytes
-    generations: bytes
-
-    @classmethod
-    def of(cls, grant: PageGrant) -> PackedGrant:
-        bare = attrs.evolve(grant, pages=(), generations=())
-        return cls(bare, wire.pack_ints(grant.pages), wire.pack_ints(grant.generations))
-
-    def unpack(self) -> PageGrant:
-        return attrs.evolve(
-            self.grant, pages=wire.unpack_ints(self.pages), generations=wire.unpack_ints(self.generations)
-        )
-
-
-class Load(msgspec.Struct):
-    """One of the two."""
-
-    prefill: PrefillLoad | None = None
-    decode: DecodeLoad | None = None
-
-    @classmethod
-    def of(cls, engine: PrefillEngine | DecodeEngine) -> Load:
-        if isinstance(engine, PrefillEngine):
-            return cls(prefill=engine.load())
-        return cls(decode=engine.load())
-
-
-class Connect(msgspec.Struct, tag="connect"):
-    """Open the channel to a peer; Connected answers."""
-
-    peer: PeerAddress
-    timeout_s: float
-
-
-class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
-    """A prompt and the pages granted for it."""
-
-    request: PackedRequest
-    grant: PackedGrant
-
-
-class SubmitDecode(msgspec.Struct, tag="submit_decode"):
-    """A request and who will prefill it."""
-
-    request: PackedRequest
-    writers: tuple[PeerAddress, ...]
-
-
-class Cancel(msgspec.Struct, tag="cancel"):
-    """The request is not wanted any more."""
-
-    request_id: str
-
-
-class Close(msgspec.Struct, tag="close"):
-    """The engine is not wanted any more."""
-
-
-Command = Connect | SubmitPrefill | SubmitDecode | Cancel | Close
-
-
-class Ready(msgspec.Struct, tag="ready"):
-    """The first message: who the engine is."""
-
-    address: PeerAddress
-    limits: RequestLimits
-    load: Load
-
-
-class Connected(msgspec.Struct, tag="connected"):
-    """Answers Connect."""
-
-    error: PDInferError | None = None
-    fields: tuple[tuple[str, str, str], ...] = ()
-
-
-class Stepped(msgspec.Struct, tag="stepped"):
-    """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
-
-    num_seen: int
-    load: Load
-    granted: list[tuple[PackedGrant, PackedRequest]] = []
-    refused: list[Refused] = []
-    tokens: list[TokenEvent] = []
-
-
-Report = Ready | Connected | Stepped
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
-_commands = msgspec.msgpack.Decoder(Command, dec_hook=wire.from_builtin)
-_reports = msgspec.msgpack.Decoder(Report, dec_hook=wire.from_builtin)
-
 M = TypeVar("M")
 
 
 class _Mailman(Generic[M]):
     """Reads a connection in a thread of its own and puts the messages into a box, None once the other end is gone."""
 
-    def __init__(self, connection: Connection, decoder: msgspec.msgpack.Decoder[M], inbox: Inbox[M | None]) -> None:
+    def __init__(self, connection: Connection, decode: Callable[[bytes], M], inbox: Inbox[M | None]) -> None:
         self.connection = connection
-        self._decoder = decoder
+        self._decode = decode
         self._inbox = inbox
         self._stopping = False
         self._sending = threading.Lock()
@@ -187,7 +90,7 @@ class _Mailman(Generic[M]):
         """Raises TransferError when the other end is gone."""
         try:
             with self._sending:
-                self.connection.send_bytes(_encoder.encode(message))
+                self.connection.send_bytes(messages.encode(message))
         except (OSError, EOFError, ValueError) as error:
             raise TransferError(f"the process at the other end of a port is gone: {error}") from error
 
@@ -195,11 +98,11 @@ class _Mailman(Generic[M]):
         try:
             while not self._stopping:
                 if self.connection.poll(POLL_S):
-                    self._inbox.put(self._decoder.decode(self.connection.recv_bytes()))
+                    self._inbox.put(self._decode(self.connection.recv_bytes()))
         except (OSError, EOFError):
             pass
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            _log.error("a port's connection carried something else than messages: %s", error)
+        except TransferError as error:
+            _log.error("a port is given up: %s", error)
         self._inbox.put(None)
 
     def close(self) -> None:
@@ -213,8 +116,8 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
     """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes or is gone."""
     inbox: Inbox[Command | None] = Inbox()
     engine.notify(inbox.wake)
-    mailman = _Mailman(connection, _commands, inbox)
-    num_seen = 0
+    mailman = _Mailman(connection, messages.decode_command, inbox)
+    num_seen, reported, reported_at = 0, None, 0.0
     try:
         mailman.send(Ready(engine.address, engine.limits, Load.of(engine)))
         while True:
@@ -224,9 +127,13 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
                     return
                 num_seen += _obey(engine, command, mailman)
             events = engine.step()
-            if events or commands:
-                mailman.send(_stepped(engine, events, num_seen))
-            if not engine.wait(0.0):
+            busy = engine.wait(0.0)
+            report = _stepped(engine, events, num_seen)
+            news = events or commands
+            if news or (report.load != reported and (not busy or time.monotonic() > reported_at + REPORT_S)):
+                mailman.send(report)
+                reported, reported_at = report.load, time.monotonic()
+            if not busy:
                 inbox.wait(1.0)
     except TransferError as error:
         _log.info("a served engine stops: %s", error)
@@ -273,7 +180,7 @@ class _Client:
 
     def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
         self._inbox: Inbox[Report | None] = Inbox()
-        self._mailman = _Mailman(connection, _reports, self._inbox)
+        self._mailman = _Mailman(connection, messages.decode_report, self._inbox)
         self._events: list[Event] = []
         self._lost = False
         self._closed = False
@@ -294,7 +201,7 @@ class _Client:
             raise answer.error
 
     def cancel(self, request_id: str) -> None:
-        self._mailman.send(Cancel(request_id))
+        self._post(Cancel(request_id))
 
     def step(self) -> list[Event]:
         """What the engine said since the last call. TransferError when its process is gone."""
@@ -327,7 +234,15 @@ class _Client:
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         self._num_submitted += 1
         self._unseen.append((self._num_submitted, num_tokens))
-        self._mailman.send(message)
+        self._post(message)
+
+    def _post(self, message: Command) -> None:
+        """Sends; that the other end is gone shows in the next step."""
+        try:
+            self._mailman.send(message)
+        except TransferError:
+            self._lost = True
+            self._inbox.wake()
 
     def _unseen_load(self) -> tuple[int, int]:
         """(requests, tokens) submitted and not yet part of the engine's own numbers."""

@@ -1,8 +1,9 @@
 """Logits to tokens. A token depends on its row's logits, its request's parameters, its seed and its position: on
 nothing else, so batch, engine and re-prefill do not change it.
 
-One uniform number per token, drawn from (seed, position), is looked up in the cumulative distribution in order of token
-id. No sorting enters the draw: two nearly equal logits may swap ranks without changing the token.
+Drawing is Gumbel-max: every token id gets noise that is a hash of (seed, position, id), and the largest sum of logit
+and noise wins. Rounding in the logits can only change a token where the two best sums are as close as the rounding,
+however large the vocabulary; a draw from the cumulative distribution would have a border for every token.
 """
 
 from __future__ import annotations
@@ -26,15 +27,34 @@ class Sampled:
     logprobs: list[float]
 
 
-def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One number in (0, 1) per (seed, position): SplitMix64 of both, its upper 53 bits (Steele, Lea, Flood 2014)."""
+def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
+    """[B, vocab] float32 standard Gumbel noise, a function of (seed, position, token id) alone.
+
+    Seed and position become two 32-bit keys (SplitMix64: Steele, Lea, Flood 2014), which enter an integer hash of the
+    token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector).
+    """
+    keys_B2 = _keys(seeds, positions).view(np.int32)
+    first_B1, second_B1 = torch.from_numpy(keys_B2).to(device)[:, :, None].unbind(1)
+    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) * _GOLDEN_32 + first_B1
+    x_BV = (x_BV ^ (x_BV >> 16 & 0xFFFF)) * 0x7FEB352D ^ second_B1
+    x_BV = (x_BV ^ (x_BV >> 15 & 0x1FFFF)) * _LOWBIAS_2
+    x_BV = x_BV ^ (x_BV >> 16 & 0xFFFF)
+    # winners have small u, and small ints become floats exactly: the resolution is where it decides
+    uniform_BV = (x_BV & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform_BV.neg_().log1p_().neg_().log_().neg_()
+
+
+_GOLDEN_32 = -1640531527
+"""2**32 / golden ratio, as a signed word."""
+_LOWBIAS_2 = 0x846CA68B - 2**32
+_GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:
+    """[B, 2] words: 64 well mixed bits for each (seed, position)."""
     with np.errstate(over="ignore"):
-        state = _mix(np.asarray(seeds, dtype=np.uint64)) + _GOLDEN * np.asarray(positions, dtype=np.uint64)
-        bits = _mix(state + _GOLDEN) >> np.uint64(11)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-53
-
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+        state = _mix(np.asarray(seeds, dtype=np.uint64)) + _GOLDEN_64 * np.asarray(positions, dtype=np.uint64)
+        return _mix(state + _GOLDEN_64).view(np.uint32).reshape(-1, 2)
 
 
 def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -72,11 +92,8 @@ def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequen
         # relative to the best token, whose scaled logit is 0
         floor = column([np.log(param.min_p) if param.min_p > 0 else -np.inf for param in params])
         scaled_BV = scaled_BV.masked_fill(scaled_BV < floor, -torch.inf)
-    cumulative_BV = scaled_BV.double().exp().cumsum(-1)
-    draws = uniforms([param.seed or 0 for param in params], positions)
-    targets_B1 = torch.from_numpy(draws).to(cumulative_BV.device)[:, None] * cumulative_BV[:, -1:]
-    found_B = torch.searchsorted(cumulative_BV, targets_B1, right=True)[:, 0]
-    return found_B.clamp_(max=logits_BV.shape[1] - 1)
+    seeds = [param.seed or 0 for param in params]
+    return (scaled_BV + gumbel_noise(seeds, positions, scaled_BV.shape[1], scaled_BV.device)).argmax(-1)
 
 
 def _keep_top(scaled_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:

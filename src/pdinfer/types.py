@@ -180,33 +180,57 @@ Event = Granted | Refused | TokenEvent
 
 
 @attrs.frozen(kw_only=True)
-class PrefillLoad:
-    """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
+class ChannelStats:
+    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
 
-    address: PeerAddress
-    num_queued_requests: int
-    num_queued_tokens: int
-    unsent_bytes: int
-    num_free_pages: int
-    num_total_pages: int
-    page_size: int
-    tokens_per_s: float
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    writes_sent: int = 0
+    writes_received: int = 0
+    receive_s: float = 0.0
+    frames_dropped: int = 0
+    writes_damaged: int = 0
 
 
 @attrs.frozen(kw_only=True)
-class DecodeLoad:
-    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences."""
+class EngineLoad:
+    """What the snapshots of both engines tell. `num_tokens` were computed in `busy_s` seconds of model steps since the
+    engine was made; `providers` are (op, provider) pairs."""
 
     address: PeerAddress
+    num_free_pages: int
+    num_total_pages: int
+    page_size: int
+    num_tokens: int
+    busy_s: float
+    transport: str
+    providers: tuple[tuple[str, str], ...]
+    kv: ChannelStats
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Average speed while computing; 0 before the first step."""
+        return self.num_tokens / self.busy_s if self.busy_s else 0.0
+
+
+@attrs.frozen(kw_only=True)
+class PrefillLoad(EngineLoad):
+    """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
+
+    num_queued_requests: int
+    num_queued_tokens: int
+    unsent_bytes: int
+
+
+@attrs.frozen(kw_only=True)
+class DecodeLoad(EngineLoad):
+    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences."""
+
     num_waiting_requests: int
     num_waiting_tokens: int
     num_granted_requests: int
     num_running_requests: int
     num_running_tokens: int
-    num_free_pages: int
-    num_total_pages: int
-    page_size: int
-    tokens_per_s: float
 
 
 @attrs.frozen(kw_only=True)

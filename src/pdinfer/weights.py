@@ -18,6 +18,9 @@ from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.model import Model, device_memory_bytes
 from pdinfer.topology import Topology
 
+Device = str | torch.device
+DType = torch.dtype
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_NAMED = 10
 
@@ -45,8 +48,8 @@ class Destinations:
 def load_model(
     checkpoint: str | os.PathLike[str],
     *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype | None = None,
+    device: Device = "cpu",
+    dtype: DType | None = None,
     weights: str = "auto",
     topology: Topology | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -100,7 +103,7 @@ def load_model(
     return model
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def _checked_device(device: Device) -> torch.device:
     try:
         target = torch.device(device)
     except RuntimeError as error:

@@ -124,8 +124,9 @@ def test_num_parameters_is_that_of_transformers(name: str) -> None:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = ModelConfig.from_dict(new)
     num_biases = sum(bias.numel() for bias in biases)
+    num_router = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
     assert config.num_parameters == parameters + num_biases
-    assert config.weight_bytes == parameters * 2 + num_biases * 4
+    assert config.weight_bytes == (parameters - num_router) * 2 + (num_router + num_biases) * 4
     assert attrs.evolve(config, dtype="float32").weight_bytes == config.num_parameters * 4
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pdinfer.kv.channel import ChannelStats, KVChannel
+from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport
 from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.types import ChannelStats
 
 __all__ = [
     "ChannelStats",

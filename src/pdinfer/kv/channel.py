@@ -17,43 +17,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.peers import Peers
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
 from pdinfer.kv.transport import Link, Transfer, Transport
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerAddress
 
 GROUP_BYTES = 4 << 20
 """Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""
 
 _log = logging.getLogger("pdinfer")
-
-
-@attrs.frozen(kw_only=True)
-class ChannelStats:
-    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
-
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    writes_sent: int = 0
-    writes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
-    writes_damaged: int = 0
-
-
-@attrs.define
-class _Peer:
-    """What is known of the other end of a link; `address` is set when the handshake is done."""
-
-    link: Link
-    address: PeerAddress | None = None
-    refusal: PDInferError | None = None
-    closed: bool = False
-    placing_since: float = 0.0
 
 
 @attrs.define
@@ -89,8 +66,7 @@ class KVChannel:
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._peers: dict[Link, _Peer] = {}
-        self._links: dict[PeerKey, Link] = {}
+        self._peers = Peers(transport, pool.layout, self._changed)
         self._expected = Expected(pool.layout.layers)
         self._accepted = Accepted()
         self._groups: dict[bytes, _Group] = {}
@@ -100,7 +76,7 @@ class KVChannel:
         self._closed = False
         engine_id, epoch = random_bytes(16), int.from_bytes(random_bytes(7), "little")
         endpoints = transport.register(pool.memory, self)
-        self.address = PeerAddress(engine_id, epoch, 0, endpoints)
+        self.address = self._peers.us = PeerAddress(engine_id, epoch, 0, endpoints)
 
     @classmethod
     def loopback(cls, *pools: PagePool) -> tuple[KVChannel, ...]:
@@ -116,36 +92,17 @@ class KVChannel:
         Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be reached, does not
         answer in time, or is not the one that `peer` describes.
         """
-        with self._lock:
-            if peer_key(peer) in self._links:
-                return
-        link = self.transport.connect(peer.endpoints, timeout_s=timeout_s)
-        with self._lock:
-            state = self._peers.setdefault(link, _Peer(link))
-        hello = wire.Hello((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
-        self.transport.send(link, wire.encode(hello))
-        with self._changed:
-            self._changed.wait_for(lambda: state.address or state.refusal or state.closed, timeout_s)
-            problem = state.refusal
-            if problem is None and state.address is None:
-                problem = TransferError(f"{link.endpoint} did not answer the handshake within {timeout_s} s")
-            elif state.address is not None and peer_key(state.address) != peer_key(peer):
-                problem = TransferError(f"{link.endpoint} answers as another engine: the peer asked for was restarted")
-        if problem is not None:
-            self.transport.fence(link)
-            raise problem
+        self._peers.connect(peer, timeout_s=timeout_s)
 
     def drop_peer(self, peer: PeerAddress) -> None:
         """Closes the link; every room the peer still owed a word is settled ABORTED. Unknown peers are ignored."""
-        with self._lock:
-            link = self._links.get(peer_key(peer))
+        link = self._peers.link_to(peer_key(peer))
         if link is not None:
             self.transport.fence(link)
 
     def shares_pool(self, grant: PageGrant) -> bool:
         """Whether the grant's pages are in this end's own pool, so that computing into them is the transfer."""
-        with self._lock:
-            links = [self._links.get(peer_key(destination)) for destination in grant.destinations]
+        links = self._links(grant.destinations)
         return all(link is not None and link.same_memory for link in links)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
@@ -154,7 +111,7 @@ class KVChannel:
         """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
         with self._lock:
             self._expected.expect(grant)
-            gone = [writer for writer in grant.writers if peer_key(writer) not in self._links]
+            gone = [writer for writer in grant.writers if self._peers.link_to(peer_key(writer)) is None]
             for writer in gone:
                 self._expected.lost(peer_key(writer), TransferError("the writer is not connected to this decode"))
         if gone:
@@ -176,10 +133,9 @@ class KVChannel:
     def accept(self, grant: PageGrant) -> None:
         """Takes on a grant. TransferError when it was aborted before, when it is not for pages like ours, or when its
         decode is not connected."""
+        if None in self._links(grant.destinations):
+            raise TransferError("the grant's decode is not connected to this prefill")
         with self._lock:
-            for destination in grant.destinations:
-                if peer_key(destination) not in self._links:
-                    raise TransferError("the grant's decode is not connected to this prefill")
             self._accepted.accept(grant)
 
     def push(
@@ -221,8 +177,7 @@ class KVChannel:
         self._flush(grant.room)
         with self._lock:
             self._accepted.finish(grant.room)
-            links = [self._links.get(peer_key(destination)) for destination in grant.destinations]
-        for link in links:
+        for link in self._links(grant.destinations):
             if link is not None:
                 self.transport.send(link, wire.encode(wire.Finish(handoff)))
 
@@ -282,20 +237,17 @@ class KVChannel:
     # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
 
     def opened(self, link: Link) -> None:
-        with self._lock:
-            self._peers.setdefault(link, _Peer(link))
+        self._peers.at(link)
 
     def received(self, link: Link, frame: bytes) -> None:
         message = wire.decode(frame)
-        with self._lock:
-            peer = self._peers.setdefault(link, _Peer(link))
-            known = peer.address
-        if known is None:
-            self._handshake(peer, message)
+        peer = self._peers.at(link)
+        if peer.address is None:
+            self._peers.greet(peer, message)
         elif isinstance(message, wire.Finish):
-            self._finished(peer_key(known), message.handoff)
+            self._finished(peer_key(peer.address), message.handoff)
         elif isinstance(message, wire.Abort):
-            self._aborted(link, peer_key(known), message)
+            self._aborted(link, peer_key(peer.address), message)
         else:
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 
@@ -304,10 +256,10 @@ class KVChannel:
         if not isinstance(message, wire.Data):
             raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
         layout = self.pool.layout
+        peer = self._peers.at(link)
+        if peer.address is None:
+            raise TransferError("a payload came before the handshake")
         with self._lock:
-            peer = self._peers[link]
-            if peer.address is None:
-                raise TransferError("a payload came before the handshake")
             try:
                 grant = self._expected.place(peer_key(peer.address), message.room, message.layers, message.tokens)
             except StaleFrame:
@@ -330,7 +282,7 @@ class KVChannel:
         message = wire.decode(frame)
         assert isinstance(message, wire.Data)
         with self._lock:
-            elapsed = self._clock() - self._peers[link].placing_since
+            elapsed = self._clock() - self._peers.at(link).placing_since
             num_bytes = self.pool.layout.payload_bytes(message.layers, message.tokens)
             self._count(writes_received=1, bytes_received=num_bytes, receive_s=elapsed)
             if error is None:
@@ -342,57 +294,16 @@ class KVChannel:
     def closed(self, link: Link, error: TransferError | None) -> None:
         lost = error or TransferError("the connection was closed")
         with self._lock:
-            peer = self._peers.pop(link, None)
-            if peer is None:
-                return
-            peer.closed = True
-            peer.refusal = peer.refusal or lost
-            if peer.address is not None and self._links.get(peer_key(peer.address)) is link:
-                del self._links[peer_key(peer.address)]
-                self._expected.lost(peer_key(peer.address), lost)
-                self._accepted.lost(peer_key(peer.address), lost)
+            address = self._peers.forget(link, lost)
+            if address is not None:
+                self._expected.lost(peer_key(address), lost)
+                self._accepted.lost(peer_key(address), lost)
         self._notify()
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _handshake(self, peer: _Peer, message: wire.Message) -> None:
-        if isinstance(message, wire.Reject):
-            error: PDInferError = message.error
-            if isinstance(error, LayoutMismatch):
-                error = LayoutMismatch(str(error), fields=message.fields)
-            with self._changed:
-                peer.refusal = error
-                self._changed.notify_all()
-            return
-        if not isinstance(message, wire.Hello | wire.Welcome):
-            raise TransferError(f"a {type(message).__name__} frame came before the handshake")
-        try:
-            self._check_hello(message)
-        except PDInferError as error:
-            fields = error.fields if isinstance(error, LayoutMismatch) else ()
-            with self._changed:
-                peer.refusal = error
-                self._changed.notify_all()
-            if isinstance(message, wire.Hello):
-                self.transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
-            return
-        with self._changed:
-            peer.address = message.address
-            peer.link.trusted = True
-            self._links[peer_key(message.address)] = peer.link
-            self._changed.notify_all()
-        if isinstance(message, wire.Hello):
-            # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
-            welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.address, self.pool.layout)
-            self.transport.send(peer.link, wire.encode(welcome))
-
-    def _check_hello(self, message: wire.Hello | wire.Welcome) -> None:
-        if message.version[0] != wire.MAJOR:
-            raise TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
-        unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
-        if unknown:
-            raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
-        self.pool.layout.compatible_with(message.layout)
+    def _links(self, addresses: Iterable[PeerAddress]) -> list[Link | None]:
+        return [self._peers.link_to(peer_key(address)) for address in addresses]
 
     def _finished(self, peer: PeerKey, word: Handoff) -> None:
         with self._lock:
@@ -414,9 +325,7 @@ class KVChannel:
         self._notify()
 
     def _tell_to_stop(self, room: bytes, writers: Iterable[PeerKey], error: PDInferError) -> None:
-        with self._lock:
-            links = [link for writer in writers if (link := self._links.get(writer)) is not None]
-        for link in links:
+        for link in [link for writer in writers if (link := self._peers.link_to(writer)) is not None]:
             self.transport.send(link, wire.encode(wire.Abort(room, error)))
 
     def _flush(self, room: bytes) -> None:
@@ -425,7 +334,7 @@ class KVChannel:
             group = self._groups.pop(room, None)
             if group is None:
                 return
-            links = [self._links.get(peer_key(destination)) for destination in group.grant.destinations]
+        links = self._links(group.grant.destinations)
         source = self.pool.layout.spans(
             self.pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
         )

@@ -79,12 +79,17 @@ class Connection:
         self._incoming = self._messages()
         self._filling = next(self._incoming)
 
-    def queue(self, message: Message) -> bool:
-        """Puts `message` behind the others; False when the link is closed. Any thread."""
+    def queue(self, message: Message, wake: Callable[[], None]) -> bool:
+        """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
+        Any thread."""
         with self._lock:
-            if not self.closed:
-                self._queue.append(message)
-            return not self.closed
+            if self.closed:
+                return False
+            idle = self._leaving is None and not self._queue
+            self._queue.append(message)
+        if idle:
+            wake()
+        return True
 
     def transmit(self) -> bool:
         """Sends for one turn; whether more waits."""

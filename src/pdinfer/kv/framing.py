@@ -96,11 +96,11 @@ class Buffers:
         """Removes `count` bytes from the front."""
         while count:
             view = self._views[self._next]
-            taken = view[:count]
-            if self._digest is not None:
-                self._digest.update(taken)
-            if len(taken) == len(view):
-                self._next += 1
-            else:
+            if count < len(view):
                 self._views[self._next] = view[count:]
-            count -= len(taken)
+                view = view[:count]
+            else:
+                self._next += 1
+            if self._digest is not None:
+                self._digest.update(view)
+            count -= len(view)

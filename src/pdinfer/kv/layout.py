@@ -146,6 +146,7 @@ class KVLayout:
         yield "model_id", self.model_id.hex()[:16]
         yield "weights_id", self.weights_id.hex()[:16]
         yield "page_size", str(self.page_size)
+        yield "components", ",".join(component.name for component in self.components)  # their order is the payload's
         for component in self.components:
             prefix = f"components.{component.name}"
             yield f"{prefix}.format", component.format

@@ -91,8 +91,8 @@ class SocketTransport:
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         """Blocks the caller, not the I/O thread."""
-        self._check_process()
         memory, receiver = self._registered()
+        self._check_process()
         sock, endpoint = dial.dial(endpoints, timeout_s=timeout_s)
         connection = Connection(sock, Link(endpoint), memory, receiver, self._clock)
         with self._lock:
@@ -164,10 +164,9 @@ class SocketTransport:
     def _queue(self, link: Link, message: Message) -> bool:
         self._check_process()
         connection = self._connections.get(link)
-        if connection is None or not connection.queue(message):
+        if connection is None:
             return False
-        self._post(lambda: self._turn(connection, selectors.EVENT_WRITE))
-        return True
+        return connection.queue(message, lambda: self._post(lambda: self._turn(connection, selectors.EVENT_WRITE)))
 
     def _post(self, command: Callable[[], None]) -> None:
         """Runs `command` in the I/O thread soon; after the end of that thread, not at all."""
@@ -187,7 +186,7 @@ class SocketTransport:
         try:
             while not self._stopping:
                 self._step()
-        except Exception as raised:
+        except BaseException as raised:  # a SystemExit out of a callback, too, must not look like an orderly close
             logging.getLogger("pdinfer").critical("the I/O thread failed; all its links are closed", exc_info=True)
             error = TransferError(f"the transport's I/O thread failed: {raised!r}; make a new transport")
         finally:
@@ -195,10 +194,10 @@ class SocketTransport:
                 self._running = False
             for connection in list(self._connections.values()):
                 self._shut(connection, error)
-            self._listener.close()
             self._selector.close()
             self._wake.close()
             self._waker.close()
+            self._listener.close()
 
     def _step(self) -> None:
         for key, mask in self._selector.select(self._patience()):

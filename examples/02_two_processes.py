@@ -1,0 +1,123 @@
+"""The main job: prefill and decode as two processes, KV over a socket, text as it comes, then the numbers.
+
+    python examples/02_two_processes.py [CHECKPOINT]
+
+Each process loads the model, makes a pool and an end of the channel, and serves its engine over a pipe. The Pairing
+here holds no tensor: it sends requests one way and gets tokens the other; the KV never passes through it.
+"""
+
+import multiprocessing
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from tiny_tasks import BOS, decode, encode
+
+import pdinfer as pd
+from pdinfer.types import DecodeLoad, PrefillLoad
+
+CHECKPOINT = Path(__file__).parent / "tiny"
+PAGES = pd.CacheConfig(page_size=16, num_pages=1024)
+STORY = "One morning, Tom gave Mia a red box. "
+FACTS = "set tom=4821; set ann=x7f3; set ben=90210; set mia=k2k2; set zoe=314159; "
+QUESTIONS = (FACTS + "get ben=", FACTS + STORY * 20 + "get zoe=", "copy q8w2e5r1 > ", "calc 47+38=", "calc 9*7=")
+
+
+def host(role: str, checkpoint: Path, connection: Connection, report: Connection) -> None:
+    """What each of the two processes runs."""
+    torch.set_num_threads(1)  # a small model, and two processes that share a small machine
+
+    def progress(done: int, total: int) -> None:
+        report.send((role, done / total))
+
+    model = pd.load_model(checkpoint, progress=progress)
+    channel = pd.KVChannel(pd.PagePool(model, PAGES), pd.kv.SocketTransport())
+    kind = pd.PrefillEngine if role == "prefill" else pd.DecodeEngine
+    pd.remote.serve(kind(model, channel), connection)
+
+
+def show_loading(report: Connection, roles: Sequence[str]) -> None:
+    """One progress bar for all processes; returns when each has its model."""
+    done = dict.fromkeys(roles, 0.0)
+    shown = -1
+    while min(done.values()) < 1.0:
+        if not report.poll(60):
+            raise SystemExit("a process did not load its model within 60 s")
+        role, done[role] = report.recv()
+        percent = int(100 * sum(done.values()) / len(done))
+        if percent > shown and (sys.stderr.isatty() or percent == 100):
+            bar = "#" * (percent * 30 // 100)
+            print(f"\rloading [{bar:<30}] {percent:3d}%", end="", file=sys.stderr, flush=True)
+            shown = percent
+    print(file=sys.stderr)
+
+
+def request_of(prompt: str) -> pd.Request:
+    sampling = pd.SamplingParams(temperature=0, max_new_tokens=64, stop_token_ids=(ord(";"),))
+    return pd.Request(request_id=prompt[-44:], prompt=(BOS, *encode(prompt)), sampling=sampling)
+
+
+def stream_one(pairing: pd.Pairing, prompt: str) -> None:
+    """Prints the prompt, then every token the moment it comes."""
+    print(prompt, end="\033[1m", flush=True)
+    for event in pairing.generate([request_of(prompt)]):
+        print(decode([event.token] if event.token is not None else []), end="", flush=True)
+    print("\033[0m\n")
+
+
+def serve_all(pairing: pd.Pairing, prompts: Sequence[str]) -> dict[str, list[float]]:
+    """Serves the prompts together and prints each answer as it ends; returns when each token came."""
+    times: dict[str, list[float]] = {prompt[-44:]: [time.perf_counter()] for prompt in prompts}
+    output: dict[str, list[int]] = defaultdict(list)
+    for event in pairing.generate(map(request_of, prompts)):
+        if event.token is not None:
+            times[event.request_id].append(time.perf_counter())
+            output[event.request_id].append(event.token)
+        if event.error is not None:
+            raise SystemExit(f"a request failed: {event.error}")
+        if event.finish_reason is not None:
+            print(f"  {event.request_id:>44}\033[1m{decode(output[event.request_id])}\033[0m")
+    return times
+
+
+def table(times: dict[str, list[float]], prefill: PrefillLoad, decode_load: DecodeLoad) -> None:
+    """What the run measured."""
+    first = [1e3 * (stamps[1] - stamps[0]) for stamps in times.values()]
+    gaps = [1e3 * gap for stamps in times.values() for gap in np.diff(stamps[1:])]
+    kv = decode_load.kv
+    rows = [
+        ("TTFT", f"{np.mean(first):.1f} ms mean, {max(first):.1f} ms worst of {len(first)} requests"),
+        ("ITL", f"{np.mean(gaps):.2f} ms mean, {np.percentile(gaps, 99):.2f} ms p99"),
+        ("prefill", f"{prefill.tokens_per_s:,.0f} tokens/s over {prefill.num_tokens} tokens"),
+        ("decode", f"{decode_load.tokens_per_s:,.0f} tokens/s over {decode_load.num_tokens} tokens"),
+        ("KV moved", f"{kv.bytes_received:,} bytes at {kv.bytes_received / 1e6 / max(kv.receive_s, 1e-9):,.0f} MB/s"),
+        ("transport", decode_load.transport),
+        ("ops", ", ".join(sorted({provider for _, provider in prefill.providers + decode_load.providers}))),
+    ]
+    print()
+    for name, value in rows:
+        print(f"  {name:<10}{value}")
+
+
+def main(checkpoint: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    report, report_end = context.Pipe()
+    ends = {}
+    for role in ("prefill", "decode"):
+        ends[role], theirs = context.Pipe()
+        context.Process(target=host, args=(role, checkpoint, theirs, report_end), name=role, daemon=True).start()
+    show_loading(report, tuple(ends))
+    prefill, decode_port = pd.remote.PrefillClient(ends["prefill"]), pd.remote.DecodeClient(ends["decode"])
+    with pd.Pairing(prefill, decode_port) as pairing:
+        stream_one(pairing, STORY)
+        times = serve_all(pairing, QUESTIONS)
+        table(times, prefill.load(), decode_port.load())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else CHECKPOINT)

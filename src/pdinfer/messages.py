@@ -1,0 +1,147 @@
+"""What a served engine and its client say to each other: one message, one MessagePack frame."""
+
+from __future__ import annotations
+
+import attrs
+import msgspec
+
+from pdinfer.decode import DecodeEngine
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv import wire
+from pdinfer.prefill import PrefillEngine
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import DecodeLoad, PageGrant, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
+
+
+class PackedRequest(msgspec.Struct):
+    """A request with its token lists packed."""
+
+    request: Request
+    prompt: bytes
+    output: bytes
+
+    @classmethod
+    def of(cls, request: Request) -> PackedRequest:
+        bare = attrs.evolve(request, prompt=(), output=())
+        return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
+
+    def unpack(self) -> Request:
+        return attrs.evolve(self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output))
+
+
+class PackedGrant(msgspec.Struct):
+    """A grant with its page lists packed."""
+
+    grant: PageGrant
+    pages: bytes
+    generations: bytes
+
+    @classmethod
+    def of(cls, grant: PageGrant) -> PackedGrant:
+        bare = attrs.evolve(grant, pages=(), generations=())
+        return cls(bare, wire.pack_ints(grant.pages), wire.pack_ints(grant.generations))
+
+    def unpack(self) -> PageGrant:
+        return attrs.evolve(
+            self.grant, pages=wire.unpack_ints(self.pages), generations=wire.unpack_ints(self.generations)
+        )
+
+
+class Load(msgspec.Struct):
+    """One of the two."""
+
+    prefill: PrefillLoad | None = None
+    decode: DecodeLoad | None = None
+
+    @classmethod
+    def of(cls, engine: PrefillEngine | DecodeEngine) -> Load:
+        if isinstance(engine, PrefillEngine):
+            return cls(prefill=engine.load())
+        return cls(decode=engine.load())
+
+
+class Connect(msgspec.Struct, tag="connect"):
+    """Open the channel to a peer; Connected answers."""
+
+    peer: PeerAddress
+    timeout_s: float
+
+
+class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
+    """A prompt and the pages granted for it."""
+
+    request: PackedRequest
+    grant: PackedGrant
+
+
+class SubmitDecode(msgspec.Struct, tag="submit_decode"):
+    """A request and who will prefill it."""
+
+    request: PackedRequest
+    writers: tuple[PeerAddress, ...]
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    """The request is not wanted any more."""
+
+    request_id: str
+
+
+class Close(msgspec.Struct, tag="close"):
+    """The engine is not wanted any more."""
+
+
+Command = Connect | SubmitPrefill | SubmitDecode | Cancel | Close
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The first message: who the engine is."""
+
+    address: PeerAddress
+    limits: RequestLimits
+    load: Load
+
+
+class Connected(msgspec.Struct, tag="connected"):
+    """Answers Connect."""
+
+    error: PDInferError | None = None
+    fields: tuple[tuple[str, str, str], ...] = ()
+
+
+class Stepped(msgspec.Struct, tag="stepped"):
+    """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
+
+    num_seen: int
+    load: Load
+    granted: list[tuple[PackedGrant, PackedRequest]] = []
+    refused: list[Refused] = []
+    tokens: list[TokenEvent] = []
+
+
+Report = Ready | Connected | Stepped
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=wire.from_builtin)
+_reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_hook=wire.from_builtin)
+
+
+def encode(message: Command | Report) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """What a client asks; TransferError for bytes that are no command."""
+    try:
+        return _commands.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(f"a client sent something that is not a command: {str(error)[:200]}") from error
+
+
+def decode_report(data: bytes) -> Report:
+    """What an engine reports; TransferError for bytes that are no report."""
+    try:
+        return _reports.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(f"an engine sent something that is not a report: {str(error)[:200]}") from error

@@ -1,0 +1,114 @@
+"""The ports of a Pairing: what an engine has to offer, here or elsewhere, and the book of those that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from pdinfer.policy import Policy
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import Choice, DecodeLoad, Event, PageGrant, PeerAddress, PrefillLoad, Request, RequestShape
+
+
+class Port(Protocol):
+    """What prefill and decode ports have in common. `submit` and `cancel` never raise; a `step` that does says that the
+    port is lost."""
+
+    @property
+    def address(self) -> PeerAddress: ...
+
+    @property
+    def limits(self) -> RequestLimits: ...
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def step(self) -> list[Event]: ...
+
+    def notify(self, listener: Callable[[], None]) -> None: ...
+
+    def wait(self, timeout_s: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class PrefillPort(Port, Protocol):
+    """A prefill engine, here or elsewhere."""
+
+    def submit(self, request: Request, grant: PageGrant) -> None: ...
+
+    def load(self) -> PrefillLoad: ...
+
+
+class DecodePort(Port, Protocol):
+    """A decode engine, here or elsewhere."""
+
+    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None: ...
+
+    def load(self) -> DecodeLoad: ...
+
+
+AnyPort = TypeVar("AnyPort", bound=Port)
+
+
+class Roster:
+    """The ports of both sides by address. A leaving port serves what it has and is chosen no more."""
+
+    def __init__(self) -> None:
+        self.prefills: dict[PeerAddress, PrefillPort] = {}
+        self.decodes: dict[PeerAddress, DecodePort] = {}
+        self.leaving: set[PeerAddress] = set()
+
+    @property
+    def all(self) -> list[Port]:
+        """Decodes first: they grant what prefills then run."""
+        return [*self.decodes.values(), *self.prefills.values()]
+
+    @property
+    def missing_side(self) -> str | None:
+        """The role that nobody plays any more."""
+        if not self.prefills:
+            return "prefill"
+        return None if self.decodes else "decode"
+
+    def add(self, port: PrefillPort | DecodePort, *, timeout_s: float) -> None:
+        """Connects a port to every port of the other side, then lists it; raises what connecting raised."""
+        if isinstance(port.load(), PrefillLoad):
+            for address in self.decodes:
+                port.connect(address, timeout_s=timeout_s)
+            self.prefills[port.address] = port  # type: ignore[assignment]
+        else:
+            for prefill in self.prefills.values():
+                prefill.connect(port.address, timeout_s=timeout_s)
+            self.decodes[port.address] = port  # type: ignore[assignment]
+
+    def drop(self, address: PeerAddress) -> Port | None:
+        """Takes a port off the list."""
+        self.leaving.discard(address)
+        return self.prefills.pop(address, None) or self.decodes.pop(address, None)
+
+    def roomiest_limits(self) -> list[RequestLimits]:
+        """Of each side the limits of the port that takes the longest request."""
+        sides = [
+            [port.limits for port in self.prefills.values()],
+            [port.limits for port in self.decodes.values()],
+        ]
+        return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
+
+    def choose(
+        self, policy: Policy, shape: RequestShape, *, max_queued_per_decode: int = 0, decode: PeerAddress | None = None
+    ) -> Choice | None:
+        """What `policy` says of the ports that can hold the request and are not full; with `decode`, of the prefills
+        for that one, full or not."""
+        total = shape.num_prompt_tokens + shape.max_new_tokens
+        prefills = [port.load() for port in self._fitting(self.prefills, total)]
+        if decode is not None:
+            return policy(shape, prefills, [self.decodes[decode].load()])
+        decodes = [port.load() for port in self._fitting(self.decodes, total)]
+        return policy(shape, prefills, [load for load in decodes if load.num_waiting_requests < max_queued_per_decode])
+
+    def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> list[AnyPort]:
+        return [
+            port for address, port in ports.items() if address not in self.leaving and port.limits.max_tokens >= total
+        ]

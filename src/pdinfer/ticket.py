@@ -1,0 +1,82 @@
+"""One request inside a Pairing: where it was sent and how far it got."""
+
+from __future__ import annotations
+
+import attrs
+
+from pdinfer.errors import PDInferError
+from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, TokenEvent, Usage
+
+
+@attrs.define(eq=False)
+class Ticket:
+    """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
+    by the first token after a grant: from then on prefill is out of it."""
+
+    request_id: str
+    request: Request
+    submitted_at: float
+    deadline_at: float | None
+    prefill: PeerAddress | None = None
+    decode: PeerAddress | None = None
+    line_s: float = 0.0
+    num_tokens: int = 0
+    landed: bool = False
+    cancelled: bool = False
+
+    def needs(self, address: PeerAddress) -> bool:
+        """Whether the request cannot go on without this port."""
+        return self.decode == address or (self.prefill == address and not self.landed)
+
+    def expired(self, now: float) -> bool:
+        """Whether its deadline is over."""
+        return self.deadline_at is not None and now >= self.deadline_at
+
+    def request_at(self, now: float) -> Request:
+        """The request as the next hop gets it: with the seconds that are left."""
+        left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
+        return attrs.evolve(self.request, deadline_s=left_s)
+
+    def shape(self, ordinal: int) -> RequestShape:
+        """What a policy may know of it."""
+        return RequestShape(
+            ordinal=ordinal,
+            num_prompt_tokens=len(self.request.prompt),
+            num_output_tokens=self.num_tokens,
+            max_new_tokens=self.request.sampling.max_new_tokens,
+            priority=self.request.priority,
+        )
+
+    def passed_on(self, event: TokenEvent) -> TokenEvent:
+        """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours."""
+        self.landed = True
+        self.num_tokens = event.index + (event.token is not None)
+        usage = event.usage
+        if usage is None:
+            return event
+        ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.line_s
+        return attrs.evolve(event, usage=attrs.evolve(usage, queue_s=usage.queue_s + self.line_s, ttft_s=ttft_s))
+
+    def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
+        """The end of a request that decode never accepted or whose decode is lost."""
+        usage = Usage(
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=self.num_tokens,
+            cached_tokens=0,
+            queue_s=now - self.submitted_at if self.decode is None else self.line_s,
+            ttft_s=None,
+        )
+        return TokenEvent(
+            request_id=self.request_id,
+            token=None,
+            index=self.num_tokens,
+            finish_reason=reason,
+            error=error,
+            usage=usage,
+        )
+
+
+def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:
+    """The final event of a request that was never taken; `spare_id` names it when it has no usable id itself."""
+    request_id = request.request_id if isinstance(request.request_id, str) else spare_id
+    return TokenEvent(request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error)

@@ -1,0 +1,469 @@
+"""What only a socket can suffer: strangers at the port, bytes that change, processes that die, and addresses."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_suite import BytesMemory, End, Recorder, finished, wait_until
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
+from pdinfer.kv.socket import MAX_UNTRUSTED_LINKS, UNTRUSTED_IDLE_S, SocketTransport
+from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+
+STRANGERS = {
+    "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32),
+    "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
+    "pickle": b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
+    "version": HEADER.pack(MAGIC, VERSION + 1, Kind.FRAME, 0, 1, 0),
+    "kind": HEADER.pack(MAGIC, VERSION, 7, 0, 1, 0),
+    "reserved": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 1, 1, 0),
+    "empty frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 0, 0),
+    "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 2**32 - 1, 0),
+    "payload on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 1, 2**64 - 1) + b"x",
+    "untrusted frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_UNTRUSTED_FRAME_BYTES + 1, 0),
+    "untrusted write": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 0, 1, 2**64 - 1) + b"x",
+}
+
+
+class Clock:
+    """Time that passes when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> bytes:
+    """A write as it stands on the wire, with a right digest."""
+    size = len(payload) if announced is None else announced
+    head = Header(Kind.WRITE, len(frame), size).packed() + frame
+    return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
+
+
+def frame_of(frame: bytes) -> bytes:
+    return Header(Kind.FRAME, len(frame), 0).packed() + frame
+
+
+def dialled(end: End) -> socket.socket:
+    """A bare connection to a TCP end."""
+    host, port = end.endpoints[0].removeprefix("tcp://").split(":")
+    sock = socket.create_connection((host, int(port)), 5.0)
+    sock.settimeout(5.0)
+    return sock
+
+
+def closed_by_peer(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+@pytest.fixture
+def open_end() -> Iterator[Callable[..., End]]:
+    """Makes registered socket ends that are closed after the test."""
+    ends: list[End] = []
+
+    def make(transport: SocketTransport | None = None, *, trusts: bool = True, num_bytes: int = 1 << 16) -> End:
+        end = End(transport or SocketTransport(), BytesMemory(num_bytes), Recorder(trusts=trusts))
+        end.endpoints = end.transport.register(end.memory, end.receiver)
+        ends.append(end)
+        return end
+
+    yield make
+    for end in ends:
+        end.transport.close()
+        assert not end.receiver.broken
+
+
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_is_closed_and_costs_little(open_end: Callable[..., End], name: str) -> None:
+    end, friend = open_end(trusts=False), open_end()
+    link, _ = friend.connect(end)
+    tracemalloc.start()
+    with dialled(end) as stranger:
+        stranger.sendall(STRANGERS[name])
+        assert closed_by_peer(stranger)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 256 << 10
+    (call,) = end.receiver.wait("closed")
+    assert call.error is not None
+    friend.transport.send(link, b"still served")
+    assert end.receiver.wait("received")[0].frame == b"still served"
+
+
+def test_a_trusted_peer_is_limited_too(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    for message in (
+        HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_FRAME_BYTES + 1, 0),
+        write_of(b"w", b"", announced=2**64 - 1),
+    ):
+        end.receiver.hooks["place"] = lambda *_: [(0, 8)]
+        with dialled(end) as peer:
+            peer.sendall(message)
+            assert closed_by_peer(peer)
+    assert [c.error is not None for c in end.receiver.wait("closed", 2)] == [True, True]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.binary(min_size=1, max_size=200), magic=st.booleans(), trusts=st.booleans())
+def test_random_bytes_never_stop_the_transport(data: bytes, magic: bool, trusts: bool) -> None:
+    end = End(SocketTransport(), BytesMemory(64), Recorder(trusts=trusts))
+    end.endpoints = end.transport.register(end.memory, end.receiver)
+    try:
+        with dialled(end) as stranger:
+            stranger.sendall(MAGIC + bytes([VERSION]) + data if magic else data)
+        end.receiver.wait("closed")
+        with dialled(end) as friend:
+            friend.sendall(frame_of(b"hello"))
+            wait_until(lambda: any(c.frame == b"hello" for c in end.receiver.of("received")))
+    finally:
+        end.transport.close()
+
+
+def test_any_cut_of_the_stream_means_the_same(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    end.receiver.hooks["place"] = lambda _, frame, size: [(1, 3), (10, size - 3)] if frame == b"w" else None
+    payload = random.Random(1).randbytes(100)
+    stream = frame_of(b"one") + write_of(b"w", payload) + write_of(b"discard", payload) + frame_of(b"two")
+    with dialled(end) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for byte in stream:
+            peer.sendall(bytes([byte]))
+        end.receiver.wait("received", 2)
+    assert [c.name for c in end.receiver.calls[:5]] == ["opened", "received", "place", "placed", "place"]
+    assert end.memory.contents([(1, 3), (10, 97)]) == payload
+
+
+@pytest.mark.parametrize("flipped", ["frame", "payload", "digest"])
+def test_a_changed_byte_is_found_and_the_link_goes_on(open_end: Callable[..., End], flipped: str) -> None:
+    end = open_end()
+    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    message = bytearray(write_of(b"w", b"payload"))
+    message[{"frame": HEADER.size, "payload": HEADER.size + 3, "digest": -1}[flipped]] ^= 1
+    with dialled(end) as peer:
+        peer.sendall(message + write_of(b"w", b"payload"))
+        bad, good = end.receiver.wait("placed", 2)
+        assert isinstance(bad.error, TransferError)
+        assert "did not verify" in str(bad.error)
+        assert good.error is None
+        assert not end.receiver.of("closed")
+
+
+def test_a_staged_memory_keeps_out_what_did_not_verify() -> None:
+    end = End(SocketTransport(), BytesMemory(64, staged=True), Recorder())
+    end.endpoints = end.transport.register(end.memory, end.receiver)
+    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    message = bytearray(write_of(b"w", b"payload"))
+    message[-1] ^= 1
+    with dialled(end) as peer:
+        peer.sendall(message)
+        end.receiver.wait("placed")
+    end.transport.close()
+    assert not any(end.memory.data)
+
+
+@pytest.mark.parametrize("sent", [b"", MAGIC, frame_of(b"hello")[:-1]])
+def test_a_slow_stranger_is_cut(open_end: Callable[..., End], sent: bytes) -> None:
+    clock = Clock()
+    end = open_end(SocketTransport(clock=clock), trusts=False)
+    with dialled(end) as stranger, dialled(end) as active:
+        end.receiver.wait("opened", 2)
+        stranger.sendall(sent)
+        clock.now += UNTRUSTED_IDLE_S - 1
+        active.sendall(frame_of(b"hello"))
+        end.receiver.wait("received")
+        clock.now += 2
+        assert closed_by_peer(stranger)
+        active.sendall(frame_of(b"again"))
+        end.receiver.wait("received", 2)
+    assert "no whole message" in str(end.receiver.of("closed")[0].error)
+
+
+def test_a_trusted_link_may_be_idle(open_end: Callable[..., End]) -> None:
+    clock = Clock()
+    end, other = open_end(SocketTransport(clock=clock)), open_end(trusts=False)
+    accepted = dialled(end)
+    link = end.transport.connect(other.endpoints, timeout_s=5)
+    end.receiver.wait("opened")
+    clock.now += 1e6
+    with dialled(end) as wakes:
+        wakes.sendall(frame_of(b"x"))
+        end.receiver.wait("received")
+    accepted.sendall(frame_of(b"y"))
+    end.receiver.wait("received", 2)
+    end.transport.send(link, b"z")
+    other.receiver.wait("received")
+    accepted.close()
+
+
+def test_untrusted_links_are_few(open_end: Callable[..., End]) -> None:
+    end = open_end(trusts=False)
+    strangers = [dialled(end) for _ in range(MAX_UNTRUSTED_LINKS)]
+    opened = end.receiver.wait("opened", MAX_UNTRUSTED_LINKS)
+    with dialled(end) as one_more:
+        assert closed_by_peer(one_more)
+    opened[0].link.trusted = True
+    with dialled(end) as welcome:
+        welcome.sendall(frame_of(b"hello"))
+        end.receiver.wait("received")
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: Path) -> None:
+    end = open_end(SocketTransport(path=tmp_path / "end.sock"))
+    code = (
+        "import sys, time; from pdinfer.kv.socket import SocketTransport; "
+        "sys.path.insert(0, sys.argv[2]); from transport_suite import BytesMemory, Recorder; "
+        "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
+        "t.send(t.connect([sys.argv[1]], timeout_s=5), b'alive'); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, end.endpoints[0], str(Path(__file__).parent)])
+    try:
+        end.receiver.wait("received")
+        pending = end.transport.write(end.receiver.of("opened")[0].link, b"w", [(0, 1 << 16)] * 1000)
+    finally:
+        child.kill()
+        child.wait()
+    (call,) = end.receiver.wait("closed")
+    assert isinstance(call.error, TransferError)
+    assert pending.error is not None
+
+
+def test_outstanding_transfers_fail_when_the_transport_closes(open_end: Callable[..., End]) -> None:
+    left, right = open_end(num_bytes=32 << 20), open_end(num_bytes=32 << 20)
+    stuck = threading.Event()
+    right.receiver.hooks["received"] = lambda *_: stuck.wait(5)
+    link, _ = left.connect(right)
+    left.transport.send(link, b"f")
+    transfers = [left.transport.write(link, b"w", [(0, 32 << 20)]) for _ in range(3)]
+    left.transport.close()
+    assert all(t.done and t.error is not None for t in transfers)
+    stuck.set()
+
+
+def test_a_big_transfer_does_not_starve_a_small_one(open_end: Callable[..., End]) -> None:
+    left, right = open_end(num_bytes=64 << 20), open_end(num_bytes=64 << 20)
+    right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    big, _ = left.connect(right)
+    small, theirs = left.connect(right)
+    transfers = [left.transport.write(big, b"w", [(0, 64 << 20)]) for _ in range(4)]
+    left.transport.send(small, b"beat")
+    right.receiver.wait("received", 1, theirs)
+    assert len(right.receiver.of("placed")) < 4
+    for transfer in transfers:
+        finished(transfer)
+
+
+def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    with dialled(end) as peer:
+        for count in range(1, 60):
+            peer.sendall(b"".join(frame_of(b"%d" % n) for n in range(count)))
+        end.receiver.wait("received", sum(range(1, 60)))
+
+
+def test_a_failing_loop_closes_everything_loudly(
+    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    left, right = open_end(), open_end(SocketTransport(clock=clock))
+    link, _ = left.connect(right)
+
+    def sweep() -> None:
+        raise OSError("epoll is gone")
+
+    monkeypatch.setattr(right.transport, "_sweep", sweep)
+    clock.now += 10
+    left.transport.send(link, b"wakes the loop")
+    assert "I/O thread failed" in str(right.receiver.wait("closed")[0].error)
+    assert left.receiver.wait("closed", 1, link)[0].error is not None
+    wait_until(lambda: any(r.levelname == "CRITICAL" and r.name == "pdinfer" for r in caplog.records))
+    with pytest.raises(TransferError, match="closed"):
+        right.transport.connect(left.endpoints, timeout_s=1)
+
+
+def test_close_from_inside_a_callback(open_end: Callable[..., End]) -> None:
+    left, right = open_end(), open_end()
+    right.receiver.hooks["received"] = lambda *_: right.transport.close()
+    link, _ = left.connect(right)
+    left.transport.send(link, b"f")
+    left.receiver.wait("closed")
+    right.transport.close()
+    assert right.receiver.of("closed")[0].error is None
+
+
+def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path) -> None:
+    left, right = open_end(), open_end(SocketTransport(path=tmp_path / "end.sock"))
+    link, _ = left.connect(right)
+    child = os.fork()
+    if not child:
+        refusals = 0
+        for call in (
+            lambda: left.transport.send(link, b"f"),
+            lambda: left.transport.write(link, b"w", []),
+            lambda: left.transport.fence(link),
+            lambda: left.transport.connect(right.endpoints, timeout_s=1),
+        ):
+            try:
+                call()
+            except TransferError:
+                refusals += 1
+        left.transport.close()
+        right.transport.close()
+        os._exit(refusals)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+    left.transport.send(link, b"the parent goes on")
+    right.receiver.wait("received")
+    assert (tmp_path / "end.sock").exists()
+
+
+class TestAddresses:
+    @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "node-7", "::ffff:0.0.0.0"])
+    def test_a_host_that_others_reach_must_be_meant(self, host: str) -> None:
+        with pytest.raises(ConfigError, match="allow_remote"):
+            SocketTransport(host=host)
+        assert SocketTransport(host=host, allow_remote=True).name == "tcp"
+
+    @pytest.mark.parametrize("port", [-1, 65536, 70000, True, "80"])
+    def test_ports_that_are_none(self, port: int) -> None:
+        with pytest.raises(ConfigError, match="port"):
+            SocketTransport(port=port)
+
+    def test_a_port_in_use(self, open_end: Callable[..., End]) -> None:
+        port = int(open_end().endpoints[0].rpartition(":")[2])
+        transport = SocketTransport(port=port)
+        with pytest.raises(ConfigError, match="in use"):
+            transport.register(BytesMemory(8), Recorder())
+        transport.close()
+
+    def test_a_host_of_another_machine(self) -> None:
+        with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+            SocketTransport(host="192.0.2.1", allow_remote=True).register(BytesMemory(8), Recorder())
+
+    def test_a_wildcard_is_announced_by_name(self, open_end: Callable[..., End]) -> None:
+        end = open_end(SocketTransport(host="0.0.0.0", allow_remote=True))
+        assert end.endpoints[0].startswith(f"tcp://{socket.gethostname()}:")
+
+    def test_ipv6(self, open_end: Callable[..., End]) -> None:
+        try:
+            right = open_end(SocketTransport(host="::1"))
+        except ConfigError:
+            pytest.skip("this machine has no IPv6")
+        assert right.endpoints[0].startswith("tcp://[::1]:")
+        left = open_end()
+        link, _ = left.connect(right)
+        left.transport.send(link, b"f")
+        right.receiver.wait("received")
+
+    @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "tcp://127.0.0.1:x", "tcp://", "unix:///no/such.sock"])
+    def test_nobody_there(self, open_end: Callable[..., End], endpoint: str) -> None:
+        with pytest.raises(TransferError, match=endpoint):
+            open_end().transport.connect([endpoint], timeout_s=1.0)
+
+    def test_connecting_needs_a_memory(self) -> None:
+        with pytest.raises(ConfigError, match="register"):
+            SocketTransport().connect(["tcp://127.0.0.1:1"], timeout_s=1.0)
+
+    def test_a_socket_file_is_private_and_removed(self, open_end: Callable[..., End], tmp_path: Path) -> None:
+        path = tmp_path / "end.sock"
+        end = open_end(SocketTransport(path=path))
+        assert end.endpoints == (f"unix://{path}",)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        end.transport.close()
+        assert not path.exists()
+
+    @pytest.mark.parametrize("kind", ["file", "link", "folder", "socket", "missing folder", "long", "nul"])
+    def test_a_path_that_cannot_be_had(self, open_end: Callable[..., End], tmp_path: Path, kind: str) -> None:
+        path = tmp_path / "end.sock"
+        if kind == "file":
+            path.write_text("mine")
+        elif kind == "link":
+            path.symlink_to(tmp_path / "elsewhere")
+        elif kind == "folder":
+            path.mkdir()
+        elif kind == "socket":
+            open_end(SocketTransport(path=path))
+        elif kind == "missing folder":
+            path = tmp_path / "no" / "end.sock"
+        elif kind == "long":
+            path = tmp_path / ("x" * 200)
+        else:
+            path = Path("\0abstract")
+        existed = os.path.lexists(path) if kind != "nul" else False
+        with pytest.raises(ConfigError):
+            SocketTransport(path=path).register(BytesMemory(8), Recorder())
+        assert kind == "nul" or os.path.lexists(path) == existed
+
+    def test_a_file_of_others_is_left_alone(self, open_end: Callable[..., End], tmp_path: Path) -> None:
+        path = tmp_path / "end.sock"
+        end = open_end(SocketTransport(path=path))
+        path.unlink()
+        path.write_text("someone else's")
+        end.transport.close()
+        assert path.read_text() == "someone else's"
+
+    def test_a_path_excludes_a_port(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="both"):
+            SocketTransport(path=tmp_path / "end.sock", port=1)
+
+
+@given(lengths=st.lists(st.integers(0, 5), max_size=50), steps=st.lists(st.integers(1, 7), min_size=300, max_size=300))
+def test_buffers_are_consumed_however_they_are_cut(lengths: list[int], steps: list[int]) -> None:
+    data = random.Random(0).randbytes(sum(lengths))
+    views, position = [], 0
+    for length in lengths:
+        views.append(memoryview(data)[position : position + length])
+        position += length
+    digest = xxhash.xxh3_64()
+    buffers = Buffers(views, digest)
+    seen = b""
+    for step in steps:
+        if not buffers:
+            break
+        taken = b"".join(buffers.batch())[:step]
+        seen += taken
+        buffers.advance(len(taken))
+    assert seen == data
+    assert digest.digest() == xxhash.xxh3_64(data).digest()
+
+
+def test_the_wire_looks_like_this(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    end.memory.data[:4] = b"abcd"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = end.transport.connect([f"tcp://127.0.0.1:{server.getsockname()[1]}"], timeout_s=5)
+        end.transport.send(link, b"hi")
+        end.transport.write(link, b"w", [(2, 2), (0, 2)])
+        peer, _ = server.accept()
+    head = b"pdkv\x01\x02\x00\x00" + (1).to_bytes(4, "little") + (4).to_bytes(8, "little") + b"w" + b"cdab"
+    expected = b"pdkv\x01\x01\x00\x00" + (2).to_bytes(4, "little") + bytes(8) + b"hi"
+    expected += head + xxhash.xxh3_64(head).intdigest().to_bytes(8, "little")
+    with peer:
+        seen = b""
+        deadline = time.monotonic() + 5
+        while len(seen) < len(expected) and time.monotonic() < deadline:
+            select.select([peer], [], [], 1.0)
+            seen += peer.recv(1000)
+    assert seen == expected
