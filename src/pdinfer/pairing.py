@@ -293,6 +293,7 @@ class Pairing:
                 self._line.remove(ticket)
                 events += self._end(ticket, FinishReason.CANCELLED)
             else:
+                ticket.cancelled = True
                 self._roster.decodes[ticket.decode].cancel(item)
         return events
 
@@ -332,6 +333,8 @@ class Pairing:
         if isinstance(event, Refused):
             if isinstance(event.error, Overloaded):
                 ticket.prefill = ticket.decode = None
+                if ticket.cancelled:  # decode did not know it any more when the cancellation came
+                    return self._end(ticket, FinishReason.CANCELLED)
                 self._line.appendleft(ticket)
                 return []
             return self._end(ticket, FinishReason.FAILED, event.error)

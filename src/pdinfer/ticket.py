@@ -22,6 +22,7 @@ class Ticket:
     line_s: float = 0.0
     num_tokens: int = 0
     landed: bool = False
+    cancelled: bool = False
 
     def needs(self, address: PeerAddress) -> bool:
         """Whether the request cannot go on without this port."""

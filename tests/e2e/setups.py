@@ -141,6 +141,22 @@ def watch(port: Any) -> list[pd.types.Event]:
     return seen
 
 
+def hang(engine: Any, *, takes: bool = True) -> None:
+    """From now on `engine` does nothing in a step but, if it `takes`, notice what was submitted and cancelled."""
+
+    def step() -> list[pd.types.Event]:
+        if takes:
+            engine._take_inbox()
+        return []
+
+    engine.step = step
+
+
+def recover(engine: Any) -> None:
+    """Undoes `hang`."""
+    del engine.step
+
+
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
     """Steps until every request has ended; fails rather than waits for ever."""
     events: list[pd.TokenEvent] = []
