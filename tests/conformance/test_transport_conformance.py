@@ -10,8 +10,8 @@ import pytest
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Transport
-from tests.conformance.transport_suite import TransportSuite
+from pdinfer.kv.transport import Memory, Transport
+from tests.conformance.transport_suite import TIMEOUT_S, BytesMemory, End, Recorder, TransportSuite
 
 
 class TestLoopback(TransportSuite):
