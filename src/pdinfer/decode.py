@@ -33,6 +33,9 @@ from pdinfer.types import (
     Request,
 )
 
+WRITER_GRACE_S = 5.0
+"""How long a request waits for a prefill that is not connected: hosts learn of a lost one in less."""
+
 _log = logging.getLogger("pdinfer")
 
 
@@ -111,6 +114,7 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         if self._running and not self._stalled:
             return True
         ends = [sequence.deadline_at for sequence in list(self._sequences.values()) if sequence.deadline_at is not None]
+        ends += [sequence.waiting_since + WRITER_GRACE_S for sequence in list(self._waiting)]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
@@ -227,8 +231,10 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
     def _grant(self) -> None:
         """Grants pages down the line. The first who cannot have them holds it, so no one starves."""
         pool = self.channel.pool
-        while self._waiting:
-            sequence = self._waiting[0]
+        for sequence in list(self._waiting):
+            if not all(self.channel.connected(writer) for writer in sequence.writers):
+                self._miss_writers(sequence)
+                continue
             holding = len(self._running) + len(self._granted)
             if holding >= self.config.max_running_requests:
                 return
@@ -238,11 +244,17 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
             others = holding + len(self._orphans)
             if not may_grant(needed, free=pool.num_free, watermark=self._watermark, others=others):
                 return
-            self._waiting.pop(0)
+            self._waiting.remove(sequence)
             sequence.pages = list(pool.grant(prompt_pages))
             sequence.spare = list(pool.own(needed - prompt_pages))
             sequence.protected = last_attempt
             self._open_room(sequence)
+
+    def _miss_writers(self, sequence: Sequence) -> None:
+        """Its prefill is gone. The host is about to name another one, or it never will."""
+        if self._clock() - sequence.waiting_since > WRITER_GRACE_S:
+            error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
+            self._end(sequence, FinishReason.FAILED, error)
 
     def _open_room(self, sequence: Sequence) -> None:
         pool = self.channel.pool

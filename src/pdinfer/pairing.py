@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,7 @@ class Pairing:
         self._random_bytes = random_bytes
         self._roster = Roster()
         self._inbox: Inbox[Ticket | str] = Inbox()
+        self._submitting = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
         self._line: deque[Ticket] = deque()
         self._undelivered: list[TokenEvent] = []
@@ -112,10 +114,6 @@ class Pairing:
         if request_id is None:
             request_id = self._random_bytes(8).hex()
         check_request(request, self._roster.roomiest_limits())
-        if request_id in self._tickets:
-            raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
-        if not self._line_has_room():
-            raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
         sampling = request.sampling
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(self._random_bytes(8), "little"))
@@ -128,8 +126,13 @@ class Pairing:
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
         )
-        self._tickets[request_id] = ticket
-        self._inbox.put(ticket)
+        with self._submitting:
+            if request_id in self._tickets:
+                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+            if not self._line_has_room():
+                raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
+            self._tickets[request_id] = ticket
+            self._inbox.put(ticket)
         return request_id
 
     def cancel(self, request_id: str) -> None:
