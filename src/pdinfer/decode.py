@@ -110,6 +110,8 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
             return bool(self._events)
         if self._running and not self._stalled:
             return True
+        if self._waiting and self._may_grant(self._waiting[0]):
+            return True  # what ended in the last step has left pages
         ends = [sequence.deadline_at for sequence in list(self._sequences.values()) if sequence.deadline_at is not None]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
@@ -227,22 +229,30 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
     def _grant(self) -> None:
         """Grants pages down the line. The first who cannot have them holds it, so no one starves."""
         pool = self.channel.pool
-        while self._waiting:
-            sequence = self._waiting[0]
-            holding = len(self._running) + len(self._granted)
-            if holding >= self.config.max_running_requests:
-                return
-            last_attempt = sequence.attempts + 1 >= self.config.max_attempts
+        while self._waiting and self._may_grant(self._waiting[0]):
+            sequence = self._waiting.pop(0)
             prompt_pages = pool.layout.num_pages(sequence.num_tokens)
-            needed = pool.layout.num_pages(sequence.max_tokens) if last_attempt else prompt_pages
-            others = holding + len(self._orphans)
-            if not may_grant(needed, free=pool.num_free, watermark=self._watermark, others=others):
-                return
-            self._waiting.pop(0)
             sequence.pages = list(pool.grant(prompt_pages))
-            sequence.spare = list(pool.own(needed - prompt_pages))
-            sequence.protected = last_attempt
+            sequence.spare = list(pool.own(self._pages_needed(sequence) - prompt_pages))
+            sequence.protected = self._is_last_attempt(sequence)
             self._open_room(sequence)
+
+    def _may_grant(self, sequence: Sequence) -> bool:
+        holding = len(self._running) + len(self._granted)
+        return holding < self.config.max_running_requests and may_grant(
+            self._pages_needed(sequence),
+            free=self.channel.pool.num_free,
+            watermark=self._watermark,
+            others=holding + len(self._orphans),
+        )
+
+    def _is_last_attempt(self, sequence: Sequence) -> bool:
+        return sequence.attempts + 1 >= self.config.max_attempts
+
+    def _pages_needed(self, sequence: Sequence) -> int:
+        """At the last attempt all the pages it can ever need."""
+        tokens = sequence.max_tokens if self._is_last_attempt(sequence) else sequence.num_tokens
+        return self.channel.pool.layout.num_pages(tokens)
 
     def _open_room(self, sequence: Sequence) -> None:
         pool = self.channel.pool
