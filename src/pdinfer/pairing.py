@@ -143,23 +143,26 @@ class Pairing:
         mine: set[str] = set()
         source = iter(requests)
         more = True
+        pulled: Request | None = None
         try:
             while more or mine:
                 while more and self._line_has_room():
-                    request = next(source, None)
-                    if request is None:
+                    pulled = pulled or next(source, None)
+                    if pulled is None:
                         more = False
                         break
                     try:
-                        mine.add(self.submit(request))
+                        mine.add(self.submit(pulled))
+                    except Overloaded:
+                        break  # the line was filled meanwhile: by another thread, or by `requests` itself
                     except RequestError as error:
-                        yield refusal(request, error, self._random_bytes(8).hex())
-                for event in self._advance_for(mine):
-                    if event.finish_reason is not None:
-                        mine.discard(event.request_id)
-                    yield event
-                if mine and not self._undelivered:
-                    self.wait(1.0)
+                        yield refusal(pulled, error, self._random_bytes(8).hex())
+                    pulled = None
+                yield from self._advance_for(mine)
+                collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
+                mine &= self._tickets.keys() | collected
+                if (more or mine) and not mine & collected:
+                    self._sleep(1.0)
         finally:
             self._forget(mine)
 
@@ -172,10 +175,20 @@ class Pairing:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._undelivered or self._closed:
             return bool(self._undelivered)
-        if any(port.wait(0.0) for port in self._roster.all):
+        return self._sleep(timeout_s)
+
+    def _sleep(self, timeout_s: float) -> bool:
+        """As `wait`, for a host that knows of the events it has not fetched."""
+        if self._closed or any(port.wait(0.0) for port in self._roster.all):
             return True
-        ends = [ticket.deadline_at for ticket in list(self._line) if ticket.deadline_at is not None]
-        left_s = min(ends, default=float("inf")) - self._clock()
+        now = self._clock()
+        # a request that a port holds past its deadline is that port's to end: waking up again would not help
+        ends = [
+            ticket.deadline_at
+            for ticket in list(self._tickets.values())
+            if ticket.deadline_at is not None and (ticket.decode is None or not ticket.expired(now))
+        ]
+        left_s = min(ends, default=float("inf")) - now
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
@@ -183,8 +196,8 @@ class Pairing:
         end = time.monotonic() + timeout_s
         while self._tickets and time.monotonic() < end:
             self._undelivered += self._advance()
-            if self._tickets and not any(port.wait(0.0) for port in self._roster.all):
-                self._inbox.wait(min(0.1, max(0.0, end - time.monotonic())))
+            if self._tickets:
+                self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self._tickets
 
     def close(self) -> None:
@@ -194,7 +207,8 @@ class Pairing:
             return
         self._closed = True
         for ticket in list(self._tickets.values()):
-            self._undelivered += self._end(ticket, FinishReason.CANCELLED)
+            events = self._end(ticket, FinishReason.CANCELLED)
+            self._undelivered += [event for event in events if not self._is_muted(event)]
         for port in self._roster.all:
             port.close()
         self._inbox.wake()
@@ -377,6 +391,7 @@ class Pairing:
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancels requests whose events nobody will read, and makes the cancellation happen."""
+        self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
         unfinished = [request_id for request_id in request_ids if request_id in self._tickets]
         self._muted.update(unfinished)
         for request_id in unfinished:
