@@ -263,6 +263,29 @@ def test_outstanding_transfers_fail_when_the_transport_closes(open_end: Callable
     stuck.set()
 
 
+def test_discarding_takes_no_memory(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    message = write_of(b"w", bytes(8 << 20)) + frame_of(b"after")
+    with dialled(end) as peer:
+        end.receiver.wait("opened")
+        tracemalloc.start()
+        peer.sendall(message)
+        end.receiver.wait("received")
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 256 << 10
+
+
+def test_a_closed_link_lets_go_of_the_memory(open_end: Callable[..., End]) -> None:
+    end = open_end()
+    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    with dialled(end) as peer:
+        peer.sendall(write_of(b"w", b"part", announced=1000)[:-10])
+        link = end.receiver.wait("place")[0].link
+        end.transport.fence(link)
+        end.memory.data.append(0)  # BufferError while anything still refers to the bytes
+
+
 def test_a_big_transfer_does_not_starve_a_small_one(open_end: Callable[..., End]) -> None:
     left, right = open_end(num_bytes=64 << 20), open_end(num_bytes=64 << 20)
     right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]

@@ -491,6 +491,36 @@ class TransportSuite:
             assert not any(right.memory.data)
         right.transport.fence(theirs)
 
+    def test_fence_from_inside_ready(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        link, theirs = left.connect(right)
+        transfer = left.transport.write(link, b"w", [(0, 4)], ready=lambda: left.transport.fence(link))
+        assert finished(transfer).error is not None
+        assert left.receiver.wait("closed", 1, link)[0].error is None
+        right.receiver.wait("closed", 1, theirs)
+        assert not right.receiver.of("placed")
+        other, _ = left.connect(right)
+        left.transport.write(other, b"w", [(0, 4)])
+        right.receiver.wait("placed")
+
+    def test_every_transfer_ends_when_its_link_does(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        transfers: list[Transfer] = []
+
+        def fence(theirs: Link, _: bytes) -> None:
+            transfers.extend(left.transport.write(link, b"w", [(0, 1 << 18)]) for _ in range(3))
+            right.transport.fence(theirs)
+
+        right.receiver.hooks["received"] = fence
+        link, theirs = left.connect(right)
+        left.transport.send(link, b"f")
+        left.receiver.wait("closed", 1, link)
+        assert len(transfers) == 3
+        for transfer in transfers:
+            finished(transfer)
+        assert not right.receiver.of("place", theirs)
+
     def test_fences_from_many_threads_call_closed_once(self, pair: tuple[End, End]) -> None:
         left, right = pair
         link, theirs = left.connect(right)

@@ -96,7 +96,7 @@ class Connection:
         for _ in range(TURN_STEPS):
             while not self._emptying:
                 part = next(self._outgoing, None)
-                if part is None:
+                if part is None or self.closed:
                     return False
                 self._emptying = part
             try:

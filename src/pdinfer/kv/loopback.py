@@ -260,9 +260,9 @@ def _receive(end: _End, frame: bytes) -> None:
 def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_bytes: int) -> None:
     """Puts a payload where the receiver wants it; spans of one memory that are the same need no copy."""
     check_arriving(end.link, len(frame), is_write=True)
+    _check_open(end)
     spans = end.receiver.place(end.link, frame, num_bytes)
-    if end.closing:
-        raise TransferError(f"the link to {end.link.endpoint} was closed before its write was placed")
+    _check_open(end)
     if spans is None:
         return
     placed = total_bytes(spans, end.memory)
@@ -270,5 +270,10 @@ def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_byt
         raise TransferError(f"a write of {num_bytes} bytes from {end.link.endpoint} was placed in {placed} bytes")
     if end.memory is not source or spans != source_spans:
         end.memory.copy_from(spans, source, source_spans)
-    if not end.closing:
-        end.receiver.placed(end.link, frame, None)
+    end.receiver.placed(end.link, frame, None)
+
+
+def _check_open(end: _End) -> None:
+    """What ran just now, `ready` or `place`, may have closed the link."""
+    if end.closing:
+        raise TransferError(f"the link to {end.link.endpoint} was closed before its write was placed")

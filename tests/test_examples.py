@@ -1,0 +1,62 @@
+"""Every example runs, and so does every Python snippet of the README and the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("0*.py"))
+SNIPPETS = [
+    pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
+]
+
+
+def _run(*command: str, timeout_s: float = 100) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name: str) -> None:
+    expected = {
+        "01_one_process.py": "get abc=48213;",
+        "02_two_processes.py": "get zoe=314159;",
+        "03_xpyd.py": "24 requests ended",
+        "04_custom_transport.py": "get key=31337;",
+        "05_asyncio_host.py": "calc 8+8=16;",
+    }
+    plain = re.sub(r"\033\[\d+m", "", _run(f"examples/{name}"))
+    assert expected[name] in plain
+
+
+def test_there_are_snippets() -> None:
+    assert len(SNIPPETS) >= 2
+
+
+@pytest.mark.parametrize("text", SNIPPETS)
+def test_snippet_runs(text: str) -> None:
+    assert _run("-c", text)
+
+
+def test_training_takes_its_first_steps(tmp_path: Path) -> None:
+    _run("examples/train_tiny.py", "--steps", "20", "--no-compile", "--out", str(tmp_path / "model"), timeout_s=240)
+    assert (tmp_path / "model" / "model.safetensors").stat().st_size < 10 << 20
+    _run("examples/01_one_process.py", str(tmp_path / "model"))
