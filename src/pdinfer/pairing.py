@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,6 +58,7 @@ class Pairing:
         self._clock = clock
         self._random_bytes = random_bytes
         self._roster = Roster()
+        self._admission = threading.Lock()
         self._inbox: Inbox[Ticket | str] = Inbox()
         self._tickets: dict[str, Ticket] = {}
         self._line: deque[Ticket] = deque()
@@ -106,16 +108,10 @@ class Pairing:
         Raises RequestError for a request that can never be served and Overloaded when the line is full; then nothing
         was taken.
         """
-        if self._closed:
-            raise RequestError("the pairing is closed")
         request_id = request.request_id
         if request_id is None:
             request_id = self._random_bytes(8).hex()
         check_request(request, self._roster.roomiest_limits())
-        if request_id in self._tickets:
-            raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
-        if not self._line_has_room():
-            raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
         sampling = request.sampling
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(self._random_bytes(8), "little"))
@@ -128,8 +124,15 @@ class Pairing:
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
         )
-        self._tickets[request_id] = ticket
-        self._inbox.put(ticket)
+        with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
+            if self._closed:
+                raise RequestError("the pairing is closed")
+            if request_id in self._tickets:
+                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+            if not self._line_has_room():
+                raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
+            self._tickets[request_id] = ticket
+            self._inbox.put(ticket)
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -203,9 +206,10 @@ class Pairing:
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports. A second
         call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._admission:
+            if self._closed:
+                return
+            self._closed = True
         for ticket in list(self._tickets.values()):
             events = self._end(ticket, FinishReason.CANCELLED)
             self._undelivered += [event for event in events if not self._is_muted(event)]
@@ -296,11 +300,11 @@ class Pairing:
 
     def _take_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for item in self._inbox.take():
-            if isinstance(item, Ticket):
-                self._line.append(item)
-                continue
-            ticket = self._tickets.get(item)
+        with self._admission:
+            items = self._inbox.take()
+            self._line += [item for item in items if isinstance(item, Ticket)]
+        for item in items:
+            ticket = None if isinstance(item, Ticket) else self._tickets.get(item)
             if ticket is None:
                 continue
             if ticket.decode is None:
@@ -308,7 +312,7 @@ class Pairing:
                 events += self._end(ticket, FinishReason.CANCELLED)
             else:
                 ticket.cancelled = True
-                self._roster.decodes[ticket.decode].cancel(item)
+                self._roster.decodes[ticket.decode].cancel(ticket.request_id)
         return events
 
     def _dispatch(self) -> list[TokenEvent]:
