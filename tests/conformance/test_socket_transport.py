@@ -19,12 +19,12 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
 from pdinfer.kv.socket import MAX_UNTRUSTED_LINKS, UNTRUSTED_IDLE_S, SocketTransport
 from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

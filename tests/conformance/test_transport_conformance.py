@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Transport
-from tests.conformance.transport_suite import TransportSuite
+from pdinfer.kv.transport import Memory, Transport
+from tests.conformance.transport_suite import TIMEOUT_S, BytesMemory, End, Recorder, TransportSuite
 
 
 class TestLoopback(TransportSuite):
     def make_pair(self) -> tuple[Transport, Transport]:
         hub = LoopbackHub()
         return LoopbackTransport(hub), LoopbackTransport(hub)
+
+    def test_an_interrupted_host_leaves_no_link_behind(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        right.receiver.hooks["place"] = interrupt
+        link, theirs = left.connect(right)
+        with pytest.raises(KeyboardInterrupt):
+            left.transport.write(link, b"w", [(0, 1)])
+        assert len(left.receiver.of("closed", link)) == len(right.receiver.of("closed", theirs)) == 1
+        fence = threading.Thread(target=right.transport.fence, args=(theirs,))
+        fence.start()
+        fence.join(TIMEOUT_S)
+        assert not fence.is_alive()
+
+    def test_the_same_bytes_of_one_memory_are_not_copied(self) -> None:
+        class Uncopied(BytesMemory):
+            def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+                raise AssertionError("copied")
+
+        hub, memory = LoopbackHub(), Uncopied(8)
+        left, right = (End(LoopbackTransport(hub), memory, Recorder()) for _ in "12")
+        for end in (left, right):
+            end.endpoints = end.transport.register(memory, end.receiver)
+        right.receiver.hooks["place"] = lambda *_: [(2, 4)]
+        link, _ = left.connect(right)
+        assert left.transport.write(link, b"w", [(2, 4)]).error is None
+        assert len(right.receiver.of("placed")) == 1
+        assert left.transport.write(link, b"w", [(3, 4)]).error is not None
 
 
 class TestTcp(TransportSuite):

@@ -114,7 +114,8 @@ class Recorder:
             self.calls.append(call)
             self._changed.notify_all()
         try:
-            return self.hooks.get(call.name, lambda *_: None)(*arguments)
+            hook = self.hooks.get(call.name)
+            return hook(*arguments) if hook else None
         finally:
             with self._changed:
                 self._inside.pop(call.link, None)

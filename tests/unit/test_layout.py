@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import pytest
@@ -73,7 +74,9 @@ def token_stretches(draw: st.DrawFn) -> tuple[int, range]:
     return first, range(start, start + draw(st.integers(0, 40)))
 
 
-def case_of(draw: st.DrawFn, components: tuple[KVComponent, ...], stretch: tuple[int, range], layers: range) -> Case:
+def case_of(
+    draw: Callable[[Any], Any], components: tuple[KVComponent, ...], stretch: tuple[int, range], layers: range
+) -> Case:
     page_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16]))
     first, tokens = stretch
     needed = -(-(tokens.stop - first) // page_size)
@@ -155,12 +158,16 @@ def test_sizes() -> None:
         LAYOUT.region_offset("missing", 0, 10)
 
 
+def changed(component: KVComponent, field: str, value: Any) -> KVComponent:
+    return attrs.evolve(component, **{field: value})
+
+
 CHANGES = {
     "model_id": attrs.evolve(LAYOUT, model_id=b"other"),
     "weights_id": attrs.evolve(LAYOUT, weights_id=b"other"),
     **{
         f"components.index.{field}": attrs.evolve(
-            LAYOUT, components=(LAYOUT.components[0], attrs.evolve(LAYOUT.components[1], **{field: value}))
+            LAYOUT, components=(LAYOUT.components[0], changed(LAYOUT.components[1], field, value))
         )
         for field, value in (
             ("format", "other"),

@@ -99,7 +99,12 @@ class KVLayout:
     def spans(self, num_pages: int, *, layers: range, tokens: range, pages: Sequence[int], first_token: int) -> Spans:
         """Where `tokens` of `layers` lie in a pool of `num_pages` pages, `pages[i]` holding tokens from
         `first_token + i * page_size`. The order, component then layer then token, is that of every payload,
-        whatever the page size of either end."""
+        whatever the page size of either end. ConfigError when `pages` do not hold the tokens or are not the pool's."""
+        held = range(first_token, first_token + len(pages) * self.page_size)
+        if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
+            raise ConfigError(f"tokens {tokens} are asked for and the pages hold {held}")
+        if pages and not 0 <= min(pages) <= max(pages) < num_pages:
+            raise ConfigError(f"pages from {min(pages)} to {max(pages)} are named and the pool has {num_pages}")
         runs = list(self._runs(tokens, pages, first_token))
         spans: Spans = []
         region = 0

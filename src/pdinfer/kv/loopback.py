@@ -108,6 +108,14 @@ class _End:
         except Exception as raised:
             logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", self.link.endpoint)
             error = TransferError(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
+        except BaseException:
+            # Ctrl-C may hit the host while it delivers; the link must not stay in the hands of this thread.
+            error = TransferError(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
+            with self.changed:
+                self.deliverer = None
+            delivery.complete(error)
+            self.shut(error)
+            raise
         delivery.complete(error)
         if error is not None:
             self.shut(error)

@@ -91,9 +91,9 @@ class Receiver(Protocol):
         """A placed payload is whole and visible, or did not verify. Not called for a discarded one."""
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        """The link is gone and nothing of it can land any more; its transfers are done. Called exactly once per link.
-        `error` is None when this end closed the link by `fence` or `close`, else the reason; a peer that closed
-        counts as one, since it looks like a peer that died."""
+        """The link is gone and nothing of it can land any more. Called exactly once per link. `error` is None when
+        this end closed the link by `fence` or `close`, else the reason; a peer that closed counts as one, since it
+        looks like a peer that died. A transfer that was under way ends soon, if it has not: look at its `done`."""
 
 
 class Transport(Protocol):
