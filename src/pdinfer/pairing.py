@@ -70,7 +70,7 @@ class Pairing:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
             self.add(other)
-        if self._roster.missing_side is not None:
+        if not all(self._roster.most_tokens.values()):
             raise ConfigError("a Pairing needs at least one prefill port and one decode port")
 
     @classmethod
@@ -319,13 +319,16 @@ class Pairing:
         """Sends requests of the line to the pair the policy chooses, highest priority first, until it says wait."""
         events: list[TokenEvent] = []
         now = self._clock()
-        side = self._roster.missing_side
+        most = self._roster.most_tokens
         for ticket in list(self._line):
-            if ticket.expired(now) or side is not None:
+            side = next((side for side, tokens in most.items() if ticket.max_tokens > tokens), None)
+            if ticket.expired(now):
                 self._line.remove(ticket)
-                reason = FinishReason.DEADLINE if ticket.expired(now) else FinishReason.FAILED
-                error = None if ticket.expired(now) else TransferError(f"no {side} port is left")
-                events += self._end(ticket, reason, error)
+                events += self._end(ticket, FinishReason.DEADLINE)
+            elif side is not None:
+                self._line.remove(ticket)
+                error = TransferError(f"no {side} port is left that holds its {ticket.max_tokens} tokens")
+                events += self._end(ticket, FinishReason.FAILED, error)
         for ticket in sorted(self._line, key=lambda ticket: -ticket.request.priority):
             if not self._assign(ticket, now):
                 break
