@@ -58,8 +58,8 @@ class Pairing:
         self._clock = clock
         self._random_bytes = random_bytes
         self._roster = Roster()
+        self._admission = threading.Lock()
         self._inbox: Inbox[Ticket | str] = Inbox()
-        self._submitting = threading.Lock()
         self._tickets: dict[str, Ticket] = {}
         self._line: deque[Ticket] = deque()
         self._undelivered: list[TokenEvent] = []
@@ -70,7 +70,7 @@ class Pairing:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
             self.add(other)
-        if self._roster.missing_side is not None:
+        if not all(self._roster.most_tokens.values()):
             raise ConfigError("a Pairing needs at least one prefill port and one decode port")
 
     @classmethod
@@ -108,8 +108,6 @@ class Pairing:
         Raises RequestError for a request that can never be served and Overloaded when the line is full; then nothing
         was taken.
         """
-        if self._closed:
-            raise RequestError("the pairing is closed")
         request_id = request.request_id
         if request_id is None:
             request_id = self._random_bytes(8).hex()
@@ -126,7 +124,9 @@ class Pairing:
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
         )
-        with self._submitting:
+        with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
+            if self._closed:
+                raise RequestError("the pairing is closed")
             if request_id in self._tickets:
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not self._line_has_room():
@@ -146,23 +146,26 @@ class Pairing:
         mine: set[str] = set()
         source = iter(requests)
         more = True
+        pulled: Request | None = None
         try:
             while more or mine:
                 while more and self._line_has_room():
-                    request = next(source, None)
-                    if request is None:
+                    pulled = pulled or next(source, None)
+                    if pulled is None:
                         more = False
                         break
                     try:
-                        mine.add(self.submit(request))
+                        mine.add(self.submit(pulled))
+                    except Overloaded:
+                        break  # the line was filled meanwhile: by another thread, or by `requests` itself
                     except RequestError as error:
-                        yield refusal(request, error, self._random_bytes(8).hex())
-                for event in self._advance_for(mine):
-                    if event.finish_reason is not None:
-                        mine.discard(event.request_id)
-                    yield event
-                if mine and not self._undelivered:
-                    self.wait(1.0)
+                        yield refusal(pulled, error, self._random_bytes(8).hex())
+                    pulled = None
+                yield from self._advance_for(mine)
+                collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
+                mine &= self._tickets.keys() | collected
+                if (more or mine) and not mine & collected:
+                    self._sleep(1.0)
         finally:
             self._forget(mine)
 
@@ -175,10 +178,20 @@ class Pairing:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._undelivered or self._closed:
             return bool(self._undelivered)
-        if any(port.wait(0.0) for port in self._roster.all):
+        return self._sleep(timeout_s)
+
+    def _sleep(self, timeout_s: float) -> bool:
+        """As `wait`, for a host that knows of the events it has not fetched."""
+        if self._closed or any(port.wait(0.0) for port in self._roster.all):
             return True
-        ends = [ticket.deadline_at for ticket in list(self._line) if ticket.deadline_at is not None]
-        left_s = min(ends, default=float("inf")) - self._clock()
+        now = self._clock()
+        # a request that a port holds past its deadline is that port's to end: waking up again would not help
+        ends = [
+            ticket.deadline_at
+            for ticket in list(self._tickets.values())
+            if ticket.deadline_at is not None and (ticket.decode is None or not ticket.expired(now))
+        ]
+        left_s = min(ends, default=float("inf")) - now
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
@@ -186,18 +199,20 @@ class Pairing:
         end = time.monotonic() + timeout_s
         while self._tickets and time.monotonic() < end:
             self._undelivered += self._advance()
-            if self._tickets and not any(port.wait(0.0) for port in self._roster.all):
-                self._inbox.wait(min(0.1, max(0.0, end - time.monotonic())))
+            if self._tickets:
+                self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self._tickets
 
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports. A second
         call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._admission:
+            if self._closed:
+                return
+            self._closed = True
         for ticket in list(self._tickets.values()):
-            self._undelivered += self._end(ticket, FinishReason.CANCELLED)
+            events = self._end(ticket, FinishReason.CANCELLED)
+            self._undelivered += [event for event in events if not self._is_muted(event)]
         for port in self._roster.all:
             port.close()
         self._inbox.wake()
@@ -285,11 +300,11 @@ class Pairing:
 
     def _take_inbox(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        for item in self._inbox.take():
-            if isinstance(item, Ticket):
-                self._line.append(item)
-                continue
-            ticket = self._tickets.get(item)
+        with self._admission:
+            items = self._inbox.take()
+            self._line += [item for item in items if isinstance(item, Ticket)]
+        for item in items:
+            ticket = None if isinstance(item, Ticket) else self._tickets.get(item)
             if ticket is None:
                 continue
             if ticket.decode is None:
@@ -297,20 +312,23 @@ class Pairing:
                 events += self._end(ticket, FinishReason.CANCELLED)
             else:
                 ticket.cancelled = True
-                self._roster.decodes[ticket.decode].cancel(item)
+                self._roster.decodes[ticket.decode].cancel(ticket.request_id)
         return events
 
     def _dispatch(self) -> list[TokenEvent]:
         """Sends requests of the line to the pair the policy chooses, highest priority first, until it says wait."""
         events: list[TokenEvent] = []
         now = self._clock()
-        side = self._roster.missing_side
+        most = self._roster.most_tokens
         for ticket in list(self._line):
-            if ticket.expired(now) or side is not None:
+            side = next((side for side, tokens in most.items() if ticket.max_tokens > tokens), None)
+            if ticket.expired(now):
                 self._line.remove(ticket)
-                reason = FinishReason.DEADLINE if ticket.expired(now) else FinishReason.FAILED
-                error = None if ticket.expired(now) else TransferError(f"no {side} port is left")
-                events += self._end(ticket, reason, error)
+                events += self._end(ticket, FinishReason.DEADLINE)
+            elif side is not None:
+                self._line.remove(ticket)
+                error = TransferError(f"no {side} port is left that holds its {ticket.max_tokens} tokens")
+                events += self._end(ticket, FinishReason.FAILED, error)
         for ticket in sorted(self._line, key=lambda ticket: -ticket.request.priority):
             if not self._assign(ticket, now):
                 break
@@ -380,6 +398,7 @@ class Pairing:
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancels requests whose events nobody will read, and makes the cancellation happen."""
+        self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
         unfinished = [request_id for request_id in request_ids if request_id in self._tickets]
         self._muted.update(unfinished)
         for request_id in unfinished:

@@ -66,11 +66,13 @@ class Roster:
         return [*self.decodes.values(), *self.prefills.values()]
 
     @property
-    def missing_side(self) -> str | None:
-        """The role that nobody plays any more."""
-        if not self.prefills:
-            return "prefill"
-        return None if self.decodes else "decode"
+    def most_tokens(self) -> dict[str, int]:
+        """By role, the longest request that a port which may be chosen can hold; 0 when there is none."""
+        sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
+        return {
+            role: max((port.limits.max_tokens for port in self._fitting(ports, 0)), default=0)
+            for role, ports in sides.items()
+        }
 
     def add(self, port: PrefillPort | DecodePort, *, timeout_s: float) -> None:
         """Connects a port to every port of the other side, then lists it; raises what connecting raised."""

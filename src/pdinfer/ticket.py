@@ -24,6 +24,11 @@ class Ticket:
     landed: bool = False
     cancelled: bool = False
 
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output when it has run to its length."""
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
     def needs(self, address: PeerAddress) -> bool:
         """Whether the request cannot go on without this port."""
         return self.decode == address or (self.prefill == address and not self.landed)

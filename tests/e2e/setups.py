@@ -127,6 +127,20 @@ def join(
     return Setup(pairing=pairing, prefills=prefills, decodes=decodes, folder=folder)
 
 
+PROMPT = prompt_of(9)
+
+
+def request(name: str | None = "a", count: int = 5, **more: Any) -> pd.Request:
+    """`count` greedy tokens after PROMPT: `reference("v3", PROMPT, count)` knows them."""
+    return pd.Request(**{"request_id": name, "prompt": PROMPT, "sampling": greedy(count, ignore_eos=True), **more})
+
+
+def local(*, num_pages: int = 64, model: pd.Model | None = None, **more: Any) -> Setup:
+    """One prefill and one decode over one pool of 4-token pages; `more` as for `join`."""
+    model = model or model_of()
+    return join(model, "shared", decode_pools=[pool_of(model, num_pages=num_pages)], **more)
+
+
 def watch(port: Any) -> list[pd.types.Event]:
     """From now on keeps what each step of `port` returns, in one list."""
     seen: list[pd.types.Event] = []
@@ -150,11 +164,13 @@ def hang(engine: Any, *, takes: bool = True) -> None:
         return []
 
     engine.step = step
+    engine.wait = lambda timeout_s: False
 
 
 def recover(engine: Any) -> None:
     """Undoes `hang`."""
     del engine.step
+    vars(engine).pop("wait", None)
 
 
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import attrs
@@ -14,40 +13,19 @@ import torch
 import pdinfer as pd
 from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.e2e.setups import (
-    Setup,
+    PROMPT,
     by_request,
     collect,
     greedy,
     hang,
-    join,
+    local,
     model_of,
-    pool_of,
-    prompt_of,
     recover,
     reference,
+    request,
     tokens_of,
     watch,
 )
-
-PROMPT = prompt_of(9)
-
-
-def local(
-    *,
-    num_pages: int = 64,
-    engine: pd.EngineConfig | None = None,
-    config: pd.PairingConfig | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    model: pd.Model | None = None,
-) -> Setup:
-    """One prefill and one decode over one pool of 4-token pages."""
-    model = model or model_of()
-    pool = pool_of(model, num_pages=num_pages)
-    return join(model, "shared", decode_pools=[pool], engine=engine, config=config, clock=clock)
-
-
-def request(name: str | None = "a", count: int = 5, **more: object) -> pd.Request:
-    return pd.Request(**{"request_id": name, "prompt": PROMPT, "sampling": greedy(count, ignore_eos=True), **more})
 
 
 def only(events: list[pd.TokenEvent]) -> pd.TokenEvent:
@@ -216,6 +194,23 @@ def test_wait_sleeps_when_idle_and_wakes_for_a_submit() -> None:
         timer.join()
         assert len(tokens_of(collect(setup.pairing))) == 5
         assert setup.pairing.wait(0.01) is False
+
+
+@pytest.mark.parametrize(
+    "engine", [{"max_running_requests": 1}, {"max_running_requests": 1, "max_queued_requests": 1}, {}]
+)
+@pytest.mark.parametrize("max_queued_per_decode", [1, 100])
+def test_wait_never_sleeps_while_engines_of_this_process_have_work(
+    engine: dict[str, int], max_queued_per_decode: int
+) -> None:
+    config = pd.PairingConfig(max_queued_per_decode=max_queued_per_decode)
+    with local(num_pages=12, engine=pd.EngineConfig(**engine), config=config) as setup:
+        for number in range(8):
+            setup.pairing.submit(request(str(number), 1 + 5 * number))
+        while setup.pairing.num_unfinished:
+            assert setup.pairing.wait(0.0)
+            setup.pairing.step()
+        setup.check_idle()
 
 
 def test_drain_keeps_the_events_for_the_next_step() -> None:
@@ -400,7 +395,7 @@ def test_a_lost_attempt_is_made_good_by_the_next_one() -> None:
         assert sum(isinstance(event, pd.Granted) for event in seen) == 2
 
 
-def test_an_error_of_the_model_fails_its_requests_at_once_and_no_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_of_the_model_fails_its_requests_at_once_and_no_others() -> None:
     with local() as setup:
         prefill, decode = setup.prefills[0], setup.decodes[0]
         compute, forward = prefill._compute, decode._forward

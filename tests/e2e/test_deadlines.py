@@ -1,0 +1,144 @@
+"""`deadline_s` counts from `Pairing.submit`, wherever the request is when it passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+import pdinfer as pd
+from pdinfer.testing import VirtualClock
+from tests.e2e.setups import PROMPT, by_request, collect, hang, local, recover, reference, request, tokens_of
+
+
+def check_deadline(events: list[pd.TokenEvent], name: str = "a") -> None:
+    """One final event, without a token or an error."""
+    last = by_request(events)[name][-1]
+    assert (last.token, last.finish_reason, last.error) == (None, pd.FinishReason.DEADLINE, None)
+    assert last.usage is not None
+
+
+def nobody(shape: pd.types.RequestShape, prefills: Sequence[object], decodes: Sequence[object]) -> None:
+    """A policy that always says wait."""
+
+
+def test_in_the_line() -> None:
+    clock = VirtualClock()
+    with local(clock=clock, policy=nobody) as setup:
+        setup.pairing.submit(request("a", deadline_s=5.0))
+        setup.pairing.submit(request("patient"))
+        clock.advance(4.9)
+        assert setup.pairing.step() == []
+        clock.advance(0.2)
+        events = setup.pairing.step()
+        check_deadline(events)
+        assert len(events) == 1
+        assert events[0].usage is not None
+        assert events[0].usage.queue_s == pytest.approx(5.1)
+        assert setup.pairing.num_unfinished == 1
+
+
+def test_in_the_line_behind_one_that_cannot_go() -> None:
+    clock = VirtualClock()
+    with local(clock=clock, policy=nobody) as setup:
+        setup.pairing.submit(request("patient", priority=1))
+        setup.pairing.submit(request("a", deadline_s=5.0))
+        setup.pairing.step()
+        clock.advance(5.0)
+        check_deadline(setup.pairing.step())
+
+
+def test_a_deadline_of_zero_ends_at_the_first_step() -> None:
+    with local(clock=VirtualClock()) as setup:
+        setup.pairing.submit(request(deadline_s=0))
+        check_deadline(setup.pairing.step())
+        setup.check_idle()
+
+
+def test_while_waiting_for_pages() -> None:
+    clock = VirtualClock()
+    with local(clock=clock, num_pages=8) as setup:
+        setup.pairing.submit(request("large", 20))
+        events = setup.pairing.step() + setup.pairing.step()
+        setup.pairing.submit(request("a", prompt=PROMPT + PROMPT[:8], deadline_s=5.0))
+        clock.advance(1.0)
+        events += setup.pairing.step()
+        assert setup.decodes[0].load().num_waiting_requests == 1
+        clock.advance(4.0)
+        events += setup.pairing.step()
+        check_deadline(events)
+        events += collect(setup.pairing)
+        assert tokens_of(by_request(events)["large"]) == list(reference("v3", PROMPT, 20).tokens)
+        setup.check_idle()
+
+
+def test_while_granted_and_the_pages_wait_for_the_writer() -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        hang(setup.prefills[0])
+        setup.pairing.submit(request(deadline_s=5.0))
+        setup.pairing.step()
+        clock.advance(4.9)
+        assert setup.pairing.step() == []
+        clock.advance(0.1)
+        check_deadline(setup.pairing.step())
+        setup.pairing.step()
+        assert setup.pools[0].num_granted == 3
+        recover(setup.prefills[0])
+        setup.check_idle()
+
+
+def test_while_running() -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        setup.pairing.submit(request(count=50, deadline_s=5.0))
+        setup.pairing.submit(request("patient", 12))
+        events = setup.pairing.step() + setup.pairing.step() + setup.pairing.step()
+        clock.advance(5.0)
+        events += setup.pairing.step()
+        check_deadline(events)
+        stream = by_request(events)["a"]
+        assert tokens_of(stream) == list(reference("v3", PROMPT, 50).tokens[: len(stream) - 1])
+        assert len(stream) > 2
+        events += collect(setup.pairing)
+        assert tokens_of(by_request(events)["patient"]) == list(reference("v3", PROMPT, 12).tokens)
+        setup.check_idle()
+
+
+def test_it_counts_from_submit_and_not_from_decode() -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        hang(setup.prefills[0])
+        setup.pairing.submit(request(deadline_s=5.0))
+        clock.advance(3.0)
+        setup.pairing.step()
+        clock.advance(2.0)
+        check_deadline(setup.pairing.step())
+
+
+def test_requests_without_one_get_the_default() -> None:
+    clock = VirtualClock()
+    with local(clock=clock, config=pd.PairingConfig(default_deadline_s=5.0)) as setup:
+        hang(setup.prefills[0])
+        setup.pairing.submit(request())
+        setup.pairing.submit(request("patient", deadline_s=50.0))
+        setup.pairing.step()
+        clock.advance(5.0)
+        events = setup.pairing.step()
+        check_deadline(events)
+        assert len(events) == 1
+
+
+@pytest.mark.parametrize("where", ["line", "granted"])
+def test_wait_wakes_up_for_a_deadline(where: str) -> None:
+    with local(policy=nobody if where == "line" else pd.policy.least_tokens) as setup:
+        hang(setup.prefills[0])
+        setup.pairing.submit(request(deadline_s=0.3))
+        events = setup.pairing.step()
+        started = time.monotonic()
+        while not events and time.monotonic() < started + 20.0:
+            setup.pairing.wait(20.0)
+            events = setup.pairing.step()
+        assert time.monotonic() - started < 10.0
+        check_deadline(events)

@@ -1,0 +1,122 @@
+"""`submit`, `cancel` and `load` come from any thread while one thread steps."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+import pdinfer as pd
+from tests.e2e.setups import PROMPT, TIMEOUT_S, by_request, local, reference, request, tokens_of
+
+NUM_THREADS = 4
+
+
+@pytest.fixture(autouse=True)
+def _switching_often() -> Iterator[None]:
+    """Threads take turns after microseconds instead of milliseconds, so that races happen."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def together(work: Callable[[int], None], meanwhile: Callable[[], object] = lambda: None) -> None:
+    """Runs `work(0)` to `work(NUM_THREADS - 1)` in threads that start at one moment, and `meanwhile` again and again
+    until they end; fails when one raised or does not end."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(NUM_THREADS)
+
+    def run(number: int) -> None:
+        barrier.wait(TIMEOUT_S)
+        try:
+            work(number)
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(NUM_THREADS)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        meanwhile()
+    if errors:
+        raise errors[0]
+
+
+def test_every_request_of_every_thread_ends_once() -> None:
+    events: list[pd.TokenEvent] = []
+    with local(num_pages=40) as setup:
+        pairing = setup.pairing
+
+        def work(number: int) -> None:
+            rng = random.Random(number)
+            for index in range(20):
+                pairing.submit(request(f"{number}/{index}", rng.choice([1, 5, 12])))
+                if rng.random() < 0.3:
+                    pairing.cancel(f"{rng.randrange(NUM_THREADS)}/{rng.randrange(20)}")
+                setup.prefills[0].load()
+                setup.decodes[0].load()
+
+        together(work, lambda: events.extend(pairing.step()))
+        assert pairing.drain(TIMEOUT_S)
+        events += pairing.step()
+        setup.check_idle()
+    streams = by_request(events)
+    assert len(streams) == 20 * NUM_THREADS
+    for stream in streams.values():
+        last, tokens = stream[-1], tokens_of(stream)
+        assert tuple(tokens) == reference("v3", PROMPT, 12).tokens[: len(tokens)]
+        assert last.finish_reason in (pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED)
+
+
+def test_one_id_is_taken_once() -> None:
+    with local() as setup:
+        for number in range(30):
+            taken: list[str] = []
+
+            def work(_: int, number: int = number, taken: list[str] = taken) -> None:
+                with contextlib.suppress(pd.RequestError):
+                    taken.append(setup.pairing.submit(request(str(number))))
+
+            together(work)
+            assert len(taken) == 1
+        assert setup.pairing.num_unfinished == 30
+
+
+def test_the_line_never_holds_more_than_it_may() -> None:
+    for _ in range(10):
+        with local(config=pd.PairingConfig(max_queued_requests=10)) as setup:
+            taken: list[str] = []
+
+            def work(number: int, pairing: pd.Pairing = setup.pairing, taken: list[str] = taken) -> None:
+                for index in range(10):
+                    try:
+                        taken.append(pairing.submit(request(f"{number}/{index}")))
+                    except pd.Overloaded:
+                        return
+
+            together(work)
+            assert len(taken) == setup.pairing.num_unfinished == 10
+
+
+def test_a_request_taken_while_the_pairing_closes_still_ends() -> None:
+    for _ in range(20):
+        with local() as setup:
+            taken: list[str] = []
+
+            def work(number: int, pairing: pd.Pairing = setup.pairing, taken: list[str] = taken) -> None:
+                if number == 0:
+                    pairing.close()
+                    return
+                with contextlib.suppress(pd.RequestError):
+                    for index in range(20):
+                        name = pairing.submit(request(f"{number}/{index}"))
+                        taken.append(name)
+
+            together(work)
+            assert setup.pairing.num_unfinished == 0
+            assert sorted(event.request_id for event in setup.pairing.step()) == sorted(taken)
