@@ -299,7 +299,7 @@ class AcceptedMachine(RuleBasedStateMachine):
     def only_open_rooms_are_written(self) -> None:
         for room in ROOMS:
             assert self.accepted.writable(room) == (room in self.open)
-        assert not self.stops or self.accepted.has_stops
+        assert self.accepted.has_stops == bool(self.stops)
 
 
 TestCoverage = CoverageMachine.TestCase
