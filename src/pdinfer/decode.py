@@ -33,6 +33,9 @@ from pdinfer.types import (
     Request,
 )
 
+WRITER_GRACE_S = 5.0
+"""How long a request waits for a prefill that is not connected: hosts learn of a lost one in less."""
+
 _log = logging.getLogger("pdinfer")
 
 
@@ -110,9 +113,11 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
             return bool(self._events)
         if self._running and not self._stalled:
             return True
-        if self._waiting and self._may_grant(self._waiting[0]):
+        first = self._next_in_line()
+        if first is not None and self._may_grant(first):
             return True  # what ended in the last step has left pages
         ends = [sequence.deadline_at for sequence in list(self._sequences.values()) if sequence.deadline_at is not None]
+        ends += [seq.waiting_since + WRITER_GRACE_S for seq in list(self._waiting) if not self._has_writers(seq)]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
@@ -227,15 +232,31 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
     # -- pages ------------------------------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Grants pages down the line. The first who cannot have them holds it, so no one starves."""
+        """Grants pages down the line. The first who cannot have them holds it, so no one starves; only those whose
+        prefill is gone are passed over."""
         pool = self.channel.pool
-        while self._waiting and self._may_grant(self._waiting[0]):
-            sequence = self._waiting.pop(0)
+        self._miss_writers()
+        while (sequence := self._next_in_line()) is not None and self._may_grant(sequence):
+            self._waiting.remove(sequence)
             prompt_pages = pool.layout.num_pages(sequence.num_tokens)
             sequence.pages = list(pool.grant(prompt_pages))
             sequence.spare = list(pool.own(self._pages_needed(sequence) - prompt_pages))
             sequence.protected = self._is_last_attempt(sequence)
             self._open_room(sequence)
+
+    def _next_in_line(self) -> Sequence | None:
+        return next((sequence for sequence in self._waiting if self._has_writers(sequence)), None)
+
+    def _has_writers(self, sequence: Sequence) -> bool:
+        return all(self.channel.connected(writer) for writer in sequence.writers)
+
+    def _miss_writers(self) -> None:
+        """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
+        late = self._clock() - WRITER_GRACE_S
+        error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
+        for sequence in list(self._waiting):
+            if sequence.waiting_since < late and not self._has_writers(sequence):
+                self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = len(self._running) + len(self._granted)

@@ -35,15 +35,11 @@ class _Prompt:
     owns_pages: bool = False
     started_at: float = 0.0
     num_computed: int = 0
-    transfers: list[Transfer] = attrs.field(factory=list)
+    sent: Transfer | None = None
 
     @property
     def num_remaining(self) -> int:
         return len(self.request.prompt) + len(self.request.output) - self.num_computed
-
-    @property
-    def sent(self) -> bool:
-        return all(transfer.done for transfer in self.transfers)
 
 
 class PrefillEngine(Engine[tuple[Request, PageGrant]]):
@@ -200,7 +196,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             ready = _event(self.model.device)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
-                    self._push(prompt, layer, span, ready)
+                    self.channel.push(
+                        prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
+                    )
         whole = []
         for prompt, count, last in zip(prompts, counts, batch.last_rows, strict=True):
             prompt.num_computed += count
@@ -208,13 +206,6 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 whole.append((prompt, last))
         if whole and hidden_TD is not None:
             self._hand_off([prompt for prompt, _ in whole], self.model.head(hidden_TD, [row for _, row in whole]))
-
-    def _push(self, prompt: _Prompt, layer: int, tokens: range, ready: Callable[[], None] | None) -> None:
-        transfer = self.channel.push(
-            prompt.grant, layers=range(layer, layer + 1), tokens=tokens, pages=prompt.pages, ready=ready
-        )
-        if not prompt.transfers or prompt.transfers[-1] is not transfer:
-            prompt.transfers.append(transfer)
 
     def _hand_off(self, prompts: Sequence[_Prompt], logits_BV: torch.Tensor) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
@@ -250,12 +241,12 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         for line in (self._queue, self._active):
             if prompt in line:
                 line.remove(prompt)
-        self.channel.finish(prompt.grant, handoff)
+        prompt.sent = self.channel.finish(prompt.grant, handoff)
         self._sending.append(prompt)
         self._return_pages()
 
     def _return_pages(self) -> None:
-        for prompt in [prompt for prompt in self._sending if prompt.sent]:
+        for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
             self._sending.remove(prompt)
             if prompt.owns_pages:
                 self.channel.pool.release(prompt.pages)

@@ -71,6 +71,7 @@ class KVChannel:
         self._accepted = Accepted()
         self._groups: dict[bytes, _Group] = {}
         self._unsent: set[Transfer] = set()
+        self._last_writes: dict[bytes, Transfer] = {}
         self._stats = ChannelStats()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
@@ -100,6 +101,10 @@ class KVChannel:
         if link is not None:
             self.transport.fence(link)
 
+    def connected(self, peer: PeerAddress) -> bool:
+        """Whether there is an open link to this very peer."""
+        return self._peers.link_to(peer_key(peer)) is not None
+
     def shares_pool(self, grant: PageGrant) -> bool:
         """Whether the grant's pages are in this end's own pool, so that computing into them is the transfer."""
         links = self._links(grant.destinations)
@@ -111,7 +116,7 @@ class KVChannel:
         """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
         with self._lock:
             self._expected.expect(grant)
-            gone = [writer for writer in grant.writers if self._peers.link_to(peer_key(writer)) is None]
+            gone = [writer for writer in grant.writers if not self.connected(writer)]
             for writer in gone:
                 self._expected.lost(peer_key(writer), TransferError("the writer is not connected to this decode"))
         if gone:
@@ -172,14 +177,17 @@ class KVChannel:
             self._flush(grant.room)
         return group.transfer
 
-    def finish(self, grant: PageGrant, handoff: Handoff) -> None:
-        """This writer's last word, behind all its pushes. ABORTED is legal at any time."""
+    def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
+        """This writer's last word, behind all its pushes. ABORTED is legal at any time. When the Transfer is done,
+        nothing reads the pages that were pushed for this grant."""
         self._flush(grant.room)
         with self._lock:
             self._accepted.finish(grant.room)
+            last = self._last_writes.pop(grant.room, Transfer(0, done=True))
         for link in self._links(grant.destinations):
             if link is not None:
                 self.transport.send(link, wire.encode(wire.Finish(handoff)))
+        return last
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Accepted rooms that decode gave up or lost since the last call; each still needs `finish` with ABORTED."""
@@ -334,6 +342,8 @@ class KVChannel:
             group = self._groups.pop(room, None)
             if group is None:
                 return
+            # writes of a link leave in order, so the last one of a room speaks for all
+            self._last_writes[room] = group.transfer
         links = self._links(group.grant.destinations)
         source = self.pool.layout.spans(
             self.pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0

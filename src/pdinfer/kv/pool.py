@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence
 from typing import Protocol
 
+from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVLayout
@@ -117,6 +118,8 @@ class PagePool:
         return pages
 
     def _expect(self, pages: Sequence[int], state: PageState) -> None:
+        if len(set(pages)) != len(pages):
+            raise PDInferError(f"a page is named twice in {clip(list(pages))}")
         for page in pages:
             if self._states[page] is not state:
                 raise PDInferError(f"page {page} is {self._states[page].value}, expected {state.value}")

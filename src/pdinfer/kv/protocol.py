@@ -228,7 +228,7 @@ class Accepted:
 
     @property
     def has_stops(self) -> bool:
-        return bool(self._stops)
+        return any(room in self._rooms for room, _ in self._stops)
 
 
 def first_error(words: Sequence[Handoff]) -> PDInferError:

@@ -1,0 +1,256 @@
+"""A whole model: it agrees with transformers, and the ways of running it agree with each other."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from pdinfer.batch import Batch, Row
+from pdinfer.config import CacheConfig, ModelConfig
+from pdinfer.errors import ConfigError, RequestError
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kv.view import KVView
+from pdinfer.model import Model
+from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.topology import Topology
+from pdinfer.weights import DTYPES, Destinations, load_model
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 5
+
+CASES: dict[str, dict[str, Any]] = {
+    **{family: tiny_config_dict(family) for family in FAMILIES},
+    "three-heads": tiny_config_dict("v3", num_attention_heads=3, num_key_value_heads=3),
+    "all-moe": tiny_config_dict("v3", first_k_dense_replace=0),
+    "all-dense": tiny_config_dict("v3", first_k_dense_replace=3),
+    "negative-biases": tiny_config_dict("v3"),
+    "tied-head": tiny_config_dict("v2", tie_word_embeddings=True),
+    "odd-sizes": tiny_config_dict(
+        "v3", vocab_size=61, hidden_size=45, kv_lora_rank=13, q_lora_rank=11, qk_nope_head_dim=7, v_head_dim=9
+    ),
+}
+
+
+def tokens_of(config: ModelConfig, count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (count,), generator=generator).tolist()
+
+
+def largest(difference: Tensor) -> float:
+    return float(difference.abs().max())
+
+
+def lower_biases(folder: Path) -> None:
+    """Moves every correction bias so far down that all biased scores are below zero."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load(file.read_bytes())
+        for name in tensors:
+            if name.endswith("e_score_correction_bias"):
+                tensors[name] = tensors[name] - 5
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@attrs.define
+class Sequence:
+    """One sequence in a pool of its own: its pages out of order, every slot that was not written a NaN."""
+
+    model: Model
+    view: KVView
+    pages: list[int]
+    length: int = 0
+
+    @classmethod
+    def of(cls, model: Model, capacity: int) -> Sequence:
+        layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))
+        memory = model.allocate_pages(layout, layout.num_pages(capacity) + 1)
+        memory.buffer.fill_(0xFF)
+        return cls(model, KVView.of(memory), list(range(memory.num_pages - 1, 0, -1)))
+
+    def batch(self, tokens: list[int], *, absorbed: bool = False) -> Batch:
+        row = Row(tokens, self.length, self.pages)
+        self.length += len(tokens)
+        return Batch.build([row], page_size=PAGE_SIZE, device=self.model.device, absorbed=absorbed)
+
+    def run(self, tokens: list[int], *, absorbed: bool = False) -> Tensor:
+        """Logits of each of `tokens`, which follow those run before."""
+        hidden = self.model.forward(self.batch(tokens, absorbed=absorbed), self.view)
+        return self.model.head(hidden, range(len(tokens)))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_checkpoint(path, CASES[request.param])
+    if request.param == "negative-biases":
+        lower_biases(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return load_model(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+@torch.inference_mode()
+def test_logits_are_those_of_transformers(model: Model, oracle: Any) -> None:
+    tokens = tokens_of(model.config, 90)
+    expected = oracle(torch.tensor([tokens])).logits[0]
+    assert largest(model.logits(tokens) - expected) < 2e-4
+
+
+@torch.inference_mode()
+def test_greedy_continuation_is_that_of_transformers(model: Model, oracle: Any) -> None:
+    prompt = tokens_of(model.config, 23, seed=1)
+    expected = list(prompt)
+    for _ in range(16):
+        expected.append(int(oracle(torch.tensor([expected])).logits[0, -1].argmax()))
+    sequence = Sequence.of(model, len(prompt) + 16)
+    continued = [*prompt, int(sequence.run(prompt)[-1].argmax())]
+    while len(continued) < len(expected):
+        continued.append(int(sequence.run(continued[-1:], absorbed=True)[-1].argmax()))
+    assert continued == expected
+
+
+def test_absorbed_attention_equals_expanded(model: Model) -> None:
+    tokens = tokens_of(model.config, 23, seed=2)
+    sequence = Sequence.of(model, len(tokens))
+    one_by_one = torch.cat([sequence.run([token], absorbed=True) for token in tokens])
+    assert largest(one_by_one - model.logits(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("chunks", [(7, 1, 13, 2), (5, 10, 8), (22, 1)], ids=str)
+def test_prefill_in_chunks_equals_the_whole(model: Model, chunks: tuple[int, ...]) -> None:
+    tokens = tokens_of(model.config, sum(chunks), seed=3)
+    sequence = Sequence.of(model, len(tokens))
+    parts = [sequence.run(tokens[start:stop]) for start, stop in pairwise(accumulate(chunks, initial=0))]
+    assert largest(torch.cat(parts) - model.logits(tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_each_layer_is_streamed_with_its_cache_written(absorbed: bool) -> None:
+    model = random_model()
+    sequence = Sequence.of(model, 12)
+    if absorbed:
+        sequence.run(tokens_of(model.config, 11))
+    tokens = tokens_of(model.config, 1 if absorbed else 12)
+    batch = sequence.batch(tokens, absorbed=absorbed)
+    slots = [pages.flatten(0, 1) for pages in sequence.view.latents]
+    seen: list[Tensor] = []
+    for place, (layer, hidden) in enumerate(model.stream_layers(batch, sequence.view)):
+        assert layer == place
+        assert hidden.shape == (len(tokens), model.config.hidden_size)
+        seen.append(slots[layer][batch.slots_T].clone())
+        assert seen[-1].isfinite().all()
+        for later in slots[layer + 1 :]:
+            assert later[batch.slots_T].isnan().all()
+    assert len(seen) == model.config.num_hidden_layers
+    for early, final in zip(seen, slots, strict=True):
+        assert torch.equal(early, final[batch.slots_T])
+
+
+def test_a_step_writes_its_own_slots_only() -> None:
+    model = random_model()
+    sequence = Sequence.of(model, 17)
+    batch = sequence.batch(tokens_of(model.config, 17))
+    model.forward(batch, sequence.view)
+    for pages in sequence.view.latents:
+        written = ~pages.flatten(0, 1).isnan().any(-1)
+        assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_T.tolist())
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_empty_batch_passes(family: str, absorbed: bool) -> None:
+    model = random_model(tiny_config(family))
+    view = Sequence.of(model, 1).view
+    hidden = model.forward(Batch.build([], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed), view)
+    assert hidden.shape == (0, model.config.hidden_size)
+    assert model.head(hidden, []).shape == (0, model.config.vocab_size)
+    assert all(pages.isnan().all() for pages in view.latents)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_float32(dtype: torch.dtype) -> None:
+    logits = random_model(dtype=dtype).logits([1, 2, 3])
+    assert (logits.dtype, logits.shape) == (torch.float32, (3, 97))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([], ("0 tokens", "1 to 512")),
+        ([1] * 513, ("513 tokens", "1 to 512")),
+        ([1, 97], ("token 97", "index 1", "0..96")),
+        ([-1], ("token -1", "index 0", "0..96")),
+    ],
+    ids=["none", "too-many", "beyond-vocabulary", "negative"],
+)
+def test_impossible_tokens_are_named(tokens: list[int], words: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError) as caught:
+        random_model().logits(tokens)
+    assert all(word in str(caught.value) for word in words)
+
+
+@attrs.define
+class Counting(Destinations):
+    """Counts the bytes that were asked for, with or without a name."""
+
+    allocated: int = 0
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        tensor = Destinations.take(self, name, *shape, dtype=dtype)
+        self.allocated += tensor.nbytes
+        return tensor
+
+    def new(self, *shape: int) -> Tensor:
+        tensor = Destinations.new(self, *shape)
+        self.allocated += tensor.nbytes
+        return tensor
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) -> None:
+    config = ModelConfig.from_dict(CASES[case] | {"torch_dtype": dtype})
+    source = Counting(torch.device("meta"), DTYPES[dtype])
+    Model.build(
+        config, source, resolve_ops(CPU), device=CPU, dtype=DTYPES[dtype], topology=Topology.single(), weights_id=b""
+    )
+    named = sum(tensor.nbytes for tensor in source.tensors.values())
+    assert source.allocated == named == config.weight_bytes
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_layout_knows_the_bytes_of_a_page(dtype: torch.dtype, page_size: int) -> None:
+    model = random_model(dtype=dtype)
+    layout = model.kv_layout(CacheConfig(page_size=page_size))
+    memory = model.allocate_pages(layout, 1)
+    assert layout.page_bytes == memory.num_bytes == sum(pages.nbytes for pages in KVView.of(memory).latents)
+    assert model.allocate_pages(layout, 7).num_bytes == 7 * layout.page_bytes
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'kv_format "bfloat16" was asked for and the model runs in torch\.float32'):
+        random_model().kv_layout(CacheConfig(kv_format="bfloat16"))
+
+
+def test_a_pool_larger_than_memory_is_refused() -> None:
+    model = random_model()
+    with pytest.raises(ConfigError, match=r"a pool of 1099511627776 pages needs about .* GiB"):
+        model.allocate_pages(model.kv_layout(CacheConfig()), 2**40)

@@ -1,0 +1,387 @@
+"""The two state machines of a hand-off, each beside a plain model of its rules, in any order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import attrs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv import protocol
+from pdinfer.kv.protocol import Accepted, Coverage, Expected, StaleFrame, first_error, peer_key
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+
+LAYERS = range(2, 5)
+TOKENS = range(4, 10)
+PEERS = tuple(PeerAddress(b"engine", 1, rank, (f"tcp://host:{rank}",)) for rank in range(4))
+ROOMS = tuple(bytes([n]) * 16 for n in range(3))
+LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
+
+
+def grant_of(room: bytes, writers: tuple[PeerAddress, ...] = PEERS[:1], tokens: range = TOKENS) -> PageGrant:
+    return PageGrant(
+        room=room,
+        request_id="r",
+        writers=writers,
+        destinations=(PEERS[3],),
+        tokens=tokens,
+        pages=(0,),
+        generations=(0,),
+        layout_id=b"",
+    )
+
+
+def word_of(room: bytes, writer: PeerAddress, status: HandoffStatus = LANDED) -> Handoff:
+    error = TransferError("gave up") if status is ABORTED else None
+    return Handoff(room=room, writer=writer, status=status, error=error)
+
+
+@st.composite
+def ranges(draw: st.DrawFn, outer: range) -> range:
+    """A range near `outer`: mostly inside it, sometimes empty or leaving it."""
+    start = draw(st.integers(outer.start - 1, outer.stop + 1))
+    return range(start, draw(st.integers(start, outer.stop + 1)))
+
+
+def cells(layers: range, tokens: range) -> set[tuple[int, int]]:
+    return {(layer, token) for layer in layers for token in tokens}
+
+
+class CoverageMachine(RuleBasedStateMachine):
+    """Coverage beside a set of (layer, token)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coverage = Coverage(LAYERS, TOKENS)
+        self.arrived: set[tuple[int, int]] = set()
+
+    @rule(layers=ranges(LAYERS), tokens=ranges(TOKENS))
+    def claim(self, layers: range, tokens: range) -> None:
+        new = cells(layers, tokens)
+        if new and new <= cells(LAYERS, TOKENS) and not new & self.arrived:
+            self.coverage.claim(layers, tokens)
+            self.arrived |= new
+        else:
+            with pytest.raises(TransferError, match=r"outside the grant|arrived twice"):
+                self.coverage.claim(layers, tokens)
+
+    @rule(data=st.data())
+    @precondition(lambda self: len(self.arrived) < len(LAYERS) * len(TOKENS))
+    def claim_something_missing(self, data: st.DataObject) -> None:
+        layer, token = data.draw(st.sampled_from(sorted(cells(LAYERS, TOKENS) - self.arrived)))
+        self.coverage.claim(range(layer, layer + 1), range(token, token + 1))
+        self.arrived.add((layer, token))
+
+    @invariant()
+    def is_complete_when_everything_arrived(self) -> None:
+        assert self.coverage.complete == (self.arrived == cells(LAYERS, TOKENS))
+
+
+@attrs.define
+class ModelRoom:
+    """What must be known of a room: who owes a word, what arrived, whether it is spoilt."""
+
+    writers: tuple[PeerAddress, ...]
+    spoken: dict[PeerAddress, HandoffStatus] = attrs.field(factory=dict)
+    arrived: set[tuple[int, int]] = attrs.field(factory=set)
+    damaged: bool = False
+    stopped: bool = False
+
+    @property
+    def silent(self) -> list[PeerAddress]:
+        return [writer for writer in self.writers if writer not in self.spoken]
+
+    @property
+    def whole(self) -> bool:
+        return not self.damaged and self.arrived == cells(LAYERS, TOKENS)
+
+    def verdict(self) -> list[HandoffStatus]:
+        """The final status of every word: the writers' own, unless the room did not verify."""
+        landed = all(status is LANDED for status in self.spoken.values())
+        if self.damaged or (landed and not self.whole):
+            return [ABORTED] * len(self.writers)
+        return [self.spoken[writer] for writer in self.writers]
+
+
+class ExpectedMachine(RuleBasedStateMachine):
+    """Decode's side with several rooms, up to three writers each, and one peer that writes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expected = Expected(LAYERS)
+        self.rooms: dict[bytes, ModelRoom] = {}
+        self.due: list[tuple[bytes, list[HandoffStatus]]] = []
+        self.settled: Counter[bytes] = Counter()
+        self.count = 0
+
+    def new_room(self) -> bytes:
+        self.count += 1
+        return self.count.to_bytes(16, "big")
+
+    def spoke(self, room: bytes, writer: PeerAddress, status: HandoffStatus) -> list[PeerAddress]:
+        """The model's side of a word; gives who must be told to stop."""
+        state = self.rooms[room]
+        state.spoken[writer] = status
+        if not state.silent:
+            del self.rooms[room]
+            self.due.append((room, state.verdict()))
+            return []
+        return self.stop(state) if status is ABORTED else []
+
+    @staticmethod
+    def stop(state: ModelRoom) -> list[PeerAddress]:
+        first, state.stopped = not state.stopped, True
+        return state.silent if first else []
+
+    def draw_room(self, data: st.DataObject) -> tuple[bytes, ModelRoom]:
+        room = data.draw(st.sampled_from(sorted(self.rooms)))
+        return room, self.rooms[room]
+
+    @rule(count=st.integers(1, 3))
+    def expect(self, count: int) -> None:
+        room = self.new_room()
+        self.expected.expect(grant_of(room, PEERS[:count]))
+        self.rooms[room] = ModelRoom(PEERS[:count])
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rooms)
+    def expect_twice(self, data: st.DataObject) -> None:
+        room, state = self.draw_room(data)
+        with pytest.raises(TransferError, match=f"room {room.hex()} is expected already"):
+            self.expected.expect(grant_of(room, state.writers))
+
+    @rule(data=st.data(), layers=ranges(LAYERS), tokens=ranges(TOKENS))
+    @precondition(lambda self: self.rooms)
+    def place(self, data: st.DataObject, layers: range, tokens: range) -> None:
+        room, state = self.draw_room(data)
+        writer = data.draw(st.sampled_from(PEERS))
+        new = cells(layers, tokens)
+        if writer not in state.silent:
+            with pytest.raises(StaleFrame):
+                self.expected.place(peer_key(writer), room, layers, tokens)
+        elif new and new <= cells(LAYERS, TOKENS) and not new & state.arrived:
+            assert self.expected.place(peer_key(writer), room, layers, tokens).room == room
+            state.arrived |= new
+        else:
+            with pytest.raises(TransferError, match=r"outside the grant|arrived twice"):
+                self.expected.place(peer_key(writer), room, layers, tokens)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rooms)
+    def place_all_that_is_missing(self, data: st.DataObject) -> None:
+        room, state = self.draw_room(data)
+        missing = sorted(cells(LAYERS, TOKENS) - state.arrived)
+        for layer, token in data.draw(st.permutations(missing)):
+            writer = data.draw(st.sampled_from(state.silent))
+            self.expected.place(peer_key(writer), room, range(layer, layer + 1), range(token, token + 1))
+            state.arrived.add((layer, token))
+
+    @rule(data=st.data(), status=st.sampled_from([LANDED, LANDED, ABORTED]))
+    @precondition(lambda self: self.rooms)
+    def speak(self, data: st.DataObject, status: HandoffStatus) -> None:
+        room, state = self.draw_room(data)
+        writer = data.draw(st.sampled_from(PEERS))
+        if writer not in state.silent:
+            with pytest.raises(StaleFrame):
+                self.expected.said(peer_key(writer), word_of(room, writer, status))
+            return
+        told = self.expected.said(peer_key(writer), word_of(room, writer, status))
+        assert told == [peer_key(peer) for peer in self.spoke(room, writer, status)]
+
+    @rule(writer=st.sampled_from(PEERS), data=st.data())
+    def speak_of_an_unknown_room(self, writer: PeerAddress, data: st.DataObject) -> None:
+        room = data.draw(st.sampled_from([b"?" * 16, *self.settled]))
+        with pytest.raises(StaleFrame):
+            self.expected.said(peer_key(writer), word_of(room, writer))
+        with pytest.raises(StaleFrame):
+            self.expected.place(peer_key(writer), room, LAYERS, TOKENS)
+        assert not self.expected.stop(room)
+        assert not self.expected.damaged(room, TransferError("digest"))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rooms)
+    def stop_room(self, data: st.DataObject) -> None:
+        room, state = self.draw_room(data)
+        assert self.expected.stop(room) == [peer_key(peer) for peer in self.stop(state)]
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.rooms)
+    def damage(self, data: st.DataObject) -> None:
+        room, state = self.draw_room(data)
+        state.damaged = True
+        assert self.expected.damaged(room, TransferError("digest")) == [peer_key(peer) for peer in self.stop(state)]
+
+    @rule(peer=st.sampled_from(PEERS))
+    def lose(self, peer: PeerAddress) -> None:
+        told = []
+        for room in [room for room, state in self.rooms.items() if peer in state.silent]:
+            told += self.spoke(room, peer, ABORTED)
+        assert self.expected.lost(peer_key(peer), TransferError("lost")) == [peer_key(other) for other in told]
+
+    @rule()
+    def take(self) -> None:
+        words = self.expected.take_settled()
+        for room, verdict in self.due:
+            mine, words = words[: len(verdict)], words[len(verdict) :]
+            assert [word.room for word in mine] == [room] * len(verdict)
+            assert [word.status for word in mine] == verdict
+            assert [word.writer for word in mine] == list(PEERS[: len(verdict)])
+            assert all((word.error is None) == (word.status is LANDED) for word in mine)
+            self.settled[room] += 1
+        assert not words
+        self.due = []
+
+    @invariant()
+    def settles_exactly_once(self) -> None:
+        assert self.expected.has_settled == bool(self.due)
+        assert all(count == 1 for count in self.settled.values())
+        assert not self.rooms.keys() & self.settled.keys()
+
+
+class AcceptedMachine(RuleBasedStateMachine):
+    """Prefill's side: rooms that are unknown, open, or must never be opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accepted = Accepted()
+        self.open: dict[bytes, list[PeerAddress]] = {}
+        self.buried: set[bytes] = set()
+        self.stops: list[bytes] = []
+
+    @initialize()
+    def begins_empty(self) -> None:
+        assert not self.accepted.has_stops
+        assert self.accepted.take_stops() == []
+
+    @rule(room=st.sampled_from(ROOMS), destination=st.sampled_from(PEERS[:2]))
+    def accept(self, room: bytes, destination: PeerAddress) -> None:
+        grant = attrs.evolve(grant_of(room), destinations=(destination,))
+        if room in self.buried:
+            with pytest.raises(TransferError, match="was aborted before its request arrived"):
+                self.accepted.accept(grant)
+        elif room in self.open:
+            with pytest.raises(TransferError, match="was submitted twice"):
+                self.accepted.accept(grant)
+        else:
+            self.accepted.accept(grant)
+            self.open[room] = [destination]
+
+    @rule(room=st.sampled_from(ROOMS), peer=st.sampled_from(PEERS[:3]))
+    def stop(self, room: bytes, peer: PeerAddress) -> None:
+        unheard_of = self.accepted.stop(peer_key(peer), room, TransferError("stop"))
+        assert unheard_of == (room not in self.open)
+        if unheard_of:
+            self.buried.add(room)
+        elif peer in self.open[room]:
+            self.stops.append(room)
+
+    @rule(peer=st.sampled_from(PEERS[:3]))
+    def lose(self, peer: PeerAddress) -> None:
+        self.accepted.lost(peer_key(peer), TransferError("lost"))
+        self.stops += [room for room, destinations in self.open.items() if peer in destinations]
+
+    @rule(room=st.sampled_from(ROOMS))
+    def finish(self, room: bytes) -> None:
+        self.accepted.finish(room)
+        self.open.pop(room, None)
+        self.stops = [stopped for stopped in self.stops if stopped != room]
+
+    @rule()
+    def take(self) -> None:
+        assert {room for room, _ in self.accepted.take_stops()} == set(self.stops)
+        self.stops = []
+
+    @invariant()
+    def only_open_rooms_are_written(self) -> None:
+        for room in ROOMS:
+            assert self.accepted.writable(room) == (room in self.open)
+        assert self.accepted.has_stops == bool(self.stops)
+
+
+TestCoverage = CoverageMachine.TestCase
+TestExpected = ExpectedMachine.TestCase
+TestAccepted = AcceptedMachine.TestCase
+TestCoverage.settings = settings(max_examples=60, stateful_step_count=25)
+TestExpected.settings = settings(max_examples=120, stateful_step_count=40)
+TestAccepted.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+@given(st.permutations(range(TOKENS.start, TOKENS.stop)))
+def test_tokens_may_arrive_in_any_order(order: list[int]) -> None:
+    coverage = Coverage(LAYERS, TOKENS)
+    for token in order:
+        assert not coverage.complete
+        coverage.claim(LAYERS, range(token, token + 1))
+    assert coverage.complete
+
+
+def test_a_refused_claim_names_both_rectangles() -> None:
+    with pytest.raises(TransferError) as info:
+        Coverage(LAYERS, TOKENS).claim(range(2, 6), range(5, 7))
+    assert all(part in str(info.value) for part in ("[2, 6)", "[5, 7)", "[2, 5)", "[4, 10)"))
+
+
+def test_a_landed_word_without_its_bytes_is_aborted() -> None:
+    expected = Expected(LAYERS)
+    expected.expect(grant_of(ROOMS[0]))
+    expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, TOKENS[:-1])
+    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
+    (word,) = expected.take_settled()
+    assert word.status is ABORTED
+    assert "not every granted token had arrived" in str(word.error)
+
+
+def test_the_first_damage_is_the_reason() -> None:
+    expected = Expected(LAYERS)
+    expected.expect(grant_of(ROOMS[0]))
+    for reason in ("first", "second"):
+        expected.damaged(ROOMS[0], TransferError(reason))
+    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
+    assert str(expected.take_settled()[0].error) == "first"
+
+
+def test_one_writer_lost_tells_the_others_to_stop() -> None:
+    expected = Expected(LAYERS)
+    expected.expect(grant_of(ROOMS[0], PEERS[:3]))
+    told = expected.lost(peer_key(PEERS[1]), TransferError("lost"))
+    assert told == [peer_key(PEERS[0]), peer_key(PEERS[2])]
+    assert not expected.has_settled
+
+
+def test_a_restarted_peer_is_a_stranger() -> None:
+    expected = Expected(LAYERS)
+    expected.expect(grant_of(ROOMS[0]))
+    restarted = attrs.evolve(PEERS[0], epoch=2)
+    with pytest.raises(StaleFrame):
+        expected.place(peer_key(restarted), ROOMS[0], LAYERS, TOKENS)
+    moved = attrs.evolve(PEERS[0], endpoints=("tcp://elsewhere:1",))
+    expected.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS)
+
+
+def test_tombstones_are_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_TOMBSTONES", 3)
+    accepted = Accepted()
+    rooms = [bytes([n]) * 16 for n in range(5)]
+    for room in rooms:
+        assert accepted.stop(peer_key(PEERS[0]), room, TransferError("stop"))
+    assert len(accepted._tombstones) == 3
+    for room in rooms[:2]:
+        accepted.accept(grant_of(room))
+    for room in rooms[2:]:
+        with pytest.raises(TransferError, match="was aborted before"):
+            accepted.accept(grant_of(room))
+
+
+def test_the_first_error_of_aborted_words() -> None:
+    words = [
+        word_of(ROOMS[0], PEERS[0]),
+        attrs.evolve(word_of(ROOMS[0], PEERS[1], ABORTED), error=ConfigError("mine")),
+        word_of(ROOMS[0], PEERS[2], ABORTED),
+    ]
+    assert str(first_error(words)) == "mine"
+    silent = [attrs.evolve(words[1], error=None)]
+    assert isinstance(first_error(silent), TransferError)
