@@ -15,8 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import attrs
-
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
@@ -25,7 +23,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
-from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
+from pdinfer.ports import DecodePort, Port, PrefillPort, Promised, Roster
 from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import check_request
 from pdinfer.ticket import Ticket, refusal
@@ -108,22 +106,9 @@ class Pairing:
         Raises RequestError for a request that can never be served and Overloaded when the line is full; then nothing
         was taken.
         """
-        request_id = request.request_id
-        if request_id is None:
-            request_id = self._random_bytes(8).hex()
         check_request(request, self._roster.roomiest_limits())
-        sampling = request.sampling
-        if sampling.seed is None:
-            sampling = attrs.evolve(sampling, seed=int.from_bytes(self._random_bytes(8), "little"))
-        deadline_s = self.config.default_deadline_s if request.deadline_s is None else request.deadline_s
-        now = self._clock()
-        ticket = Ticket(
-            request_id,
-            attrs.evolve(request, request_id=request_id, sampling=sampling),
-            submitted_at=now,
-            deadline_at=None if deadline_s is None else now + deadline_s,
-            num_tokens=len(request.output),
-        )
+        ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
+        request_id = ticket.request_id
         with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
             if self._closed:
                 raise RequestError("the pairing is closed")
@@ -187,12 +172,7 @@ class Pairing:
         if self._closed or any(port.wait(0.0) for port in self._roster.all):
             return True
         now = self._clock()
-        # a request that a port holds past its deadline is that port's to end: waking up again would not help
-        ends = [
-            ticket.deadline_at
-            for ticket in list(self._tickets.values())
-            if ticket.deadline_at is not None and (ticket.decode is None or not ticket.expired(now))
-        ]
+        ends = [end for ticket in list(self._tickets.values()) if (end := ticket.wakes_at(now)) is not None]
         left_s = min(ends, default=float("inf")) - now
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
@@ -315,23 +295,22 @@ class Pairing:
         now = self._clock()
         most = self._roster.most_tokens
         for ticket in list(self._line):
-            side = next((side for side, tokens in most.items() if ticket.max_tokens > tokens), None)
-            if ticket.expired(now):
+            end = ticket.end_in_line(now, most)
+            if end is not None:
                 self._line.remove(ticket)
-                self._end(ticket, FinishReason.DEADLINE)
-            elif side is not None:
-                self._line.remove(ticket)
-                error = TransferError(f"no {side} port is left that holds its {ticket.max_tokens} tokens")
-                self._end(ticket, FinishReason.FAILED, error)
+                self._end(ticket, *end)
+        promised = self._promised() if self._line else Promised()
         for ticket in sorted(self._line, key=lambda ticket: -ticket.request.priority):
-            if not self._assign(ticket, now):
+            if not self._assign(ticket, now, promised):
                 break
 
-    def _assign(self, ticket: Ticket, now: float) -> bool:
+    def _assign(self, ticket: Ticket, now: float, promised: Promised) -> bool:
         limit = self.config.max_queued_per_decode
-        choice = self._roster.choose(self._policy, ticket.shape(self._num_choices), max_queued_per_decode=limit)
+        shape = ticket.shape(self._num_choices)
+        choice = self._roster.choose(self._policy, shape, promised, max_queued_per_decode=limit)
         if choice is None:
             return False
+        promised.add(choice.prefill, shape)
         self._num_choices += 1
         self._line.remove(ticket)
         ticket.prefill, ticket.decode, ticket.line_s = choice.prefill, choice.decode, now - ticket.submitted_at
@@ -356,6 +335,7 @@ class Pairing:
         """Tells prefill to start; its port may have left since the choice."""
         ticket.landed = False
         port = self._roster.prefills.get(granted.grant.writers[0])
+        ticket.forwarded = port is not None
         if port is None:
             self._reroute(ticket)
         else:
@@ -375,13 +355,18 @@ class Pairing:
         """Another prefill for a request that decode holds already."""
         assert ticket.decode is not None
         decode = self._roster.decodes[ticket.decode]
-        choice = self._roster.choose(self._policy, ticket.shape(self._num_choices), decode=ticket.decode)
+        shape = ticket.shape(self._num_choices)
+        choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
         if choice is None:
             decode.cancel(ticket.request_id)
             self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
         else:
-            ticket.prefill = choice.prefill
+            ticket.prefill, ticket.forwarded = choice.prefill, False
             decode.submit(ticket.request, writers=(choice.prefill,))
+
+    def _promised(self) -> Promised:
+        coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
+        return Promised((ticket.prefill, ticket.shape(self._num_choices)) for ticket in coming)
 
     # -- small things -----------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
+
+import attrs
 
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
@@ -50,6 +53,30 @@ class DecodePort(Port, Protocol):
 
 
 AnyPort = TypeVar("AnyPort", bound=Port)
+
+
+class Promised:
+    """What each prefill will get once decode has granted its pages. It cannot know of that itself, and a policy that
+    went by its load alone would send a whole burst to one prefill."""
+
+    def __init__(self, promises: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
+        self._requests: Counter[PeerAddress] = Counter()
+        self._tokens: Counter[PeerAddress] = Counter()
+        for prefill, shape in promises:
+            if prefill is not None:
+                self.add(prefill, shape)
+
+    def add(self, prefill: PeerAddress, shape: RequestShape) -> None:
+        self._requests[prefill] += 1
+        self._tokens[prefill] += shape.num_prompt_tokens + shape.num_output_tokens
+
+    def on_top_of(self, load: PrefillLoad) -> PrefillLoad:
+        """The load with what is promised."""
+        return attrs.evolve(
+            load,
+            num_queued_requests=load.num_queued_requests + self._requests[load.address],
+            num_queued_tokens=load.num_queued_tokens + self._tokens[load.address],
+        )
 
 
 class Roster:
@@ -99,12 +126,18 @@ class Roster:
         return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
 
     def choose(
-        self, policy: Policy, shape: RequestShape, *, max_queued_per_decode: int = 0, decode: PeerAddress | None = None
+        self,
+        policy: Policy,
+        shape: RequestShape,
+        promised: Promised,
+        *,
+        max_queued_per_decode: int = 0,
+        decode: PeerAddress | None = None,
     ) -> Choice | None:
         """What `policy` says of the ports that can hold the request and are not full; with `decode`, of the prefills
         for that one, full or not."""
         total = shape.num_prompt_tokens + shape.max_new_tokens
-        prefills = [port.load() for port in self._fitting(self.prefills, total)]
+        prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total)]
         if decode is not None:
             return policy(shape, prefills, [self.decodes[decode].load()])
         decodes = [port.load() for port in self._fitting(self.decodes, total)]

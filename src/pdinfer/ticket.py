@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import attrs
 
-from pdinfer.errors import PDInferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, TokenEvent, Usage
 
 
 @attrs.define(eq=False)
 class Ticket:
     """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
-    by the first token after a grant: from then on prefill is out of it."""
+    by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
+    under way; before that only we know that it is coming."""
 
     request_id: str
     request: Request
@@ -21,8 +24,28 @@ class Ticket:
     decode: PeerAddress | None = None
     line_s: float = 0.0
     num_tokens: int = 0
+    forwarded: bool = False
     landed: bool = False
     cancelled: bool = False
+
+    @classmethod
+    def of(
+        cls, request: Request, now: float, default_deadline_s: float | None, random_bytes: Callable[[int], bytes]
+    ) -> Ticket:
+        """Makes up an id and a seed where the request has none."""
+        request_id, sampling = request.request_id, request.sampling
+        if request_id is None:
+            request_id = random_bytes(8).hex()
+        if sampling.seed is None:
+            sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
+        deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
+        return cls(
+            request_id,
+            attrs.evolve(request, request_id=request_id, sampling=sampling),
+            submitted_at=now,
+            deadline_at=None if deadline_s is None else now + deadline_s,
+            num_tokens=len(request.output),
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -36,6 +59,22 @@ class Ticket:
     def expired(self, now: float) -> bool:
         """Whether its deadline is over."""
         return self.deadline_at is not None and now >= self.deadline_at
+
+    def wakes_at(self, now: float) -> float | None:
+        """When its deadline is worth waking up for. A deadline that is over is so in the line; a request that a port
+        holds is that port's to end."""
+        return None if self.decode is not None and self.expired(now) else self.deadline_at
+
+    def end_in_line(
+        self, now: float, most_tokens: Mapping[str, int]
+    ) -> tuple[FinishReason, PDInferError | None] | None:
+        """Why it need not wait any longer, if so; `most_tokens` is what the ports of each side can hold."""
+        if self.expired(now):
+            return FinishReason.DEADLINE, None
+        side = next((side for side, tokens in most_tokens.items() if self.max_tokens > tokens), None)
+        if side is None:
+            return None
+        return FinishReason.FAILED, TransferError(f"no {side} port is left that holds its {self.max_tokens} tokens")
 
     def request_at(self, now: float) -> Request:
         """The request as the next hop gets it: with the seconds that are left."""

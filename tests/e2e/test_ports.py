@@ -1,0 +1,326 @@
+"""Ports are chosen by a policy, join and leave during a run, and may break without taking others along."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+import pdinfer as pd
+from pdinfer.testing import random_model
+from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from tests.e2e.setups import (
+    PROMPT,
+    Setup,
+    by_request,
+    collect,
+    greedy,
+    hang,
+    join,
+    local,
+    model_of,
+    pool_of,
+    prompt_of,
+    recover,
+    reference,
+    request,
+    tokens_of,
+    watch,
+)
+
+EXPECTED = list(reference("v3", PROMPT, 5).tokens)
+
+
+def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
+    """That many engines with a pool each."""
+    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
+    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+
+
+def spread(setup: Setup, requests: Sequence[pd.Request]) -> tuple[list[int], list[int]]:
+    """How many requests each prefill and each decode got; all are submitted before the first step."""
+    seen = [watch(decode) for decode in setup.decodes]
+    for one in requests:
+        setup.pairing.submit(one)
+    collect(setup.pairing)
+    grants = [[event.grant for event in events if isinstance(event, pd.Granted)] for events in seen]
+    writers = Counter(grant.writers[0] for some in grants for grant in some)
+    return [writers[prefill.address] for prefill in setup.prefills], [len(some) for some in grants]
+
+
+def check_streams(events: Sequence[pd.TokenEvent], *names: str, count: int = 5) -> None:
+    """Those requests, all with the right tokens."""
+    streams = by_request(events)
+    expected = list(reference("v3", PROMPT, count).tokens)
+    assert {name: tokens_of(streams[name]) for name in names} == dict.fromkeys(names, expected)
+
+
+def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
+    """Those requests, each ended FAILED by a TransferError."""
+    streams = by_request(events)
+    for name in names:
+        last = streams[name][-1]
+        assert (last.finish_reason, last.token) == (pd.FinishReason.FAILED, None)
+        assert isinstance(last.error, pd.TransferError)
+
+
+# -- choosing -----------------------------------------------------------------------------------------------------
+
+
+def test_round_robin_takes_every_port_in_turn() -> None:
+    with several(2, 3, policy=pd.policy.round_robin) as setup:
+        assert spread(setup, [request(str(number)) for number in range(12)]) == ([6, 6], [4, 4, 4])
+        setup.check_idle()
+
+
+def test_least_tokens_keeps_away_from_long_prompts() -> None:
+    long = request("long", prompt=prompt_of(80))
+    with several(2, 2) as setup:
+        prefills, decodes = spread(setup, [long, *(request(str(number), prompt=prompt_of(10)) for number in range(8))])
+    # the long prompt weighs as much as all eight others
+    assert prefills == [1, 8]
+    assert decodes == [1, 8]
+
+
+def test_least_tokens_counts_what_a_pool_can_hold() -> None:
+    pools = [pool_of(model_of(), num_pages=count) for count in (64, 20, 60)]
+    with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:]) as setup:
+        _, decodes = spread(setup, [request(str(number)) for number in range(8)])
+    assert decodes == [2, 6]
+
+
+def test_a_policy_of_ones_own_sees_loads_and_may_say_wait() -> None:
+    seen: list[tuple[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]]] = []
+
+    def stubborn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
+        seen.append((shape, prefills, decodes))
+        return None if len(seen) < 3 else Choice(prefill=prefills[1].address, decode=decodes[0].address)
+
+    with several(2, 2, policy=stubborn) as setup:
+        setup.pairing.submit(request(priority=3))
+        events = setup.pairing.step() + setup.pairing.step()
+        assert (events, setup.pairing.num_unfinished) == ([], 1)
+        check_streams(collect(setup.pairing), "a")
+        shape, prefills, decodes = seen[0]
+        assert (shape.num_prompt_tokens, shape.max_new_tokens, shape.priority) == (len(PROMPT), 5, 3)
+        assert [load.address for load in prefills] == [prefill.address for prefill in setup.prefills]
+        assert [load.num_total_pages for load in decodes] == [64, 64]
+
+
+def test_a_request_goes_where_it_fits() -> None:
+    pools = [pool_of(model_of(), num_pages=count) for count in (64, 8, 64)]
+    with join(
+        model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], policy=pd.policy.round_robin
+    ) as setup:
+        large = [request(str(number), prompt=prompt_of(40)) for number in range(4)]
+        assert spread(setup, large) == ([4], [0, 4])
+
+
+# -- joining and leaving ------------------------------------------------------------------------------------------
+
+
+def test_ports_join_during_a_run() -> None:
+    with several(2, 2) as setup:
+        late_prefill, late_decode = setup.prefills.pop(), setup.decodes.pop()
+        pairing = pd.Pairing(setup.prefills, setup.decodes, policy=pd.policy.round_robin)
+        seen = watch(late_decode)
+        pairing.submit(request("early", 12))
+        events = pairing.step() + pairing.step()
+        pairing.add(late_prefill)
+        pairing.add(late_decode)
+        for number in range(4):
+            pairing.submit(request(str(number)))
+        events += collect(pairing)
+        pairing.close()
+    check_streams(events, "early", count=12)
+    check_streams(events, *"0123")
+    grants = [event.grant for event in seen if isinstance(event, pd.Granted)]
+    assert len(grants) == 2
+    assert {grant.writers[0] for grant in grants} <= {late_prefill.address, setup.prefills[0].address}
+
+
+def test_a_port_of_another_model_does_not_join_and_the_others_go_on() -> None:
+    other = random_model(seed=5)
+    with several(1, 1, "tcp") as setup:
+        setup.pairing.submit(request())
+        stranger = pd.DecodeEngine(other, pd.KVChannel(pool_of(other), pd.kv.SocketTransport()))
+        with stranger, pytest.raises(pd.LayoutMismatch) as caught:
+            setup.pairing.add(stranger)
+        assert [name for name, _, _ in caught.value.fields] == ["weights_id"]
+        check_streams(collect(setup.pairing), "a")
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_prefill_removed_before_its_hand_off_hands_its_requests_to_another(transport: str) -> None:
+    with several(2, 1, transport, policy=pd.policy.round_robin) as setup:
+        leaving = setup.prefills[0]
+        hang(leaving)
+        for number in range(4):
+            setup.pairing.submit(request(str(number)))
+        events = setup.pairing.step()
+        assert leaving.load().num_queued_requests == 2
+        setup.pairing.remove(leaving, drain_s=0.0)
+        events += collect(setup.pairing)
+        check_streams(events, *"0123")
+        # the pages that it might still write are not free before it says that it stopped
+        pool = setup.decodes[0].channel.pool
+        assert pool.num_granted == 6
+        recover(leaving)
+        leaving.step()
+        setup.check_idle()
+
+
+def test_a_prefill_removed_while_its_requests_wait_for_pages_is_replaced() -> None:
+    with several(2, 1, engine=pd.EngineConfig(max_running_requests=1), policy=pd.policy.round_robin) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(str(number)))
+        events = setup.pairing.step() + setup.pairing.step()
+        setup.pairing.remove(setup.prefills[0], drain_s=0.0)
+        setup.prefills[0].close()
+        check_streams(events + collect(setup.pairing), *"0123")
+
+
+def test_a_prefill_that_left_is_replaced_when_its_request_is_retracted() -> None:
+    pools = [pool_of(model_of(), num_pages=count) for count in (64, 64, 20)]
+    with join(
+        model_of(), "loopback", prefill_pools=pools[:2], decode_pools=pools[2:], policy=pd.policy.round_robin
+    ) as setup:
+        seen = watch(setup.decodes[0])
+        for name in "ab":
+            setup.pairing.submit(request(name, 50))
+        events = [event for _ in range(4) for event in setup.pairing.step()]
+        assert {event.request_id for event in events} == {"a", "b"}
+        setup.pairing.remove(setup.prefills[1], drain_s=0.0)
+        setup.prefills[1].close()
+        check_streams(events + collect(setup.pairing), *"ab", count=50)
+        assert sum(isinstance(event, pd.Granted) for event in seen) > 2
+
+
+def test_a_removed_prefill_may_finish_what_it_has() -> None:
+    with several(2, 1, engine=pd.EngineConfig(chunked_prefill_size=2), policy=pd.policy.round_robin) as setup:
+        seen = watch(setup.decodes[0])
+        setup.pairing.submit(request("a"))
+        setup.pairing.step()
+        setup.pairing.remove(setup.prefills[0], drain_s=30.0)
+        assert not setup.pairing._assigned(setup.prefills[0].address)
+        for name in "bc":
+            setup.pairing.submit(request(name))
+        check_streams(collect(setup.pairing), *"abc")
+        writers = [event.grant.writers[0] for event in seen if isinstance(event, pd.Granted)]
+        assert writers == [prefill.address for prefill in (setup.prefills[0], setup.prefills[1], setup.prefills[1])]
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_requests_of_a_removed_decode_fail_and_others_go_on(num_steps: int) -> None:
+    with several(1, 2, policy=pd.policy.round_robin) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(str(number), 12))
+        events = [event for _ in range(num_steps) for event in setup.pairing.step()]
+        setup.pairing.remove(setup.decodes[0], drain_s=0.0)
+        events += collect(setup.pairing)
+        check_failed(events, "0", "2")
+        check_streams(events, "1", "3", count=12)
+        setup.pairing.submit(request("after"))
+        check_streams(collect(setup.pairing), "after")
+        setup.check_idle()
+
+
+def test_a_removed_decode_may_finish_what_it_has() -> None:
+    with several(1, 2, policy=pd.policy.round_robin) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(str(number)))
+        setup.pairing.remove(setup.decodes[0], drain_s=30.0)
+        check_streams(collect(setup.pairing), *"0123")
+        setup.check_idle()
+
+
+def test_without_a_prefill_what_runs_goes_on_and_the_rest_fails() -> None:
+    with several(1, 1) as setup:
+        setup.pairing.submit(request("running", 12))
+        events = setup.pairing.step() + setup.pairing.step()
+        setup.pairing.remove(setup.prefills[0], drain_s=0.0)
+        setup.pairing.submit(request("late"))
+        events += collect(setup.pairing)
+        check_streams(events, "running", count=12)
+        check_failed(events, "late")
+        assert "no prefill port is left" in str(by_request(events)["late"][-1].error)
+        setup.pairing.add(setup.prefills[0])
+        setup.pairing.submit(request("again"))
+        check_streams(collect(setup.pairing), "again")
+
+
+def test_a_request_that_fits_no_port_any_more_fails_and_holds_nobody_up() -> None:
+    pools = [pool_of(model_of(), num_pages=count) for count in (64, 8, 64)]
+    with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:]) as setup:
+        setup.pairing.submit(request("large", prompt=prompt_of(60), priority=1))
+        setup.pairing.submit(request("small"))
+        setup.pairing.remove(setup.decodes[1], drain_s=0.0)
+        events = collect(setup.pairing, timeout_s=10.0)
+    check_streams(events, "small")
+    check_failed(events, "large")
+
+
+# -- breaking -----------------------------------------------------------------------------------------------------
+
+
+def broken() -> list[object]:
+    raise RuntimeError("the device fell off")
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_prefill_that_breaks_is_closed_and_its_requests_go_to_another(transport: str) -> None:
+    with several(2, 1, transport, policy=pd.policy.round_robin) as setup:
+        hang(setup.prefills[0])
+        for number in range(4):
+            setup.pairing.submit(request(str(number)))
+        events = setup.pairing.step()
+        setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
+        check_streams(events + collect(setup.pairing), *"0123")
+        setup.prefills.pop(0)
+        setup.check_idle()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_when_the_only_prefill_breaks_its_requests_fail(transport: str) -> None:
+    with several(1, 1, transport) as setup:
+        setup.pairing.submit(request("running", 12))
+        events: list[pd.TokenEvent] = []
+        while not events:
+            events = setup.pairing.step()
+        hang(setup.prefills[0])
+        setup.pairing.submit(request("waiting"))
+        events += setup.pairing.step()
+        setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
+        events += collect(setup.pairing)
+        check_streams(events, "running", count=12)
+        check_failed(events, "waiting")
+        setup.prefills.clear()
+        setup.check_idle()
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_a_decode_that_breaks_fails_its_requests_and_no_others(transport: str) -> None:
+    with several(1, 2, transport, policy=pd.policy.round_robin) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(str(number), 12))
+        events = setup.pairing.step() + setup.pairing.step()
+        setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
+        events += collect(setup.pairing)
+        check_failed(events, "0", "2")
+        assert all("the device fell off" in str(by_request(events)[name][-1].error) for name in "02")
+        check_streams(events, "1", "3", count=12)
+        setup.decodes.pop(0)
+        setup.check_idle()
+
+
+def test_when_the_only_decode_breaks_what_waits_in_the_line_fails_too() -> None:
+    config = pd.PairingConfig(max_queued_per_decode=1)
+    with local(engine=pd.EngineConfig(max_running_requests=1), config=config) as setup:
+        for number in range(4):
+            setup.pairing.submit(request(str(number), 12, sampling=greedy(12)))
+        events = setup.pairing.step()
+        setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
+        check_failed(events + collect(setup.pairing), *"0123")
+        assert setup.pairing.num_unfinished == 0

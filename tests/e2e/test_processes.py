@@ -1,0 +1,232 @@
+"""Prefill and decode in processes of their own: the same tokens, and a process that dies takes only its own along."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import attrs
+import pytest
+
+import pdinfer as pd
+from tests.e2e.setups import PROMPT, by_request, collect, greedy, local, prompt_of, reference, request, tokens_of
+from tests.e2e.worker import Worker, Workers, wait_until
+
+EXPECTED = list(reference("v3", PROMPT, 5).tokens)
+PROMPTLY_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    pool = Workers(4)
+    yield pool
+    pool.close()
+
+
+@attrs.frozen
+class Fleet:
+    """A Pairing of engines in worker processes."""
+
+    pairing: pd.Pairing
+    prefills: list[Worker]
+    decodes: list[Worker]
+
+    def close(self) -> None:
+        """Closes, and checks that every engine still alive was closed whole."""
+        self.pairing.close()
+        for worker in [*self.prefills, *self.decodes]:
+            if worker.process.is_alive():
+                assert worker.stopped() == (0, 0)
+
+    def step_until(self, num_events: int, timeout_s: float = 30.0) -> list[pd.TokenEvent]:
+        """Steps until there are that many events."""
+        events: list[pd.TokenEvent] = []
+        end = time.monotonic() + timeout_s
+        while len(events) < num_events:
+            assert time.monotonic() < end, f"only {len(events)} events came"
+            events += self.pairing.step()
+            self.pairing.wait(0.05)
+        return events
+
+
+@contextmanager
+def fleet(workers: Workers, num_prefill: int = 1, num_decode: int = 1, **more: Any) -> Iterator[Fleet]:
+    """That many engines of each side; `more` is for the engines."""
+    taken = workers.take(num_prefill + num_decode)
+    prefills, decodes = taken[:num_prefill], taken[num_prefill:]
+    pairing = pd.Pairing(
+        [worker.serve("prefill", **more) for worker in prefills],
+        [worker.serve("decode", **more) for worker in decodes],
+        policy=pd.policy.round_robin,
+    )
+    made = Fleet(pairing, prefills, decodes)
+    yield made
+    made.close()
+
+
+def check_streams(events: list[pd.TokenEvent], *names: str, count: int = 5) -> None:
+    """Those requests, all with the right tokens."""
+    streams = by_request(events)
+    expected = list(reference("v3", PROMPT, count).tokens)
+    assert {name: tokens_of(streams[name]) for name in names} == dict.fromkeys(names, expected)
+
+
+def test_tokens_are_those_of_one_process(workers: Workers) -> None:
+    sampled = pd.SamplingParams(max_new_tokens=20, top_k=8, top_p=0.9, seed=4)
+    requests = [
+        pd.Request(request_id=f"{length}/{name}", prompt=prompt_of(length), sampling=sampling)
+        for length in (1, 16, 50)
+        for name, sampling in (("greedy", greedy(20)), ("sampled", sampled))
+    ]
+    with local() as setup:
+        alone = {key: tokens_of(stream) for key, stream in by_request(setup.pairing.generate(requests)).items()}
+    # a pool that is too small for all, so that requests also go back and are prefilled again
+    with fleet(workers, num_pages=24, config=pd.EngineConfig(chunked_prefill_size=16)) as processes:
+        streams = by_request(processes.pairing.generate(requests))
+        assert {key: tokens_of(stream) for key, stream in streams.items()} == alone
+        for one in requests:
+            usage = streams[str(one.request_id)][-1].usage
+            assert usage is not None
+            assert usage.prompt_tokens == len(one.prompt)
+            assert usage.ttft_s is not None
+            assert 0 < usage.ttft_s < 30
+
+
+def test_several_of_each_share_the_work(workers: Workers) -> None:
+    with fleet(workers, 2, 2) as processes:
+        for number in range(8):
+            processes.pairing.submit(request(str(number)))
+        check_streams(collect(processes.pairing), *"01234567")
+
+
+def test_cancel_reaches_the_other_process(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        processes.pairing.submit(request("a", 400))
+        processes.pairing.submit(request("b", 400))
+        events = processes.step_until(4)
+        started = time.monotonic()
+        processes.pairing.cancel("a")
+        processes.pairing.cancel("b")
+        events += collect(processes.pairing)
+        assert time.monotonic() - started < PROMPTLY_S
+        for stream in by_request(events).values():
+            assert stream[-1].finish_reason is pd.FinishReason.CANCELLED
+            assert tuple(tokens_of(stream)) == reference("v3", PROMPT, 400).tokens[: len(stream) - 1]
+
+
+def test_a_bad_request_fails_alone(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        events = list(processes.pairing.generate([request("bad", prompt=(97,)), request("good")]))
+    check_streams(events, "good")
+    assert isinstance(by_request(events)["bad"][0].error, pd.RequestError)
+
+
+def test_closing_the_pairing_cancels_what_is_unfinished(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        for name in "ab":
+            processes.pairing.submit(request(name, 400))
+        events = processes.step_until(2)
+        started = time.monotonic()
+        processes.pairing.close()
+        processes.pairing.close()
+        assert time.monotonic() - started < PROMPTLY_S
+        streams = by_request(events + processes.pairing.step())
+    assert [stream[-1].finish_reason for stream in streams.values()] == [pd.FinishReason.CANCELLED] * 2
+
+
+def test_a_connection_that_breaks_closes_the_engine_behind_it(workers: Workers) -> None:
+    (worker,) = workers.take(1)
+    client = worker.serve("decode")
+    client._mailman.connection.close()
+    assert worker.stopped() == (0, 0)
+
+
+def test_models_that_differ_are_refused_by_name(workers: Workers) -> None:
+    prefill, decode = workers.take(2)
+    ports = prefill.serve("prefill", seed=0), decode.serve("decode", seed=1, page_size=16)
+    with pytest.raises(pd.LayoutMismatch, match="weights_id") as caught:
+        pd.Pairing(*ports)
+    assert [name for name, _, _ in caught.value.fields] == ["weights_id"]
+    assert len({*caught.value.fields[0]}) == 3
+    for worker, port in zip((prefill, decode), ports, strict=True):
+        port.close()
+        assert worker.stopped() == (0, 0)
+
+
+def test_pages_of_different_sizes_are_no_difference(workers: Workers) -> None:
+    prefill, decode = workers.take(2)
+    with pd.Pairing(prefill.serve("prefill", page_size=5), decode.serve("decode", page_size=16)) as pairing:
+        assert tokens_of(pairing.generate([request()])) == EXPECTED
+    assert (prefill.stopped(), decode.stopped()) == ((0, 0), (0, 0))
+
+
+def test_a_deadline_is_kept_while_prefill_stands_still(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        with processes.prefills[0].frozen():
+            started = time.monotonic()
+            processes.pairing.submit(request(deadline_s=0.5))
+            events = collect(processes.pairing)
+            late_s = time.monotonic() - started - 0.5
+        assert [event.finish_reason for event in events] == [pd.FinishReason.DEADLINE]
+        assert -0.01 <= late_s < 0.75
+        processes.pairing.submit(request("after"))
+        check_streams(collect(processes.pairing), "after")
+
+
+# -- the last tests use processes up ------------------------------------------------------------------------------
+
+
+def test_requests_of_a_killed_prefill_go_to_another(workers: Workers) -> None:
+    with fleet(workers, 2, 1) as processes:
+        with processes.prefills[0].frozen():
+            for number in range(6):
+                processes.pairing.submit(request(str(number), 12))
+            events = processes.step_until(6)
+            assert {event.request_id for event in events} <= {"1", "3", "5"}
+            processes.prefills[0].kill()
+            started = time.monotonic()
+            events += collect(processes.pairing)
+            assert time.monotonic() - started < PROMPTLY_S
+        check_streams(events, *"012345", count=12)
+        processes.pairing.submit(request("after"))
+        check_streams(collect(processes.pairing), "after")
+
+
+def test_requests_of_a_killed_decode_fail_promptly_and_no_others(workers: Workers) -> None:
+    with fleet(workers, 1, 2) as processes:
+        for number in range(6):
+            processes.pairing.submit(request(str(number), 200))
+        events = processes.step_until(12)
+        processes.decodes[0].kill()
+        started = time.monotonic()
+        while {event.request_id for event in events if event.finish_reason} != {"0", "2", "4"}:
+            assert time.monotonic() - started < PROMPTLY_S
+            events += processes.pairing.step()
+            processes.pairing.wait(0.05)
+        processes.pairing.submit(request("after"))
+        events += collect(processes.pairing)
+        check_streams(events, "1", "3", "5", count=200)
+        check_streams(events, "after")
+        for name in "024":
+            last = by_request(events)[name][-1]
+            assert last.finish_reason is pd.FinishReason.FAILED
+            assert isinstance(last.error, pd.TransferError)
+
+
+def test_without_any_prefill_requests_fail_promptly(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        with processes.prefills[0].frozen():
+            processes.pairing.submit(request("waiting"))
+            processes.pairing.step()
+            wait_until(lambda: processes.pairing.step() == [] and processes.pairing.num_unfinished == 1)
+            processes.prefills[0].kill()
+            started = time.monotonic()
+            events = collect(processes.pairing)
+            processes.pairing.submit(request("late"))
+            events += collect(processes.pairing)
+            assert time.monotonic() - started < PROMPTLY_S
+        assert {name: stream[-1].finish_reason for name, stream in by_request(events).items()} == dict.fromkeys(
+            ("waiting", "late"), pd.FinishReason.FAILED
+        )
