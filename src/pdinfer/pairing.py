@@ -245,11 +245,11 @@ class Pairing:
     def _part_with(self, address: PeerAddress, error: Exception) -> None:
         was_decode = address in self._roster.decodes
         self._roster.drop(address)
-        for ticket in self._assigned(address):
-            if was_decode:
+        for ticket in list(self._tickets.values()):
+            if was_decode and ticket.decode == address:
                 self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
-            else:
-                self._reroute(ticket)
+            elif ticket.prefill == address and ticket.decode is not None:
+                self._reroute(ticket)  # a running one too: it will need a prefill if it is retracted
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -357,12 +357,12 @@ class Pairing:
         decode = self._roster.decodes[ticket.decode]
         shape = ticket.shape(self._num_choices)
         choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
-        if choice is None:
+        if choice is not None:
+            ticket.prefill, ticket.forwarded = choice.prefill, ticket.landed
+            decode.submit(ticket.request, writers=(choice.prefill,))
+        elif not ticket.landed:
             decode.cancel(ticket.request_id)
             self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
-        else:
-            ticket.prefill, ticket.forwarded = choice.prefill, False
-            decode.submit(ticket.request, writers=(choice.prefill,))
 
     def _promised(self) -> Promised:
         coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]

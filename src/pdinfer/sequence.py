@@ -57,6 +57,10 @@ class Sequence:
         """Prompt and output when it has run to its length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
 
+    def tokens_to_reserve(self, max_attempts: int) -> int:
+        """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
+        return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
+
     def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Whether `token`, just appended, is the last one."""
         sampling = self.request.sampling
