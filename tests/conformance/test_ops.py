@@ -53,6 +53,13 @@ def assert_close(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
         assert error <= 4 * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
+def assert_rounded_once(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """As `assert_close`; in less than float32 also each value next to the exact one, as after float32 arithmetic."""
+    assert_close(got, exact, dtype)
+    if dtype != torch.float32:
+        torch.testing.assert_close(got.cpu().double(), exact, rtol=0.51 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 # Rows
 
 
@@ -63,7 +70,7 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
     x[1:2] *= 1000
     x[2:3] = 0
     got = op_of(provider, "rms_norm", device)(x.to(device), weight.to(device), 1e-6)
-    assert_close(got, reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
+    assert_rounded_once(got, reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
 
 
 @for_every_provider
@@ -80,7 +87,7 @@ def test_gated_silu(provider: str, device: str, dtype: torch.dtype, rows: int, w
     x = draw(rows, 2 * width).to(dtype)
     x[1:2] *= 100
     got = op_of(provider, "gated_silu", device)(x.to(device))
-    assert_close(got, reference.gated_silu(x.double()), dtype)
+    assert_rounded_once(got, reference.gated_silu(x.double()), dtype)
 
 
 @for_every_provider
@@ -91,7 +98,7 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
     angles = draw(rows, width // 2, seed=1) * 100
     got = op_of(provider, "rotate", device)(x, angles.cos().to(device), angles.sin().to(device))
     assert torch.equal(x, before)
-    assert_close(got, reference.rotate(x.cpu().double(), angles.cos(), angles.sin()), dtype)
+    assert_rounded_once(got, reference.rotate(x.cpu().double(), angles.cos(), angles.sin()), dtype)
 
 
 @for_every_provider
