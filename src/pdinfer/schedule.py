@@ -68,6 +68,8 @@ def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
 
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
+    if not isinstance(sampling, SamplingParams):
+        raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
     defaults = SamplingParams()
     for name in _NOT_YET:
         if getattr(sampling, name) != getattr(defaults, name):
@@ -113,7 +115,7 @@ def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def plan_chunk(remaining: Sequence[int], *, chunk_size: int, max_tokens: int) -> list[int]:
