@@ -168,7 +168,7 @@ KEPT = [
         {"kernels.triton_mla": "import triton", "kv.pool": "import time, attrs", "model": "import torch"},
     ),
     (house.unsafe, {"model": "model.eval()\nimport json\njson.load(f)\nnp.load(f, allow_pickle=False)"}),
-    (house.manners, {"topology": "import os\nos.environ['RANK']", "kv.mooncake": "import os\nos.getenv('MC_X')"}),
+    (house.manners, {"topology": "import os\nos.environ['RANK']"}),
     (house.manners, {"__init__": "__all__ = ['a']", "errors": "BY_CODE = {x.code: x for x in X}\nNAMES = ('a',)"}),
     (house.sizes, {"model": "def f():\n" + "    x = 1\n" * 59}),
 ]

@@ -103,9 +103,9 @@ class KVLayout:
         held = range(first_token, first_token + len(pages) * self.page_size)
         if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
             raise ConfigError(f"tokens {tokens} are asked for and the pages hold {held}")
-        if pages and not 0 <= min(pages) <= max(pages) < num_pages:
-            raise ConfigError(f"pages from {min(pages)} to {max(pages)} are named and the pool has {num_pages}")
         runs = list(self._runs(tokens, pages, first_token))
+        if any(start < 0 or start + count > num_pages * self.page_size for start, count in runs):
+            raise ConfigError(f"one of the pages {list(pages)[:8]} … is not in a pool of {num_pages}")
         spans: Spans = []
         region = 0
         for component in self.components:
