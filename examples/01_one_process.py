@@ -14,12 +14,17 @@ CHECKPOINT = Path(__file__).parent / "tiny"
 
 
 def main(checkpoint: Path) -> None:
-    prompts = ["set abc=48213; set xyz=7f0q; get abc=", "copy k3v9 > ", "calc 47+38=", "One day, Tom "]
+    prompts = [
+        "set abc=48213; set xyz=7f0q; get abc=",
+        "copy k3v9 > ",
+        "calc 47+38=",
+        "One summer Zoe found a blue lamp under a tree. She ",
+    ]
     requests = [
         pd.Request(
             request_id=prompt,
             prompt=(BOS, *encode(prompt)),
-            sampling=pd.SamplingParams(temperature=0, max_new_tokens=24, stop_token_ids=(ord(";"),)),
+            sampling=pd.SamplingParams(temperature=0, max_new_tokens=200, stop_token_ids=(ord(";"),)),
         )
         for prompt in prompts
     ]

@@ -23,9 +23,10 @@ from pdinfer.types import DecodeLoad, PrefillLoad
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 PAGES = pd.CacheConfig(page_size=16, num_pages=1024)
-STORY = "One morning, Tom gave Mia a red box. "
+STORY = "One morning Tom found an old key by the river. He "
+FILLER = "Zoe gave the lamp to Ben, and Ben smiled. "
 FACTS = "set tom=4821; set ann=x7f3; set ben=90210; set mia=k2k2; set zoe=314159; "
-QUESTIONS = (FACTS + "get ben=", FACTS + STORY * 20 + "get zoe=", "copy q8w2e5r1 > ", "calc 47+38=", "calc 9*7=")
+QUESTIONS = (FACTS + "get ben=", FACTS + FILLER * 20 + "get zoe=", "copy q8w2e5r1 > ", "calc 47+38=", "calc 9*7=")
 
 
 def host(role: str, checkpoint: Path, connection: Connection, report: Connection) -> None:
@@ -58,7 +59,7 @@ def show_loading(report: Connection, roles: Sequence[str]) -> None:
 
 
 def request_of(prompt: str) -> pd.Request:
-    sampling = pd.SamplingParams(temperature=0, max_new_tokens=64, stop_token_ids=(ord(";"),))
+    sampling = pd.SamplingParams(temperature=0, max_new_tokens=200, stop_token_ids=(ord(";"),))
     return pd.Request(request_id=prompt[-44:], prompt=(BOS, *encode(prompt)), sampling=sampling)
 
 

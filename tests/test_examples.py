@@ -57,6 +57,18 @@ def test_snippet_runs(text: str) -> None:
 
 
 def test_training_takes_its_first_steps(tmp_path: Path) -> None:
-    _run("examples/train_tiny.py", "--steps", "20", "--no-compile", "--out", str(tmp_path / "model"), timeout_s=240)
+    _run(
+        "examples/train_tiny.py",
+        "--steps",
+        "20",
+        "--eval-rows",
+        "1",
+        "--min-recall",
+        "0",
+        "--no-compile",
+        "--out",
+        str(tmp_path / "model"),
+        timeout_s=400,
+    )
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 10 << 20
     _run("examples/01_one_process.py", str(tmp_path / "model"))

@@ -92,8 +92,3 @@ BY_CODE: dict[str, type[PDInferError]] = {
 def error_from_code(code: str, message: str) -> PDInferError:
     """The error a peer described as (code, message); an unknown code gives the base class."""
     return BY_CODE.get(code, PDInferError)(message)
-
-
-def as_pdinfer_error(error: Exception) -> PDInferError:
-    """Any exception as one of the tree."""
-    return error if isinstance(error, PDInferError) else PDInferError(f"{type(error).__name__}: {error}")

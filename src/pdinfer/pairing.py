@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError, as_pdinfer_error
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
-from pdinfer.ports import DecodePort, PrefillPort, Promised, Roster
+from pdinfer.ports import DecodePort, Port, PrefillPort, Promised, Roster
 from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import check_request
 from pdinfer.ticket import Ticket, refusal
@@ -156,8 +156,10 @@ class Pairing:
 
     def step(self) -> list[TokenEvent]:
         """Sends waiting requests on, steps every port that runs here, and returns the events since the last step."""
+        if not self._closed:
+            self._advance()
         events, self._undelivered = self._undelivered, []
-        return events + ([] if self._closed else self._advance())
+        return events
 
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
@@ -178,7 +180,7 @@ class Pairing:
         """Steps until every request has ended or the time is over; the next `step` returns the events."""
         end = time.monotonic() + timeout_s
         while self._tickets and time.monotonic() < end:
-            self._undelivered += self._advance()
+            self._advance()
             if self._tickets:
                 self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self._tickets
@@ -191,8 +193,7 @@ class Pairing:
                 return
             self._closed = True
         for ticket in list(self._tickets.values()):
-            events = self._end(ticket, FinishReason.CANCELLED)
-            self._undelivered += [event for event in events if not self._is_muted(event)]
+            self._end(ticket, FinishReason.CANCELLED)
         for port in self._roster.all:
             port.close()
         self._inbox.wake()
@@ -218,19 +219,19 @@ class Pairing:
         self._roster.leaving.add(address)
         end = time.monotonic() + drain_s
         while self._assigned(address) and time.monotonic() < end:
-            self._undelivered += self._advance()
-            self.wait(min(0.05, max(0.0, end - time.monotonic())))
+            self._advance()
+            self._sleep(min(0.05, max(0.0, end - time.monotonic())))
         if address in self._roster.decodes:
             for ticket in self._assigned(address):
                 port.cancel(ticket.request_id)
             port.step()
-        self._undelivered += self._part_with(address, TransferError("its port was removed from the pairing"))
+        self._part_with(address, TransferError("its port was removed from the pairing"))
 
     def _assigned(self, address: PeerAddress) -> list[Ticket]:
         """Unfinished requests that still need this port."""
         return [ticket for ticket in list(self._tickets.values()) if ticket.needs(address)]
 
-    def _lose(self, address: PeerAddress, error: PDInferError) -> list[TokenEvent]:
+    def _lose(self, address: PeerAddress, error: Exception) -> None:
         """A port failed: its process is gone or it broke. Closing it is what proves to the others that it stopped."""
         _log.error("a port was lost: %s", error)
         port = self._roster.prefills.get(address) or self._roster.decodes.get(address)
@@ -239,38 +240,34 @@ class Pairing:
                 port.close()
             except Exception:  # noqa: BLE001 - it is broken already
                 _log.exception("closing the lost port failed")
-        return self._part_with(address, error)
+        self._part_with(address, error)
 
-    def _part_with(self, address: PeerAddress, error: PDInferError) -> list[TokenEvent]:
+    def _part_with(self, address: PeerAddress, error: Exception) -> None:
         was_decode = address in self._roster.decodes
         self._roster.drop(address)
-        events: list[TokenEvent] = []
         for ticket in self._assigned(address):
             if was_decode:
-                events += self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
+                self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
             else:
-                events += self._reroute(ticket)
-        return events
+                self._reroute(ticket)
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> list[TokenEvent]:
-        events = self._take_inbox()
-        events += self._dispatch()
+    def _advance(self) -> None:
+        self._take_inbox()
+        self._dispatch()
         for address, decode in list(self._roster.decodes.items()):
-            try:
-                said = decode.step()
-            except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
-                events += self._lose(address, as_pdinfer_error(error))
-                continue
-            for event in said:
-                events += self._handle(event, address)
+            for event in self._stepped(address, decode):
+                self._handle(event, address)
         for address, prefill in list(self._roster.prefills.items()):
-            try:
-                prefill.step()
-            except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
-                events += self._lose(address, as_pdinfer_error(error))
-        return [event for event in events if not self._is_muted(event)]
+            self._stepped(address, prefill)
+
+    def _stepped(self, address: PeerAddress, port: Port) -> list[Event]:
+        try:
+            return port.step()
+        except Exception as error:  # noqa: BLE001 - a port that raises is lost, the others go on
+            self._lose(address, error)
+            return []
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
         """The events of `mine`; all others wait for `step`."""
@@ -278,8 +275,7 @@ class Pairing:
         self._undelivered += [event for event in events if event.request_id not in mine]
         return [event for event in events if event.request_id in mine]
 
-    def _take_inbox(self) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
+    def _take_inbox(self) -> None:
         with self._admission:
             items = self._inbox.take()
             self._line += [item for item in items if isinstance(item, Ticket)]
@@ -289,27 +285,24 @@ class Pairing:
                 continue
             if ticket.decode is None:
                 self._line.remove(ticket)
-                events += self._end(ticket, FinishReason.CANCELLED)
+                self._end(ticket, FinishReason.CANCELLED)
             else:
                 ticket.cancelled = True
                 self._roster.decodes[ticket.decode].cancel(ticket.request_id)
-        return events
 
-    def _dispatch(self) -> list[TokenEvent]:
+    def _dispatch(self) -> None:
         """Sends requests of the line to the pair the policy chooses, highest priority first, until it says wait."""
-        events: list[TokenEvent] = []
         now = self._clock()
         most = self._roster.most_tokens
         for ticket in list(self._line):
             end = ticket.end_in_line(now, most)
             if end is not None:
                 self._line.remove(ticket)
-                events += self._end(ticket, *end)
+                self._end(ticket, *end)
         promised = self._promised() if self._line else Promised()
         for ticket in sorted(self._line, key=lambda ticket: -ticket.request.priority):
             if not self._assign(ticket, now, promised):
                 break
-        return events
 
     def _assign(self, ticket: Ticket, now: float, promised: Promised) -> bool:
         limit = self.config.max_queued_per_decode
@@ -324,48 +317,52 @@ class Pairing:
         self._roster.decodes[choice.decode].submit(ticket.request_at(now), writers=(choice.prefill,))
         return True
 
-    def _handle(self, event: Event, decode: PeerAddress) -> list[TokenEvent]:
+    def _handle(self, event: Event, decode: PeerAddress) -> None:
+        request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
+        ticket = self._tickets.get(request_id)
+        if ticket is None or ticket.decode != decode:
+            return
         if isinstance(event, Granted):
-            return self._forward(event, decode)
-        ticket = self._tickets.get(event.request_id)
-        if ticket is None or ticket.decode != decode:
-            return []
-        if isinstance(event, Refused):
-            if isinstance(event.error, Overloaded):
-                ticket.prefill = ticket.decode = None
-                if ticket.cancelled:  # decode did not know it any more when the cancellation came
-                    return self._end(ticket, FinishReason.CANCELLED)
-                self._line.appendleft(ticket)
-                return []
-            return self._end(ticket, FinishReason.FAILED, event.error)
-        if event.finish_reason is not None:
-            del self._tickets[event.request_id]
-        return [ticket.passed_on(event)]
+            self._forward(ticket, event)
+        elif isinstance(event, Refused):
+            self._refused(ticket, event.error)
+        else:
+            if event.finish_reason is not None:
+                del self._tickets[request_id]
+            self._emit(ticket.passed_on(event))
 
-    def _forward(self, granted: Granted, decode: PeerAddress) -> list[TokenEvent]:
+    def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
-        ticket = self._tickets.get(granted.grant.request_id)
-        if ticket is None or ticket.decode != decode:
-            return []
         ticket.landed = ticket.forwarded = False
-        writer = granted.grant.writers[0]
-        if writer not in self._roster.prefills:
-            return self._reroute(ticket)
-        ticket.forwarded = True
-        self._roster.prefills[writer].submit(granted.request, granted.grant)
-        return []
+        port = self._roster.prefills.get(granted.grant.writers[0])
+        if port is None:
+            self._reroute(ticket)
+        else:
+            ticket.forwarded = True
+            port.submit(granted.request, granted.grant)
 
-    def _reroute(self, ticket: Ticket) -> list[TokenEvent]:
+    def _refused(self, ticket: Ticket, error: PDInferError) -> None:
+        """Decode has no place: back to the front of the line. Any other reason is final."""
+        if not isinstance(error, Overloaded):
+            self._end(ticket, FinishReason.FAILED, error)
+        elif ticket.cancelled:  # decode did not know it any more when the cancellation came
+            self._end(ticket, FinishReason.CANCELLED)
+        else:
+            ticket.prefill = ticket.decode = None
+            self._line.appendleft(ticket)
+
+    def _reroute(self, ticket: Ticket) -> None:
         """Another prefill for a request that decode holds already."""
         assert ticket.decode is not None
+        decode = self._roster.decodes[ticket.decode]
         shape = ticket.shape(self._num_choices)
         choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
         if choice is None:
-            self._roster.decodes[ticket.decode].cancel(ticket.request_id)
-            return self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
-        ticket.prefill, ticket.forwarded = choice.prefill, False
-        self._roster.decodes[ticket.decode].submit(ticket.request, writers=(choice.prefill,))
-        return []
+            decode.cancel(ticket.request_id)
+            self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
+        else:
+            ticket.prefill, ticket.forwarded = choice.prefill, False
+            decode.submit(ticket.request, writers=(choice.prefill,))
 
     def _promised(self) -> Promised:
         coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
@@ -377,9 +374,16 @@ class Pairing:
         unseen = sum(isinstance(item, Ticket) for item in self._inbox.peek())
         return len(self._line) + unseen < self.config.max_queued_requests
 
-    def _end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> list[TokenEvent]:
+    def _end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> None:
         del self._tickets[ticket.request_id]
-        return [ticket.final_event(reason, error, self._clock())]
+        self._emit(ticket.final_event(reason, error, self._clock()))
+
+    def _emit(self, event: TokenEvent) -> None:
+        """Keeps an event for the host, unless nobody will ask for it."""
+        if event.request_id not in self._muted:
+            self._undelivered.append(event)
+        elif event.finish_reason is not None:
+            self._muted.discard(event.request_id)
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancels requests whose events nobody will read, and makes the cancellation happen."""
@@ -389,11 +393,4 @@ class Pairing:
         for request_id in unfinished:
             self.cancel(request_id)
         if unfinished and not self._closed:
-            self._undelivered += self._advance()
-
-    def _is_muted(self, event: TokenEvent) -> bool:
-        if event.request_id not in self._muted:
-            return False
-        if event.finish_reason is not None:
-            self._muted.discard(event.request_id)
-        return True
+            self._advance()
