@@ -243,13 +243,12 @@ class Pairing:
         self._part_with(address, error)
 
     def _part_with(self, address: PeerAddress, error: Exception) -> None:
-        was_decode = address in self._roster.decodes
         self._roster.drop(address)
-        for ticket in self._assigned(address):
-            if was_decode:
+        for ticket in list(self._tickets.values()):
+            if ticket.decode == address:
                 self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
-            else:
-                self._reroute(ticket)
+            elif ticket.prefill == address:
+                self._reroute(ticket)  # also one that has landed: it may be retracted
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -321,6 +320,8 @@ class Pairing:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.decode != decode:
+            if isinstance(event, Granted):  # rerouted when it had ended, which we learnt too late
+                self._roster.decodes[decode].cancel(request_id)
             return
         if isinstance(event, Granted):
             self._forward(ticket, event)
@@ -357,15 +358,15 @@ class Pairing:
         decode = self._roster.decodes[ticket.decode]
         shape = ticket.shape(self._num_choices)
         choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
-        if choice is None:
+        if choice is None and not ticket.landed:
             decode.cancel(ticket.request_id)
             self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
-        else:
+        elif choice is not None:
             ticket.prefill, ticket.forwarded = choice.prefill, False
             decode.submit(ticket.request, writers=(choice.prefill,))
 
     def _promised(self) -> Promised:
-        coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
+        coming = [ticket for ticket in list(self._tickets.values()) if not (ticket.forwarded or ticket.landed)]
         return Promised((ticket.prefill, ticket.shape(self._num_choices)) for ticket in coming)
 
     # -- small things -----------------------------------------------------------------------------------------------
