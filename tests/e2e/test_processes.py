@@ -11,8 +11,19 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import PROMPT, by_request, collect, greedy, local, prompt_of, reference, request, tokens_of
-from tests.e2e.worker import Worker, Workers, wait_until
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    greedy,
+    local,
+    prompt_of,
+    reference,
+    request,
+    tokens_of,
+    wait_until,
+)
+from tests.e2e.worker import Worker, Workers
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 PROMPTLY_S = 5.0
