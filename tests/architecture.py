@@ -27,11 +27,10 @@ LAYERS = (
     ("ports", "ticket", "messages"),
     ("prefill", "decode"),
     ("engine", "sequence"),
-    ("schedule", "graphs", "sampling", "weights", "policy", "inbox"),
+    ("schedule", "sampling", "weights", "policy", "inbox"),
     ("model",),
-    ("mtp",),
     ("block",),
-    ("mla", "dsa", "moe"),
+    ("mla", "moe"),
     ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
@@ -48,10 +47,8 @@ LAYERS = (
 _VIEW = frozenset({"kv.view", "kv.layout"})
 ONLY = {
     "model": {"kv": _VIEW},
-    "mtp": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
-    "dsa": {"kv": _VIEW},
     "moe": {"kv": _VIEW},
     "layers": {"kv": _VIEW},
     "batch": {"kv": _VIEW},
@@ -103,7 +100,7 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-ENVIRONMENT_READERS = frozenset({"topology", "kv.mooncake"})
+ENVIRONMENT_READERS = frozenset({"topology"})
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
 MUTABLE_CALLS = frozenset(

@@ -74,10 +74,10 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         return len(self._sequences) + len(self._orphans) + len(self._inbox.peek())
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
-        """Queues a request that `writers` will prefill. Never blocks; `Granted` or `Refused` follows from `step`.
+        """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`.
 
-        The same id again names other writers: the attempt under way is aborted and a new one granted. It changes
-        nothing once the KV has landed.
+        The same id again names other writers: an attempt under way is aborted and a new one granted; a running request
+        keeps its KV and will use them if it is retracted.
         """
         self._inbox.put((request, tuple(writers)))
 
@@ -237,10 +237,10 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         self._miss_writers()
         while (sequence := self._next_in_line()) is not None and self._may_grant(sequence):
             self._waiting.remove(sequence)
-            prompt_pages = pool.layout.num_pages(sequence.num_tokens)
-            sequence.pages = list(pool.grant(prompt_pages))
-            sequence.spare = list(pool.own(self._pages_needed(sequence) - prompt_pages))
-            sequence.protected = sequence.is_last_attempt(self.config.max_attempts)
+            reserved = sequence.tokens_to_reserve(self.config.max_attempts)
+            sequence.protected = reserved == sequence.max_tokens
+            sequence.pages = list(pool.grant(pool.layout.num_pages(sequence.num_tokens)))
+            sequence.spare = list(pool.own(pool.layout.num_pages(reserved) - len(sequence.pages)))
             self._open_room(sequence)
 
     def _next_in_line(self) -> Sequence | None:
@@ -260,14 +260,11 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = len(self._running) + len(self._granted)
         return holding < self.config.max_running_requests and may_grant(
-            self._pages_needed(sequence),
+            self.channel.pool.layout.num_pages(sequence.tokens_to_reserve(self.config.max_attempts)),
             free=self.channel.pool.num_free,
             watermark=self._watermark,
             others=holding + len(self._orphans),
         )
-
-    def _pages_needed(self, sequence: Sequence) -> int:
-        return self.channel.pool.layout.num_pages(sequence.tokens_needed(self.config.max_attempts))
 
     def _open_room(self, sequence: Sequence) -> None:
         pool = self.channel.pool

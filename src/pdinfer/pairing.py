@@ -247,8 +247,8 @@ class Pairing:
         for ticket in list(self._tickets.values()):
             if ticket.decode == address:
                 self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
-            elif ticket.prefill == address:
-                self._reroute(ticket)  # also one that has landed: it may be retracted
+            elif ticket.prefill == address and ticket.decode is not None:
+                self._reroute(ticket)  # a running one too: it will need a prefill if it is retracted
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -334,12 +334,12 @@ class Pairing:
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
-        ticket.landed = ticket.forwarded = False
+        ticket.landed = False
         port = self._roster.prefills.get(granted.grant.writers[0])
+        ticket.forwarded = port is not None
         if port is None:
             self._reroute(ticket)
         else:
-            ticket.forwarded = True
             port.submit(granted.request, granted.grant)
 
     def _refused(self, ticket: Ticket, error: PDInferError) -> None:
@@ -358,15 +358,15 @@ class Pairing:
         decode = self._roster.decodes[ticket.decode]
         shape = ticket.shape(self._num_choices)
         choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
-        if choice is None and not ticket.landed:
+        if choice is not None:
+            ticket.prefill, ticket.forwarded = choice.prefill, ticket.landed
+            decode.submit(ticket.request, writers=(choice.prefill,))
+        elif not ticket.landed:
             decode.cancel(ticket.request_id)
             self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
-        elif choice is not None:
-            ticket.prefill, ticket.forwarded = choice.prefill, False
-            decode.submit(ticket.request, writers=(choice.prefill,))
 
     def _promised(self) -> Promised:
-        coming = [ticket for ticket in list(self._tickets.values()) if not (ticket.forwarded or ticket.landed)]
+        coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
         return Promised((ticket.prefill, ticket.shape(self._num_choices)) for ticket in coming)
 
     # -- small things -----------------------------------------------------------------------------------------------

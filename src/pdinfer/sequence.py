@@ -59,13 +59,9 @@ class Sequence:
         """Prompt and output when it has run to its length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
 
-    def is_last_attempt(self, max_attempts: int) -> bool:
-        """Whether the next grant is the last one it gets."""
-        return self.attempts + 1 >= max_attempts
-
-    def tokens_needed(self, max_attempts: int) -> int:
-        """How many tokens its next grant has to hold: at the last attempt all there can ever be."""
-        return self.max_tokens if self.is_last_attempt(max_attempts) else self.num_tokens
+    def tokens_to_reserve(self, max_attempts: int) -> int:
+        """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
+        return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
 
     def missing_s(self, now: float, *, connected: bool) -> float:
         """For how long its writers have been gone, counted from when that was first asked."""

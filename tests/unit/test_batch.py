@@ -1,0 +1,116 @@
+"""The index tensors of a step are those a plain loop over its tokens gives."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdinfer.batch import Batch, Row
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def steps(draw: st.DrawFn, *, absorbed: bool = False) -> tuple[int, list[Row]]:
+    """A page size and rows whose pages are their own, in any order, with some to spare."""
+    page_size = draw(st.sampled_from([1, 2, 3, 16, 64]))
+    spans = draw(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 1 if absorbed else 50)), max_size=6))
+    counts = [-(-(start + length) // page_size) + draw(st.integers(0, 2)) for start, length in spans]
+    pages = list(range(sum(counts)))
+    draw(st.randoms(use_true_random=False)).shuffle(pages)
+    rows = []
+    for (start, length), count in zip(spans, counts, strict=True):
+        mine, pages = pages[:count], pages[count:]
+        rows.append(Row(draw(st.lists(st.integers(0, 96), min_size=length, max_size=length)), start, mine))
+    return page_size, rows
+
+
+def build(page_size: int, rows: list[Row], *, absorbed: bool = False) -> Batch:
+    return Batch.build(rows, page_size=page_size, device=CPU, absorbed=absorbed)
+
+
+@given(steps())
+def test_each_token_has_its_position_and_slot(step: tuple[int, list[Row]]) -> None:
+    page_size, rows = step
+    batch = build(page_size, rows)
+    expected = []
+    for row in rows:
+        for offset, token in enumerate(row.tokens):
+            position = row.start + offset
+            page = row.pages[position // page_size]
+            expected.append((token, position, page * page_size + position % page_size))
+    found = zip(batch.tokens_T.tolist(), batch.positions_T.tolist(), batch.slots_T.tolist(), strict=True)
+    assert list(found) == expected
+
+
+@given(steps())
+def test_no_two_tokens_share_a_slot(step: tuple[int, list[Row]]) -> None:
+    slots = build(*step).slots_T.tolist()
+    assert len(set(slots)) == len(slots)
+
+
+@given(steps())
+def test_the_page_table_holds_the_pages_of_the_longest_context(step: tuple[int, list[Row]]) -> None:
+    """Shorter rows are filled up with pages of their own: more of them where they have more, then the first."""
+    page_size, rows = step
+    table = build(page_size, rows).page_table_BM
+    width = max((-(-(row.start + len(row.tokens)) // page_size) for row in rows), default=0)
+    assert table.shape == (len(rows), width)
+    assert table.tolist() == [[*row.pages, *row.pages[:1] * width][:width] for row in rows]
+
+
+@given(steps())
+def test_lengths_are_the_same_on_host_and_device(step: tuple[int, list[Row]]) -> None:
+    _, rows = step
+    batch = build(*step)
+    assert batch.query_lens == tuple(len(row.tokens) for row in rows)
+    assert batch.context_lens == tuple(row.start + len(row.tokens) for row in rows)
+    assert batch.context_lens_B.tolist() == list(batch.context_lens)
+
+
+@given(steps())
+def test_last_rows_are_those_of_last_tokens(step: tuple[int, list[Row]]) -> None:
+    batch = build(*step)
+    positions = batch.positions_T[torch.tensor(batch.last_rows, dtype=torch.int64)]
+    assert (positions + 1).tolist() == list(batch.context_lens)
+    assert len(batch.last_rows) == len(set(batch.last_rows)) == len(batch.query_lens)
+    assert batch.last_rows[-1:] == [len(batch.tokens_T) - 1][: len(batch.query_lens)]
+
+
+@given(steps(absorbed=True))
+def test_one_token_each_makes_the_rows_the_sequences(step: tuple[int, list[Row]]) -> None:
+    batch = build(*step, absorbed=True)
+    assert batch.absorbed
+    assert batch.last_rows == list(range(len(batch.query_lens)))
+    assert torch.equal(batch.positions_T + 1, batch.context_lens_B)
+
+
+@given(steps())
+def test_index_tensors_are_int64_on_the_device(step: tuple[int, list[Row]]) -> None:
+    tensors = [value for value in attrs.asdict(build(*step), recurse=False).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 5
+    assert {(tensor.dtype, tensor.device) for tensor in tensors} == {(torch.int64, CPU)}
+
+
+@pytest.mark.parametrize("absorbed", [False, True])
+def test_no_rows_are_an_empty_batch(absorbed: bool) -> None:
+    batch = build(16, [], absorbed=absorbed)
+    assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.slots_T)] == [(0,)] * 3
+    assert (batch.page_table_BM.shape, batch.context_lens_B.shape) == ((0, 0), (0,))
+    assert (batch.query_lens, batch.context_lens, batch.last_rows) == ((), (), [])
+
+
+def test_an_example() -> None:
+    batch = build(4, [Row([7, 8, 9], 3, [5, 2]), Row([1], 0, [9])])
+    assert batch.positions_T.tolist() == [3, 4, 5, 0]
+    assert batch.slots_T.tolist() == [23, 8, 9, 36]
+    assert batch.page_table_BM.tolist() == [[5, 2], [9, 9]]
+    assert (batch.context_lens, batch.last_rows) == ((6, 1), [2, 3])
+
+
+def test_a_token_beyond_its_pages_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        build(4, [Row([1, 2], 3, [5])])

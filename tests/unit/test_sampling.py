@@ -1,0 +1,247 @@
+"""A token is a function of its row, its parameters, its seed and its position; over seeds it follows the softmax."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdinfer.sampling import Sampled, gumbel_noise, sample
+from pdinfer.types import SamplingParams
+
+CPU = torch.device("cpu")
+VOCAB = 97
+DRAWS = 20_000
+EULER = 0.5772156649015329
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
+CHI_SQUARE_7 = 24.3
+"""A sum of 7 squared normals is larger once in a thousand times."""
+
+
+def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def draw(logits_V: Tensor, param: SamplingParams, position: int = 0) -> int:
+    return sample(logits_V[None], [param], [position]).tokens[0]
+
+
+def drawn_set(logits_V: Tensor, param: SamplingParams, draws: int = 2000) -> set[int]:
+    """All tokens that come up over many positions."""
+    sampled = sample(logits_V.expand(draws, -1), [param] * draws, range(draws))
+    return set(sampled.tokens)
+
+
+# Distribution
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+def test_draws_follow_the_softmax(over: str, temperature: float) -> None:
+    numbers = range(DRAWS)
+    seeds, positions = ([11] * DRAWS, numbers) if over == "positions" else (numbers, [11] * DRAWS)
+    params = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
+    tokens = sample(LOGITS.expand(DRAWS, -1), params, list(positions)).tokens
+    expected = (LOGITS.double() / temperature).softmax(-1) * DRAWS
+    counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS))
+    assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_7
+
+
+@pytest.mark.parametrize("over", ["positions", "seeds"])
+def test_neighbouring_draws_are_independent(over: str) -> None:
+    """Pairs of tokens at neighbouring positions, or of neighbouring seeds, follow the product of two softmaxes."""
+    logits = torch.tensor([0.5, 0.0, -0.5])
+    numbers, same = range(DRAWS), [11] * DRAWS
+    seeds, positions = (same, numbers) if over == "positions" else (numbers, same)
+    sampled = sample(logits.expand(DRAWS, -1), [SamplingParams(seed=seed) for seed in seeds], list(positions))
+    first, second = torch.tensor(sampled.tokens).view(-1, 2).T
+    expected = torch.outer(logits.double().softmax(-1), logits.double().softmax(-1)).flatten() * len(first)
+    counts = torch.bincount(first * 3 + second, minlength=9)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 26.1  # once in a thousand, 8 degrees of freedom
+
+
+def test_gumbel_noise_has_its_mean_and_variance() -> None:
+    noise = gumbel_noise(range(200), [5] * 200, 1000, CPU).double()
+    assert noise.isfinite().all()
+    deviation = math.pi / math.sqrt(6 * noise.numel())
+    assert abs(float(noise.mean()) - EULER) < 4 * deviation
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
+
+
+def test_gumbel_noise_is_float32_of_the_asked_shape() -> None:
+    noise = gumbel_noise([1, 2, 3], [0, 0, 9], VOCAB, CPU)
+    assert (noise.dtype, noise.shape) == (torch.float32, (3, VOCAB))
+    assert gumbel_noise([], [], VOCAB, CPU).shape == (0, VOCAB)
+
+
+def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
+    numbers = range(20)
+    seeds, positions = [seed for seed in numbers for _ in numbers], [*numbers] * 20
+    noise = gumbel_noise(seeds, positions, VOCAB, CPU).view(20, 20, VOCAB)
+    assert (noise[1:] != noise[:-1]).all()
+    assert (noise[:, 1:] != noise[:, :-1]).all()
+    assert (noise[1:, :-1] != noise[:-1, 1:]).all()
+    related = torch.corrcoef(noise.flatten(0, 1)) - torch.eye(400)
+    assert float(related.abs().max()) < 6 / math.sqrt(VOCAB)
+
+
+@pytest.mark.parametrize("seed", [2**31, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+def test_seeds_have_64_bits(seed: int) -> None:
+    logits = torch.zeros(VOCAB)
+    tokens = [draw(logits, SamplingParams(seed=seed), position) for position in range(8)]
+    assert tokens == [draw(logits, SamplingParams(seed=seed), position) for position in range(8)]
+    assert tokens != [draw(logits, SamplingParams(seed=seed - 1), position) for position in range(8)]
+    assert tokens != [draw(logits, SamplingParams(seed=seed % 2**31), position) for position in range(8)]
+
+
+# One row
+
+
+def test_temperature_zero_takes_the_largest() -> None:
+    logits = random_logits(5)
+    sampled = sample(logits, [SamplingParams(temperature=0, seed=3, top_k=2, top_p=0.1)] * 5, range(5))
+    assert sampled.tokens == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [1e-2, 1e-6, 1e-30, 1e-45, 5e-324])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}], ids=str)
+def test_a_tiny_temperature_takes_the_largest_too(temperature: float, filters: dict[str, Any]) -> None:
+    logits = random_logits(50, seed=1)
+    top = logits.topk(2).values
+    logits = logits[top[:, 0] - top[:, 1] > 0.3]
+    params = [SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(len(logits))]
+    assert len(logits) > 30
+    assert sample(logits, params, range(len(logits))).tokens == logits.argmax(-1).tolist()
+
+
+def test_nothing_to_sample_is_nothing_sampled() -> None:
+    assert sample(torch.empty(0, VOCAB), [], []) == Sampled([], [])
+
+
+@pytest.mark.parametrize(
+    "param",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=1, temperature=0.3, top_k=4, top_p=0.9, min_p=0.1),
+    ],
+    ids=["greedy", "plain", "all-filters"],
+)
+def test_logprobs_are_of_the_raw_logits(param: SamplingParams) -> None:
+    logits = random_logits(20, seed=2)
+    sampled = sample(logits, [param] * 20, range(20))
+    expected = logits.double().log_softmax(-1)[torch.arange(20), torch.tensor(sampled.tokens)]
+    assert sampled.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+# Batches
+
+
+def any_params(rng: random.Random, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.5, 1.0, 1.7]),
+        top_k=rng.choice([0, 1, 5, 1000]),
+        top_p=rng.choice([1.0, 0.8, 0.2]),
+        min_p=rng.choice([0.0, 0.05]),
+        seed=seed,
+    )
+
+
+@given(st.integers(0, 10**6), st.integers(1, 12))
+def test_the_batch_and_its_order_change_no_token(seed: int, rows: int) -> None:
+    rng = random.Random(seed)
+    logits = random_logits(rows, seed)
+    params = [any_params(rng, rng.randrange(2**64)) for _ in range(rows)]
+    positions = [rng.randrange(10**6) for _ in range(rows)]
+    alone = [draw(logits[row], params[row], positions[row]) for row in range(rows)]
+    order = rng.sample(range(rows), rng.randint(1, rows))
+    together = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert together.tokens == [alone[row] for row in order]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_spoilt_row_has_no_logprob_and_leaves_the_others_alone(bad: float) -> None:
+    logits, positions = random_logits(3, seed=3), [4, 5, 6]
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.7, top_k=9)]
+    expected = sample(logits, params, positions)
+    for spoilt in range(3):
+        batch = logits.clone()
+        batch[spoilt, 7] = bad
+        sampled = sample(batch, params, positions)
+        assert math.isnan(sampled.logprobs[spoilt])
+        assert 0 <= sampled.tokens[spoilt] < VOCAB
+        for row in {0, 1, 2} - {spoilt}:
+            assert (sampled.tokens[row], sampled.logprobs[row]) == (expected.tokens[row], expected.logprobs[row])
+
+
+# Filters
+
+
+def kept(logits: list[float], param: SamplingParams) -> set[int]:
+    """The tokens that may be drawn: a plain loop over the sorted vocabulary; logits without ties."""
+    best = max(logits)
+    weights = {token: math.exp((logit - best) / param.temperature) for token, logit in enumerate(logits)}
+    order = sorted(weights, key=lambda token: -weights[token])[: param.top_k or None]
+    total = sum(weights[token] for token in order)
+    inside: set[int] = set()
+    share = 0.0
+    for token in order:
+        if share < param.top_p:
+            inside.add(token)
+        share += weights[token] / total
+    return {token for token in inside if weights[token] >= param.min_p}
+
+
+FILTERS = [
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=3),
+    SamplingParams(top_k=8),
+    SamplingParams(top_k=1000),
+    SamplingParams(top_p=1e-9),
+    SamplingParams(top_p=0.5),
+    SamplingParams(top_p=0.93),
+    SamplingParams(top_p=0.93, temperature=2.0),
+    SamplingParams(min_p=0.3),
+    SamplingParams(min_p=1.0),
+    SamplingParams(min_p=0.3, temperature=0.5),
+    SamplingParams(top_k=5, top_p=0.9),
+    SamplingParams(top_k=5, top_p=0.9, min_p=0.2, temperature=1.5),
+]
+
+
+def described(param: SamplingParams) -> str:
+    return f"k={param.top_k} p={param.top_p} min={param.min_p} t={param.temperature}"
+
+
+@pytest.mark.parametrize("param", FILTERS, ids=described)
+def test_filters_keep_what_a_plain_loop_keeps(param: SamplingParams) -> None:
+    expected = kept(LOGITS.tolist(), param)
+    assert drawn_set(LOGITS, param) == expected
+
+
+@pytest.mark.parametrize("param", FILTERS, ids=described)
+def test_filters_do_not_leave_their_row(param: SamplingParams) -> None:
+    """A row without filters draws, beside a row with them, what it draws alone."""
+    plain = SamplingParams(seed=9)
+    batch = LOGITS.expand(2, -1)
+    for position in range(50):
+        both = sample(batch, [plain, param], [position, position])
+        assert both.tokens == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
+
+
+def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
+    logits = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0])
+    assert drawn_set(logits, SamplingParams(top_k=2)) == {0, 1, 2, 3}
+
+
+def test_impossible_tokens_are_never_drawn() -> None:
+    logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
+    for param in (SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.999), SamplingParams(min_p=0.1)):
+        assert drawn_set(logits, param) == {0, 2}
