@@ -22,8 +22,8 @@ class Row:
 class Batch:
     """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
 
-    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with each
-    row's first page; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
+    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with pages
+    of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
     so that no kernel has to sync. `absorbed` picks the attention form: see `mla`.
     """
 

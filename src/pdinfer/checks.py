@@ -23,7 +23,10 @@ def clip(value: object) -> str:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, str | bytes):
         value = value[:SHOWN_CHARACTERS]
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an int of thousands of digits inside
+        return f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 

@@ -69,7 +69,7 @@ def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
 
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
-        raise RequestError(f"sampling must be a SamplingParams, got {clip(type(sampling).__name__)}")
+        raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
     defaults = SamplingParams()
     for name in _NOT_YET:
         if getattr(sampling, name) != getattr(defaults, name):
@@ -115,10 +115,7 @@ def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:
 
 
 def _is_number(value: object) -> bool:
-    """A finite float, or an int that has a float of about its size."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= 2**64
-    return isinstance(value, float) and math.isfinite(value)
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def plan_chunk(remaining: Sequence[int], *, chunk_size: int, max_tokens: int) -> list[int]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import attrs
 
+from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 
 
 def _check_size(instance: Topology, attribute: attrs.Attribute[Any], value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
-        raise ConfigError(f"topology {attribute.name} must be an int from 1 to 65536, got {value!r}")
+        raise ConfigError(f"topology {attribute.name} must be an int from 1 to 65536, got {clip(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -32,7 +33,8 @@ class Topology:
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank {self.rank!r} is outside 0..{self.world_size - 1} (world_size={self.world_size})")
+            size = self.world_size
+            raise ConfigError(f"rank {clip(self.rank)} is outside 0..{size - 1} (world_size={size})")
         if self.dp_size * self.cp_size * self.tp_size != self.world_size:
             raise ConfigError(
                 f"dp_size * cp_size * tp_size = {self.dp_size} * {self.cp_size} * {self.tp_size} = "
@@ -52,8 +54,8 @@ class Topology:
         values = {}
         for field, name, default in (("rank", "RANK", "0"), ("world_size", "WORLD_SIZE", "1")):
             text = os.environ.get(name, default)
-            if not text.isascii() or not text.isdecimal():
-                raise ConfigError(f"environment variable {name} must be a plain number, got {text!r}")
+            if not text.isascii() or not text.isdecimal() or len(text) > 9:
+                raise ConfigError(f"environment variable {name} must be a plain number, got {clip(text)}")
             values[field] = int(text)
         size = values["world_size"]
         return cls(rank=values["rank"], world_size=size, dp_size=size, ep_size=size)

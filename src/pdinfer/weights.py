@@ -95,7 +95,11 @@ def load_model(
             if check_finite and not bool(torch.isfinite(stored).all()):
                 bad = int((~torch.isfinite(stored)).sum())
                 raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")
-            destinations.tensors[info.name].copy_(stored)
+            destination = destinations.tensors[info.name].copy_(stored)
+            if check_finite and destination.dtype != stored.dtype and not bool(torch.isfinite(destination).all()):
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name} overflows {dtype}; load it as bfloat16 or float32"
+                )
             done += info.num_bytes
             if progress is not None:
                 progress(done, total)
@@ -106,8 +110,10 @@ def load_model(
 def _checked_device(device: Device) -> torch.device:
     try:
         target = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise BackendUnavailable(f"device {device!r} is not a torch device name such as 'cpu' or 'cuda:0'") from error
+    if target.type not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"device {device} cannot hold a model here; use 'cpu' or 'cuda'")
     if target.type == "cuda" and not torch.cuda.is_available():
         raise BackendUnavailable(f"device {device} was asked for and torch sees no CUDA device; use device='cpu'")
     return target

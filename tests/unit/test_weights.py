@@ -19,6 +19,7 @@ from pdinfer import weights
 from pdinfer.checkpoint import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
+from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.topology import Topology
 from pdinfer.weights import Destinations, load_model
@@ -380,3 +381,26 @@ def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path})
     grown = int(done.stdout)
     assert total < grown < 1.15 * total + largest + 40e6
+
+
+@pytest.mark.parametrize("device", ["meta", "xpu", "mps", None, 3.5])
+def test_a_device_that_cannot_hold_a_model_is_one_sentence(tmp_path: Path, device: object) -> None:
+    """Neither a model without weights nor an error of torch's own."""
+    write_checkpoint(tmp_path, tiny_config_dict())
+    with pytest.raises(BackendUnavailable, match=r"device"):
+        load_model(tmp_path, device=device)  # type: ignore[arg-type]
+
+
+def test_a_value_too_large_for_the_chosen_dtype_is_refused(tmp_path: Path) -> None:
+    """Finite as stored, infinite as loaded."""
+    tensors = write_checkpoint(tmp_path, tiny_config_dict(), num_shards=1)
+    tensors["model.norm.weight"][0] = 1e6
+    save_file(tensors, tmp_path / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight overflows torch\.float16"):
+        load_model(tmp_path, dtype=torch.float16)
+
+
+def test_a_provider_for_an_op_that_does_not_exist_is_refused() -> None:
+    """A misspelt name would otherwise force nothing."""
+    with pytest.raises(BackendUnavailable, match="no op is called 'mla_prefil'"):
+        resolve_ops(torch.device("cpu"), forced={"mla_prefil": "reference"})

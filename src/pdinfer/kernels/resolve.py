@@ -39,6 +39,9 @@ class ResolvedOps:
 def resolve_ops(device: torch.device, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
     """Ops for `device`. `forced` names one provider for all ops, or one per op; BackendUnavailable when a forced
     provider cannot run here or lacks the op."""
+    unknown = [] if forced is None or isinstance(forced, str) else sorted(set(forced) - set(OP_NAMES))
+    if unknown:
+        raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
     functions: dict[str, object] = {}
     choices = []
     for op in OP_NAMES:

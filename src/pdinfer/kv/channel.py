@@ -351,14 +351,16 @@ class KVChannel:
         frame = wire.encode(wire.Data(room, group.layers, group.tokens))
         self._count(writes_sent=1, bytes_sent=group.transfer.num_bytes)
         waiting = len(links)
+        problem: TransferError | None = None
 
         def sent(write: Transfer) -> None:
-            nonlocal waiting
+            nonlocal waiting, problem
             with self._changed:
                 waiting -= 1
+                problem = problem or write.error
                 if not waiting:
                     self._unsent.discard(group.transfer)
-                    group.transfer.complete(write.error)
+                    group.transfer.complete(problem)
                     self._changed.notify_all()
             self._notify()
 

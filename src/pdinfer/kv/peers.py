@@ -78,7 +78,8 @@ class Peers:
         if isinstance(message, wire.Reject):
             error = message.error
             if isinstance(error, LayoutMismatch):
-                error = LayoutMismatch(str(error), fields=message.fields)
+                fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)
+                error = LayoutMismatch(f"the peer refuses: {error}", fields=fields)
             self._refuse(peer, error)
         elif isinstance(message, wire.Hello | wire.Welcome):
             self._judge(peer, message)

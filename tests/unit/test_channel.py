@@ -1,0 +1,765 @@
+"""Two ends of a channel over every transport of one machine: what lands, what is refused, and how rooms end."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import attrs
+import pytest
+import torch
+
+from pdinfer.config import CacheConfig
+from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.kv import channel as channel_module
+from pdinfer.kv import wire
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.protocol import peer_key
+from pdinfer.kv.socket import SocketTransport
+from pdinfer.kv.transport import Link, Transfer, Transport
+from pdinfer.kv.view import PageMemory
+from pdinfer.types import Handoff, HandoffStatus, PageGrant
+
+LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
+LAYERS = range(3)
+NUM_PAGES = 24
+TIMEOUT_S = 10.0
+rooms = itertools.count(1)
+
+
+@attrs.frozen(kw_only=True)
+class SmallModel:
+    """What a pool needs of a model: a latent of two values per token in three layers."""
+
+    model_id: bytes = b"model"
+    weights_id: bytes = b"weights"
+    dtype: str = "float16"
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        part = KVComponent(name="latent", format="f", dtype=self.dtype, width=2, token_bytes=4, layers=tuple(LAYERS))
+        return KVLayout(
+            model_id=self.model_id, weights_id=self.weights_id, page_size=cache.page_size, components=(part,)
+        )
+
+    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
+        return NUM_PAGES
+
+    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
+        return PageMemory(layout, num_pages, device=torch.device("cpu"))
+
+
+def pool_of(page_size: int = 4, **model: object) -> PagePool:
+    return PagePool(SmallModel(**model), CacheConfig(page_size=page_size))  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
+@attrs.define
+class Case:
+    """Makes ends that can reach each other, fills their pages, and knows what must arrive where."""
+
+    kind: str
+    hub: LoopbackHub = attrs.field(factory=LoopbackHub)
+    open: list[KVChannel] = attrs.field(factory=list)
+
+    def end(self, pool: PagePool | None = None) -> KVChannel:
+        transport: Transport = SocketTransport() if self.kind == "tcp" else LoopbackTransport(self.hub)
+        self.open.append(KVChannel(pool or pool_of(), transport))
+        return self.open[-1]
+
+    def pair(self, prefill_pages: int = 4, decode_pages: int = 4) -> tuple[KVChannel, KVChannel]:
+        """Prefill and decode, connected; in the kind "shared" they hold one pool."""
+        prefill = self.end(pool_of(prefill_pages))
+        decode = self.end(prefill.pool if self.kind == "shared" else pool_of(decode_pages))
+        prefill.connect(decode.address)
+        return prefill, decode
+
+    def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
+        """An expected room whose pages are in no particular order."""
+        pool = decode.pool
+        pool.release(pool.own(3))
+        pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
+        grant = PageGrant(
+            room=next(rooms).to_bytes(16, "big"),
+            request_id="r",
+            writers=tuple(writer.address for writer in writers),
+            destinations=(decode.address,),
+            tokens=tokens,
+            pages=pages,
+            generations=pool.generations(pages),
+            layout_id=pool.layout.layout_id,
+        )
+        decode.expect(grant)
+        return grant
+
+    def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
+        """Prefill's pages for every token up to the grant's end, random where they will be read."""
+        if self.kind == "shared":
+            # page i of a push holds tokens from i * page_size: those before the grant are somebody else's
+            pages = (-1,) * (grant.tokens.start // prefill.pool.layout.page_size) + grant.pages
+        else:
+            pages = prefill.pool.own(prefill.pool.layout.num_pages(grant.tokens.stop))
+        for offset, length in self.at(prefill, grant.tokens, pages, 0):
+            prefill.pool.memory.buffer[offset : offset + length].random_(1, 255)
+        return pages
+
+    def at(self, end: KVChannel, tokens: range, pages: tuple[int, ...], first_token: int) -> list[tuple[int, int]]:
+        layout = end.pool.layout
+        return layout.spans(end.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=first_token)
+
+    def sent(self, prefill: KVChannel, tokens: range, pages: tuple[int, ...]) -> bytes:
+        return b"".join(prefill.pool.memory.read(self.at(prefill, tokens, pages, 0)))
+
+    def arrived(self, decode: KVChannel, grant: PageGrant) -> bytes:
+        return b"".join(decode.pool.memory.read(self.at(decode, grant.tokens, grant.pages, grant.tokens.start)))
+
+    def push_all(self, prefill: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> list[Transfer]:
+        tokens = grant.tokens
+        return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
+
+
+@pytest.fixture(params=["shared", "loopback", "tcp"])
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    made = Case(request.param)
+    try:
+        yield made
+    finally:
+        for end in made.open:
+            end.close()
+
+
+@pytest.fixture(params=["loopback", "tcp"])
+def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
+    made = Case(request.param)
+    try:
+        yield made
+    finally:
+        for end in made.open:
+            end.close()
+
+
+def word(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:
+    error = TransferError("gave up") if status is ABORTED else None
+    return Handoff(room=grant.room, writer=writer.address, status=status, error=error, **more)  # type: ignore[arg-type]
+
+
+def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
+    words: list[Handoff] = []
+    until(lambda: words.extend(decode.poll()) or len(words) >= count)
+    assert len(words) == count
+    return words
+
+
+def link_of(end: KVChannel, peer: KVChannel) -> Link:
+    link = end._peers.link_to(peer_key(peer.address))
+    assert link is not None
+    return link
+
+
+# -- the handshake -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("difference", "fields"),
+    [
+        ({"dtype": "bfloat16"}, [("components.latent.dtype", "float16", "bfloat16")]),
+        ({"model_id": b"other"}, [("model_id", b"model".hex(), b"other".hex())]),
+        ({"weights_id": b"others"}, [("weights_id", b"weights".hex(), b"others".hex())]),
+        (
+            {"dtype": "bfloat16", "weights_id": b"others"},
+            [
+                ("weights_id", b"weights".hex(), b"others".hex()),
+                ("components.latent.dtype", "float16", "bfloat16"),
+            ],
+        ),
+    ],
+)
+def test_the_connecting_end_learns_every_difference(
+    two_pools: Case, difference: dict[str, object], fields: list[tuple[str, str, str]]
+) -> None:
+    ours, theirs = two_pools.end(), two_pools.end(pool_of(**difference))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(LayoutMismatch) as info:
+            ours.connect(theirs.address)
+        assert list(info.value.fields) == fields
+        assert all(name in str(info.value) for name, _, _ in fields)
+    grant = two_pools.grant(theirs, ours)
+    assert settled(theirs)[0].status is ABORTED
+    with pytest.raises(TransferError, match="not connected"):
+        ours.accept(grant)
+
+
+def test_connecting_twice_makes_one_link(case: Case) -> None:
+    prefill, decode = case.pair()
+    prefill.connect(decode.address)
+    decode.connect(prefill.address)
+    assert len(prefill._peers._by_link) == len(decode._peers._by_link) == 1
+
+
+def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
+    prefill, decode = case.end(), case.end()
+    for restarted in (attrs.evolve(decode.address, epoch=1), attrs.evolve(decode.address, engine_id=b"x" * 16)):
+        with pytest.raises(TransferError, match="was restarted"):
+            prefill.connect(restarted)
+        assert prefill._peers.link_to(peer_key(restarted)) is None
+    prefill.connect(decode.address)
+
+
+def test_every_channel_is_a_new_peer(case: Case) -> None:
+    pool = pool_of()
+    first, second = case.end(pool), case.end(pool)
+    assert peer_key(first.address) != peer_key(second.address)
+
+
+def test_nobody_there(case: Case) -> None:
+    prefill, decode = case.end(), case.end()
+    decode.close()
+    with pytest.raises(TransferError):
+        prefill.connect(decode.address, timeout_s=1.0)
+
+
+def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, two_pools: Case) -> None:
+    prefill, decode = two_pools.end(), two_pools.end()
+    monkeypatch.setattr(decode._peers, "greet", lambda *_: None)
+    with pytest.raises(TransferError, match=r"did not answer the handshake within 0\.05 s"):
+        prefill.connect(decode.address, timeout_s=0.05)
+    assert not prefill._peers._by_link
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": (2, 0)}, "speaks protocol 2, this end speaks 1"),
+        ({"required": ("telepathy",)}, "requires features this end does not have: telepathy"),
+    ],
+)
+def test_a_peer_of_another_kind_is_refused(two_pools: Case, change: dict[str, object], reason: str) -> None:
+    prefill, decode = two_pools.end(), two_pools.end()
+    values = {"version": (1, 0), "address": prefill.address, "layout": prefill.pool.layout, **change}
+    link = prefill.transport.connect(decode.address.endpoints, timeout_s=TIMEOUT_S)
+    prefill.transport.send(link, wire.encode(wire.Hello(**values)))  # type: ignore[arg-type]
+    until(lambda: prefill._peers.at(link).refusal)
+    assert reason in str(prefill._peers.at(link).refusal)
+
+
+# -- what lands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [range(4), range(4, 14), range(16, 17)])
+def test_a_room_lands_byte_for_byte(case: Case, tokens: range) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill, tokens=tokens)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    case.push_all(prefill, grant, pages)
+    expected = case.sent(prefill, tokens, pages)
+    prefill.finish(grant, word(grant, prefill, token=7, num_cached_tokens=3))
+    (landed,) = settled(decode)
+    assert (landed.status, landed.token, landed.num_cached_tokens) == (LANDED, 7, 3)
+    assert case.arrived(decode, grant) == expected
+    assert decode.stats.frames_dropped == 0
+    decode.pool.adopt(grant.pages)
+    decode.pool.check()
+
+
+@pytest.mark.parametrize(("prefill_pages", "decode_pages"), [(4, 1), (1, 4), (3, 8), (8, 3)])
+def test_page_sizes_may_differ(two_pools: Case, prefill_pages: int, decode_pages: int) -> None:
+    prefill, decode = two_pools.pair(prefill_pages, decode_pages)
+    grant = two_pools.grant(decode, prefill, tokens=range(8, 21))
+    pages = two_pools.source(prefill, grant)
+    before = bytes(decode.pool.memory.buffer.numpy())
+    prefill.accept(grant)
+    for tokens in (range(8, 13), range(13, 20), range(20, 21)):
+        for layer in LAYERS:
+            prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
+    for offset, length in two_pools.at(decode, grant.tokens, grant.pages, grant.tokens.start):
+        decode.pool.memory.buffer[offset : offset + length] = 0
+    assert bytes(decode.pool.memory.buffer.numpy()) == before, "something beside the grant was written"
+
+
+def test_ends_that_share_a_pool_know_it(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    assert prefill.shares_pool(grant) == (case.kind == "shared")
+    assert not case.end(prefill.pool).shares_pool(grant), "not connected"
+
+
+def test_small_layers_travel_together(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    first, second, third = case.push_all(prefill, grant, pages)
+    assert first is second is third
+    assert prefill.stats.writes_sent == 1
+    assert first.num_bytes == prefill.stats.bytes_sent == len(grant.tokens) * 4 * len(LAYERS)
+
+
+def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "GROUP_BYTES", 1)
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    assert len({id(transfer) for transfer in case.push_all(prefill, grant, pages)}) == len(LAYERS)
+    assert prefill.stats.writes_sent == len(LAYERS)
+
+
+def test_other_tokens_or_a_gap_start_a_new_group(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill, tokens=range(4, 8))
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    steps = [(0, range(4, 6)), (1, range(4, 6)), (0, range(6, 8)), (2, range(4, 6)), (1, range(6, 8)), (2, range(6, 8))]
+    for layer, tokens in steps:
+        prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
+    assert prefill.stats.writes_sent == 4
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
+def test_finish_sends_what_is_still_joined(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    transfer = prefill.push(grant, layers=range(2), tokens=grant.tokens, pages=pages)
+    assert not transfer.done
+    assert prefill.stats.writes_sent == 0
+    assert prefill.unsent_bytes == transfer.num_bytes > 0
+    prefill.finish(grant, word(grant, prefill))
+    until(lambda: transfer.done)
+    assert transfer.error is None
+    assert prefill.unsent_bytes == 0
+    assert settled(decode)[0].status is ABORTED, "the third layer never came"
+
+
+def test_drain_sends_what_is_still_joined(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    transfer = prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
+    assert prefill.drain(TIMEOUT_S)
+    assert transfer.done
+    assert prefill.unsent_bytes == 0
+
+
+def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    seen: list[bool] = []
+
+    def fill() -> None:
+        seen.append(transfers[0].done)
+        for offset, length in case.at(prefill, grant.tokens, pages, 0):
+            prefill.pool.memory.buffer[offset : offset + length] = 77
+
+    transfers = [prefill.push(grant, layers=range(2), tokens=grant.tokens, pages=pages, ready=fill)]
+    transfers.append(prefill.push(grant, layers=range(2, 3), tokens=grant.tokens, pages=pages, ready=fill))
+    until(lambda: transfers[1].done)
+    if case.kind != "shared":
+        for offset, length in case.at(prefill, grant.tokens, pages, 0):
+            prefill.pool.memory.buffer[offset : offset + length] = 0  # done: the pages may be used again
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    assert set(case.arrived(decode, grant)) == {77}
+    assert seen == [False, False]
+
+
+def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    go = threading.Event()
+    during: list[int] = []
+
+    def wait() -> None:
+        during.append(prefill.unsent_bytes)
+        assert go.wait(TIMEOUT_S)
+
+    pushing = threading.Thread(
+        target=lambda: prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait)
+    )
+    pushing.start()
+    until(lambda: during)
+    assert prefill.unsent_bytes == during[0] == len(grant.tokens) * 4 * len(LAYERS)
+    assert not prefill.drain(0.01)
+    go.set()
+    pushing.join(TIMEOUT_S)
+    assert prefill.drain(TIMEOUT_S)
+    assert prefill.unsent_bytes == 0
+
+
+def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    other = two_pools.end()
+    prefill.connect(other.address)
+    for order in ((decode, other), (other, decode)):
+        mine = two_pools.grant(decode, prefill)
+        grant = attrs.evolve(mine, destinations=tuple(end.address for end in order))
+        pages = two_pools.source(prefill, grant)
+        prefill.accept(grant)
+        prefill.drop_peer(other.address)
+        transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
+        until(lambda: transfer.done)  # noqa: B023  # asked at once
+        assert "not connected" in str(transfer.error)
+        prefill.finish(grant, word(grant, prefill, ABORTED))
+        settled(decode)
+        prefill.pool.release(pages)
+        prefill.connect(other.address)
+
+
+# -- how rooms end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [range(0), range(1), range(2)])
+def test_landed_without_its_bytes_is_aborted(case: Case, layers: range) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    if layers:
+        prefill.push(grant, layers=layers, tokens=grant.tokens, pages=pages)
+    prefill.finish(grant, word(grant, prefill))
+    (aborted,) = settled(decode)
+    assert aborted.status is ABORTED
+    assert "not every granted token had arrived" in str(aborted.error)
+
+
+def test_the_writers_own_reason_arrives(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    prefill.finish(grant, word(grant, prefill, ABORTED))
+    (aborted,) = settled(decode)
+    assert (aborted.status, type(aborted.error), str(aborted.error)) == (ABORTED, TransferError, "gave up")
+
+
+def test_two_writers_share_a_room(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    second = two_pools.end()
+    second.connect(decode.address)
+    grant = two_pools.grant(decode, prefill, second, tokens=range(4, 12))
+    for writer, tokens in ((prefill, range(4, 7)), (second, range(7, 12))):
+        pages = two_pools.source(writer, grant)
+        writer.accept(grant)
+        writer.push(grant, layers=LAYERS, tokens=tokens, pages=pages)
+        assert not decode.poll(), "the other writer has not spoken"
+        writer.finish(grant, word(grant, writer))
+    assert [(w.writer, w.status) for w in settled(decode, 2)] == [
+        (prefill.address, LANDED),
+        (second.address, LANDED),
+    ]
+
+
+def test_one_writers_abort_stops_the_other(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    second = two_pools.end()
+    second.connect(decode.address)
+    grant = two_pools.grant(decode, prefill, second)
+    for writer in (prefill, second):
+        writer.accept(grant)
+    prefill.finish(grant, word(grant, prefill, ABORTED))
+    until(lambda: second.has_news)
+    assert [room for room, _ in second.poll_stops()] == [grant.room]
+    assert not decode.poll()
+    second.finish(grant, word(grant, second, ABORTED))
+    assert [w.status for w in settled(decode, 2)] == [ABORTED, ABORTED]
+
+
+def test_a_writer_that_is_not_connected_is_lost_at_once(case: Case) -> None:
+    _, decode = case.pair()
+    stranger = case.end()
+    case.grant(decode, stranger)
+    assert decode.has_news
+    (aborted,) = decode.poll()
+    assert aborted.status is ABORTED
+    assert "not connected" in str(aborted.error)
+
+
+def test_a_grant_of_a_decode_that_is_not_connected_is_refused(case: Case) -> None:
+    prefill, decode = case.end(), case.end()
+    with pytest.raises(TransferError, match="decode is not connected"):
+        prefill.accept(case.grant(decode, prefill))
+
+
+def test_an_abort_before_accept_is_answered_and_remembered(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    decode.abort(grant, PDInferError("cancelled"))
+    (aborted,) = settled(decode)
+    assert (aborted.status, str(aborted.error)) == (ABORTED, "cancelled")
+    with pytest.raises(TransferError, match="was aborted before its request arrived"):
+        prefill.accept(grant)
+    with pytest.raises(TransferError, match="not open for writing"):
+        prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=grant.pages)
+    decode.pool.release(grant.pages)
+
+
+def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
+    for _ in range(2):
+        decode.abort(grant, PDInferError("cancelled"))
+    until(lambda: prefill.has_news)
+    ((room, error),) = prefill.poll_stops()
+    assert (room, type(error), str(error)) == (grant.room, TransferError, "cancelled")
+    assert not decode.poll(), "the writer has not stopped yet"
+    prefill.finish(grant, word(grant, prefill, ABORTED))
+    assert settled(decode)[0].status is ABORTED
+    assert not prefill.poll_stops()
+
+
+def test_a_landed_room_that_crossed_the_abort_lands(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    case.push_all(prefill, grant, pages)
+    decode.abort(grant, PDInferError("cancelled"))
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
+def test_a_push_that_was_refused_leaves_no_trace(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    with pytest.raises(TransferError, match="not open for writing"):
+        prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=grant.pages)
+    assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
+
+
+def test_a_foreign_write_and_word_are_dropped_and_counted(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    thief = two_pools.end()
+    thief.connect(decode.address)
+    grant = two_pools.grant(decode, prefill)
+    pages = two_pools.source(thief, grant)
+    thief.accept(grant)
+    thief.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
+    thief.finish(grant, word(grant, prefill))
+    until(lambda: decode.stats.frames_dropped == 2)
+    assert not decode.poll()
+    assert decode.stats.bytes_received == 0
+    assert not any(two_pools.arrived(decode, grant))
+    case_pages = two_pools.source(prefill, grant)
+    prefill.accept(grant)
+    two_pools.push_all(prefill, grant, case_pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
+def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill)
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(grant)
+    two_pools.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    expected = two_pools.arrived(decode, grant)
+    with pytest.raises(TransferError, match="not open for writing"):
+        two_pools.push_all(prefill, grant, pages)
+    prefill.pool.memory.buffer.zero_()
+    frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
+    prefill.transport.write(link_of(prefill, decode), frame, two_pools.at(prefill, grant.tokens, pages, 0))
+    prefill.finish(grant, word(grant, prefill))
+    until(lambda: decode.stats.frames_dropped == 2)
+    assert two_pools.arrived(decode, grant) == expected
+    assert not decode.poll()
+    assert link_of(decode, prefill)
+
+
+@pytest.mark.parametrize("who", ["prefill drops", "decode drops", "prefill closes"])
+def test_a_lost_peer_settles_its_rooms(case: Case, who: str) -> None:
+    prefill, decode = case.pair()
+    grants = [case.grant(decode, prefill) for _ in range(2)]
+    for grant in grants:
+        prefill.accept(grant)
+    if who == "prefill closes":
+        prefill.close()
+    elif who == "prefill drops":
+        prefill.drop_peer(decode.address)
+    else:
+        decode.drop_peer(prefill.address)
+    words = settled(decode, 2)
+    assert {w.room for w in words} == {grant.room for grant in grants}
+    assert all(w.status is ABORTED and isinstance(w.error, TransferError) for w in words)
+    until(lambda: prefill.has_news)
+    assert {room for room, _ in prefill.poll_stops()} == {grant.room for grant in grants}
+    for grant in grants:
+        prefill.finish(grant, word(grant, prefill, ABORTED))
+    decode.drop_peer(prefill.address)
+    assert not decode.poll()
+
+
+def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    for _ in range(2):
+        decode.close()
+    assert settled(decode)[0].status is ABORTED
+    until(lambda: prefill.has_news)
+    transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
+    assert transfer.done
+    assert transfer.error is not None
+    assert prefill.unsent_bytes == 0
+    prefill.finish(grant, word(grant, prefill, ABORTED))
+
+
+def test_a_dropped_peer_may_come_back(case: Case) -> None:
+    prefill, decode = case.pair()
+    prefill.drop_peer(decode.address)
+    until(lambda: decode._peers.link_to(peer_key(prefill.address)) is None)
+    prefill.connect(decode.address)
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    case.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
+def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill)
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(grant)
+    two_pools.push_all(prefill, grant, pages)
+    until(lambda: decode.stats.writes_received == 1)
+    frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
+    decode.placed(link_of(decode, prefill), frame, TransferError("digest"))
+    until(lambda: prefill.has_news)
+    assert prefill.poll_stops()[0][0] == grant.room
+    prefill.finish(grant, word(grant, prefill))
+    (aborted,) = settled(decode)
+    assert (aborted.status, str(aborted.error)) == (ABORTED, "digest")
+    assert decode.stats.writes_damaged == 1
+
+
+# -- a peer that breaks the rules loses its link, and so its rooms -----------------------------------------------------
+
+
+def send_frame(frame: bytes) -> Callable[[Case, KVChannel, KVChannel, PageGrant], None]:
+    return lambda case, prefill, decode, grant: prefill.transport.send(link_of(prefill, decode), frame)
+
+
+def hello_again(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    hello = wire.Hello((1, 0), prefill.address, prefill.pool.layout)
+    prefill.transport.send(link_of(prefill, decode), wire.encode(hello))
+
+
+def write(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant, layers: range, tokens: range) -> None:
+    frame = wire.encode(wire.Data(grant.room, layers, tokens))
+    num_bytes = prefill.pool.layout.payload_bytes(LAYERS, grant.tokens)
+    prefill.transport.write(link_of(prefill, decode), frame, [(0, num_bytes)])
+
+
+def layers_out_of_range(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    write(case, prefill, decode, grant, range(1, 4), grant.tokens)
+
+
+def tokens_out_of_range(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    write(case, prefill, decode, grant, LAYERS, range(grant.tokens.start - 1, grant.tokens.stop - 1))
+
+
+def the_same_twice(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    for _ in range(2):
+        write(case, prefill, decode, grant, LAYERS, grant.tokens)
+
+
+def too_many_bytes(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    write(case, prefill, decode, grant, range(2), grant.tokens)
+
+
+def pages_that_changed_hands(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    decode.pool.release(grant.pages)
+    write(case, prefill, decode, grant, LAYERS, grant.tokens)
+
+
+def a_write_announced_by_something_else(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    frame = wire.encode(wire.Abort(grant.room, PDInferError("x")))
+    prefill.transport.write(link_of(prefill, decode), frame, [(0, 4)])
+
+
+@pytest.mark.parametrize(
+    "breach",
+    [
+        pytest.param(send_frame(b"\x00garbage"), id="garbage"),
+        pytest.param(send_frame(wire.encode(wire.Data(b"r" * 16, LAYERS, LAYERS))), id="data_without_payload"),
+        pytest.param(send_frame(wire.encode(wire.Reject(PDInferError("no")))), id="reject_on_an_open_link"),
+        hello_again,
+        layers_out_of_range,
+        tokens_out_of_range,
+        the_same_twice,
+        too_many_bytes,
+        pages_that_changed_hands,
+        a_write_announced_by_something_else,
+    ],
+)
+def test_a_breach_closes_the_link_and_aborts_the_room(
+    two_pools: Case, breach: Callable[[Case, KVChannel, KVChannel, PageGrant], None]
+) -> None:
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill)
+    prefill.accept(grant)
+    with contextlib.suppress(TransferError):
+        breach(two_pools, prefill, decode, grant)
+    assert settled(decode)[0].status is ABORTED
+    assert decode._peers.link_to(peer_key(prefill.address)) is None
+    until(lambda: prefill.has_news)
+    assert prefill.poll_stops()[0][0] == grant.room
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_wait_ends_with_news_or_with_time(case: Case) -> None:
+    prefill, decode = case.pair()
+    assert not decode.wait(0.0)
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    speaking = threading.Timer(0.02, lambda: prefill.finish(grant, word(grant, prefill, ABORTED)))
+    speaking.start()
+    assert decode.wait(TIMEOUT_S)
+    speaking.join()
+    assert decode.poll()
+    assert not decode.wait(0.0)
+
+
+def test_listeners_hear_of_news_and_of_transfers(case: Case) -> None:
+    prefill, decode = case.pair()
+    heard = {prefill: threading.Event(), decode: threading.Event()}
+    for end, event in heard.items():
+        end.notify(event.set)
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
+    assert heard[prefill].wait(TIMEOUT_S)
+    prefill.finish(grant, word(grant, prefill))
+    assert heard[decode].wait(TIMEOUT_S)
+    assert settled(decode)

@@ -1,0 +1,414 @@
+"""Whatever bytes a peer sends, the answer is a message or a TransferError, never anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pdinfer import messages
+from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, TransferError
+from pdinfer.kv import wire
+from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import (
+    ChannelStats,
+    DecodeLoad,
+    FinishReason,
+    Handoff,
+    HandoffStatus,
+    NamedState,
+    PageGrant,
+    PeerAddress,
+    PrefillLoad,
+    Refused,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    Usage,
+)
+
+texts = st.text(max_size=12)
+blobs = st.binary(max_size=16)
+ints = st.integers(-(2**63), 2**64 - 1)
+counts = st.integers(0, 2**31)
+ids = st.integers(0, 2**31 - 1)
+floats = st.floats(allow_nan=False)
+errors = st.builds(lambda code, text: BY_CODE[code](text), st.sampled_from(sorted(BY_CODE)), texts)
+maybe_errors = st.none() | errors
+
+
+def tuples(of: st.SearchStrategy[Any], size: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, max_size=size).map(tuple)
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> range:
+    start = draw(ids)
+    return range(start, draw(st.integers(start, 2**31 - 1)))
+
+
+def values(kind: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.builds(kind, **fields)
+
+
+addresses = values(PeerAddress, engine_id=blobs, epoch=ints, rank=ints, endpoints=tuples(texts))
+components = values(
+    KVComponent, name=texts, format=texts, dtype=texts, width=ints, token_bytes=ints, layers=tuples(ints)
+)
+layouts = values(KVLayout, model_id=blobs, weights_id=blobs, page_size=ints, components=tuples(components))
+states = values(NamedState, name=texts, version=ints, dtype=texts, shape=tuples(ints), data=blobs)
+tops = tuples(st.tuples(ints, floats))
+handoffs = values(
+    Handoff,
+    room=blobs,
+    writer=addresses,
+    status=st.sampled_from(HandoffStatus),
+    error=maybe_errors,
+    token=st.none() | ints,
+    logprob=st.none() | floats,
+    top_logprobs=tops,
+    state=tuples(states),
+    num_cached_tokens=ints,
+    queue_s=floats,
+    compute_s=floats,
+)
+fields = tuples(st.tuples(texts, texts, texts))
+versions = st.tuples(ints, ints)
+wire_messages = st.one_of(
+    values(wire.Hello, version=versions, address=addresses, layout=layouts, required=tuples(texts)),
+    values(wire.Welcome, version=versions, address=addresses, layout=layouts),
+    values(wire.Reject, error=errors, fields=fields),
+    values(wire.Data, room=blobs, layers=spans(), tokens=spans()),
+    values(wire.Finish, handoff=handoffs),
+    values(wire.Abort, room=blobs, error=errors),
+)
+
+samplings = values(
+    SamplingParams,
+    max_new_tokens=ints,
+    temperature=floats,
+    logit_bias=tops,
+    seed=st.none() | ints,
+    stop_token_ids=tuples(ints),
+    ignore_eos=st.booleans(),
+    logprobs=st.none() | ints,
+)
+requests = values(
+    Request,
+    request_id=st.none() | texts,
+    prompt=tuples(ids),
+    output=tuples(ids),
+    sampling=samplings,
+    priority=ints,
+    deadline_s=st.none() | floats,
+    cache_salt=blobs,
+)
+grants = values(
+    PageGrant,
+    room=blobs,
+    request_id=texts,
+    writers=tuples(addresses),
+    destinations=tuples(addresses),
+    tokens=spans(),
+    pages=tuples(ids),
+    generations=tuples(ids),
+    layout_id=blobs,
+)
+usages = values(
+    Usage, prompt_tokens=ints, output_tokens=ints, cached_tokens=ints, queue_s=floats, ttft_s=st.none() | floats
+)
+token_events = values(
+    TokenEvent,
+    request_id=texts,
+    token=st.none() | ints,
+    index=ints,
+    logprob=st.none() | floats,
+    top_logprobs=tops,
+    finish_reason=st.none() | st.sampled_from(FinishReason),
+    error=maybe_errors,
+    usage=st.none() | usages,
+)
+shared = {
+    "address": addresses,
+    "num_free_pages": ints,
+    "num_total_pages": ints,
+    "page_size": ints,
+    "num_tokens": ints,
+    "busy_s": floats,
+    "transport": texts,
+    "providers": tuples(st.tuples(texts, texts)),
+    "kv": values(ChannelStats, bytes_sent=ints, receive_s=floats),
+}
+loads = values(
+    messages.Load,
+    prefill=st.none()
+    | values(PrefillLoad, num_queued_requests=ints, num_queued_tokens=ints, unsent_bytes=ints, **shared),
+    decode=st.none()
+    | values(
+        DecodeLoad,
+        num_waiting_requests=ints,
+        num_waiting_tokens=ints,
+        num_granted_requests=ints,
+        num_running_requests=ints,
+        num_running_tokens=ints,
+        **shared,
+    ),
+)
+packed_requests = requests.map(messages.PackedRequest.of)
+packed_grants = grants.map(messages.PackedGrant.of)
+commands = st.one_of(
+    values(messages.Connect, peer=addresses, timeout_s=floats),
+    values(messages.SubmitPrefill, request=packed_requests, grant=packed_grants),
+    values(messages.SubmitDecode, request=packed_requests, writers=tuples(addresses)),
+    values(messages.Cancel, request_id=texts),
+    st.just(messages.Close()),
+)
+reports = st.one_of(
+    values(
+        messages.Ready,
+        address=addresses,
+        limits=values(RequestLimits, name=texts, vocab_size=ints, max_tokens=ints),
+        load=loads,
+    ),
+    values(messages.Connected, error=maybe_errors, fields=fields),
+    values(
+        messages.Stepped,
+        num_seen=ints,
+        load=loads,
+        granted=st.lists(st.tuples(packed_grants, packed_requests), max_size=2),
+        refused=st.lists(values(Refused, request_id=texts, error=errors), max_size=2),
+        tokens=st.lists(token_events, max_size=2),
+    ),
+)
+
+
+def plain(value: object) -> object:
+    """A message as builtins, so that messages that hold errors can be compared."""
+    if isinstance(value, PDInferError):
+        return type(value), str(value)
+    if isinstance(value, msgspec.Struct):
+        return type(value), *(plain(getattr(value, name)) for name in value.__struct_fields__)
+    if attrs.has(type(value)):
+        return type(value), *(plain(getattr(value, field.name)) for field in attrs.fields(type(value)))
+    if isinstance(value, list | tuple):
+        return type(value), *map(plain, value)
+    return value
+
+
+@settings(max_examples=60)
+@given(wire_messages)
+def test_wire_messages_survive_the_trip(message: wire.Message) -> None:
+    assert plain(wire.decode(wire.encode(message))) == plain(message)
+
+
+@settings(max_examples=40)
+@given(commands)
+def test_commands_survive_the_trip(message: messages.Command) -> None:
+    assert plain(messages.decode_command(messages.encode(message))) == plain(message)
+
+
+@settings(max_examples=40)
+@given(reports)
+def test_reports_survive_the_trip(message: messages.Report) -> None:
+    assert plain(messages.decode_report(messages.encode(message))) == plain(message)
+
+
+@settings(max_examples=40)
+@given(requests, grants)
+def test_packed_values_unpack_to_themselves(request: Request, grant: PageGrant) -> None:
+    assert messages.PackedRequest.of(request).unpack() == request
+    assert messages.PackedGrant.of(grant).unpack() == grant
+
+
+@pytest.mark.parametrize("code", sorted(BY_CODE))
+def test_errors_keep_their_class_and_text(code: str) -> None:
+    decoded = wire.decode(wire.encode(wire.Abort(b"r", BY_CODE[code]("what – and why"))))
+    assert isinstance(decoded, wire.Abort)
+    assert type(decoded.error) is BY_CODE[code]
+    assert str(decoded.error) == "what – and why"
+
+
+def test_errors_of_a_later_version_become_the_base_class() -> None:
+    frame = msgspec.msgpack.encode({"type": "abort", "room": b"r", "error": ("QUANTUM", "later")})
+    decoded = wire.decode(frame)
+    assert isinstance(decoded, wire.Abort)
+    assert type(decoded.error) is PDInferError
+
+
+def test_fields_of_a_later_version_are_ignored() -> None:
+    frame = msgspec.msgpack.encode({"type": "data", "room": b"r", "layers": (0, 3), "tokens": (4, 9), "new": [1]})
+    decoded = wire.decode(frame)
+    assert isinstance(decoded, wire.Data)
+    assert (decoded.layers, decoded.tokens) == (range(3), range(4, 9))
+
+
+def test_what_errors_carry_beside_their_text_has_defaults() -> None:
+    for error in (Overloaded("full", retry_after_s=9.0), LayoutMismatch("no", fields=(("a", "b", "c"),))):
+        decoded = wire.decode(wire.encode(wire.Abort(b"r", error)))
+        assert isinstance(decoded, wire.Abort)
+        assert str(decoded.error) == str(error)
+
+
+DECODERS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes], st.SearchStrategy[Any]]] = {
+    "wire": (wire.decode, wire.encode, wire_messages),
+    "command": (messages.decode_command, messages.encode, commands),
+    "report": (messages.decode_report, messages.encode, reports),
+}
+
+
+def check_answer(data: bytes, which: str) -> None:
+    """TransferError with a short text, or a message that survives another trip."""
+    decode, encode, _ = DECODERS[which]
+    try:
+        message = decode(data)
+    except TransferError as error:
+        assert len(str(error)) < 300  # noqa: PT017  # either outcome is right
+        return
+    frame = encode(message)
+    assert encode(decode(frame)) == frame
+
+
+DEEP = b"\x91" * 10_000
+"""Ten thousand nested lists; the frames after it declare 2**32 - 1 elements, or hold an extension type."""
+HOSTILE = [
+    b"",
+    b"\x00",
+    b"\xc1",
+    DEEP,
+    b"\xdf\xff\xff\xff\xff",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xc6\xff\xff\xff\xff",
+    b"\xd4\x01\x00",
+]
+
+
+@pytest.mark.parametrize("which", DECODERS)
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:6].hex() or "empty")
+def test_hostile_frames(which: str, data: bytes) -> None:
+    with pytest.raises(TransferError):
+        DECODERS[which][0](data)
+
+
+@pytest.mark.parametrize("data", HOSTILE, ids=lambda data: data[:6].hex() or "empty")
+def test_hostile_values_inside_a_message(data: bytes) -> None:
+    whole = wire.encode(wire.Abort(b"r", PDInferError("x")))
+    for last in (b"\xa4room", b"\xa5error"):
+        with pytest.raises(TransferError):
+            wire.decode(b"\x84" + whole[1:] + last + data)
+    check_answer(b"\x84" + whole[1:] + b"\xa3new" + data, "wire")
+
+
+@pytest.mark.parametrize("which", DECODERS)
+@settings(max_examples=150)
+@given(data=st.binary(max_size=80))
+def test_random_bytes(which: str, data: bytes) -> None:
+    check_answer(data, which)
+
+
+@pytest.mark.parametrize("which", DECODERS)
+@settings(max_examples=120)
+@given(data=st.data())
+def test_mutated_messages(which: str, data: st.DataObject) -> None:
+    _, encode, strategy = DECODERS[which]
+    frame = bytearray(encode(data.draw(strategy)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(frame) - 1))
+        if data.draw(st.booleans()):
+            frame[place] = data.draw(st.integers(0, 255))
+        else:
+            frame[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(min_size=1, max_size=5))
+    check_answer(bytes(frame), which)
+
+
+builtins = st.recursive(
+    st.none() | st.booleans() | ints | st.floats() | texts | blobs,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("which", DECODERS)
+@settings(max_examples=100)
+@given(data=st.data())
+def test_fields_of_the_wrong_type(which: str, data: st.DataObject) -> None:
+    _, encode, strategy = DECODERS[which]
+    message = msgspec.msgpack.decode(encode(data.draw(strategy)))
+    node = message
+    while True:
+        key = data.draw(st.sampled_from(sorted(node)) if isinstance(node, dict) else st.integers(0, len(node) - 1))
+        if not isinstance(node[key], dict | list) or not node[key] or data.draw(st.booleans()):
+            break
+        node = node[key]
+    node[key] = data.draw(builtins)
+    check_answer(msgspec.msgpack.encode(message), which)
+
+
+@pytest.mark.parametrize("which", DECODERS)
+@settings(max_examples=30)
+@given(data=st.data())
+def test_cut_messages_are_refused(which: str, data: st.DataObject) -> None:
+    decode, encode, strategy = DECODERS[which]
+    frame = encode(data.draw(strategy))
+    with pytest.raises(TransferError):
+        decode(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    with pytest.raises(TransferError):
+        decode(frame + b"\x00")
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        (-1, 3),
+        (5, 4),
+        (0, 2**31),
+        (2**63, 2**63),
+        (0, 1, 2),
+        (0,),
+        (),
+        (0.0, 1.0),
+        (True, False),
+        "01",
+        None,
+        5,
+        {0: 1},
+    ],
+)
+def test_ranges_out_of_bounds_are_refused(span: object) -> None:
+    for layers, tokens in ((span, (0, 1)), ((0, 1), span)):
+        frame = msgspec.msgpack.encode({"type": "data", "room": b"r", "layers": layers, "tokens": tokens})
+        with pytest.raises(TransferError):
+            wire.decode(frame)
+
+
+@pytest.mark.parametrize("error", [None, (), ("TRANSFER",), ("TRANSFER", 5), (5, "x"), ("A", "b", "c"), "TRANSFER", {}])
+def test_malformed_errors_are_refused(error: object) -> None:
+    with pytest.raises(TransferError):
+        wire.decode(msgspec.msgpack.encode({"type": "abort", "room": b"r", "error": error}))
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1)))
+def test_packed_ints_unpack_to_themselves(values: list[int]) -> None:
+    data = wire.pack_ints(values)
+    assert data == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
+    assert wire.unpack_ints(data) == tuple(values)
+    assert all(type(value) is int for value in wire.unpack_ints(data))
+
+
+@given(st.binary().filter(lambda data: len(data) % 4))
+@example(b"abc")
+def test_a_piece_of_an_int_is_refused(data: bytes) -> None:
+    with pytest.raises(TransferError, match="not a multiple of 4"):
+        wire.unpack_ints(data)
+
+
+def test_what_has_no_encoding_says_so() -> None:
+    with pytest.raises(NotImplementedError, match="cannot encode a object"):
+        wire.to_builtin(object())
+    with pytest.raises(NotImplementedError, match="cannot decode a object"):
+        wire.from_builtin(object, 5)
