@@ -116,8 +116,7 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         first = self._next_in_line()
         if first is not None and self._may_grant(first):
             return True  # what ended in the last step has left pages
-        ends = [sequence.deadline_at for sequence in list(self._sequences.values()) if sequence.deadline_at is not None]
-        ends += [seq.waiting_since + WRITER_GRACE_S for seq in list(self._waiting) if not self._has_writers(seq)]
+        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
@@ -252,10 +251,10 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
 
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
-        late = self._clock() - WRITER_GRACE_S
+        now = self._clock()
         error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
         for sequence in list(self._waiting):
-            if sequence.waiting_since < late and not self._has_writers(sequence):
+            if sequence.missing_s(now, connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
                 self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:

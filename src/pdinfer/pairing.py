@@ -243,10 +243,9 @@ class Pairing:
         self._part_with(address, error)
 
     def _part_with(self, address: PeerAddress, error: Exception) -> None:
-        was_decode = address in self._roster.decodes
         self._roster.drop(address)
         for ticket in list(self._tickets.values()):
-            if was_decode and ticket.decode == address:
+            if ticket.decode == address:
                 self._end(ticket, FinishReason.FAILED, TransferError(f"its decode is gone: {error}"))
             elif ticket.prefill == address and ticket.decode is not None:
                 self._reroute(ticket)  # a running one too: it will need a prefill if it is retracted
@@ -321,6 +320,8 @@ class Pairing:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.decode != decode:
+            if isinstance(event, Granted):  # rerouted when it had ended, which we learnt too late
+                self._roster.decodes[decode].cancel(request_id)
             return
         if isinstance(event, Granted):
             self._forward(ticket, event)

@@ -54,6 +54,8 @@ READY_S = 300.0
 POLL_S = 0.2
 REPORT_S = 0.02
 """How old a busy engine's load may become where no event carries a newer one."""
+IDLE_S = 0.1
+"""How long a served engine sleeps at most, and so how late a deadline of a request that is not running can be."""
 CONNECT_MARGIN_S = 5.0
 
 _log = logging.getLogger("pdinfer")
@@ -134,7 +136,7 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
                 mailman.send(report)
                 reported, reported_at = report.load, time.monotonic()
             if not busy:
-                inbox.wait(1.0)
+                inbox.wait(IDLE_S)
     except TransferError as error:
         _log.info("a served engine stops: %s", error)
     finally:

@@ -21,7 +21,8 @@ class SequenceState(enum.Enum):
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
     """One request here. `pages` are granted while GRANTED and owned while RUNNING; `spare` are owned pages kept for
-    its growth, and `protected` says that they are all it can ever need. The cache holds every token but the last one of
+    its growth, and `protected` says that they are all it can ever need.
+    `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
     `output`."""
 
     request_id: str
@@ -40,6 +41,7 @@ class Sequence:
     cached_tokens: int = 0
     waited_s: float = 0.0
     waiting_since: float = 0.0
+    missed_at: float | None = None
     first_token_at: float | None = None
 
     @property
@@ -60,6 +62,19 @@ class Sequence:
     def tokens_to_reserve(self, max_attempts: int) -> int:
         """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
         return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
+
+    def missing_s(self, now: float, *, connected: bool) -> float:
+        """For how long its writers have been gone, counted from when that was first asked."""
+        if connected:
+            self.missed_at = None
+        elif self.missed_at is None:
+            self.missed_at = now
+        return 0.0 if self.missed_at is None else now - self.missed_at
+
+    def ends_at(self, writer_grace_s: float) -> list[float]:
+        """When, if nothing happens, it ends."""
+        missed_until = None if self.missed_at is None else self.missed_at + writer_grace_s
+        return [end for end in (self.deadline_at, missed_until) if end is not None]
 
     def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
         """Whether `token`, just appended, is the last one."""

@@ -9,6 +9,9 @@ import attrs
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, TokenEvent, Usage
 
+OVERDUE_S = 0.02
+"""How often to look whether a port has ended a request whose deadline is over."""
+
 
 @attrs.define(eq=False)
 class Ticket:
@@ -61,9 +64,11 @@ class Ticket:
         return self.deadline_at is not None and now >= self.deadline_at
 
     def wakes_at(self, now: float) -> float | None:
-        """When its deadline is worth waking up for. A deadline that is over is so in the line; a request that a port
-        holds is that port's to end."""
-        return None if self.decode is not None and self.expired(now) else self.deadline_at
+        """When its deadline is worth waking up for. One that a port holds is that port's to end, by a clock and a
+        moment of its own: look again a little later."""
+        if self.decode is not None and self.expired(now):
+            return now + OVERDUE_S
+        return self.deadline_at
 
     def end_in_line(
         self, now: float, most_tokens: Mapping[str, int]

@@ -173,6 +173,14 @@ def recover(engine: Any) -> None:
     vars(engine).pop("wait", None)
 
 
+def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    """Polls; fails when it does not come true."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)
+
+
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
     """Steps until every request has ended; fails rather than waits for ever."""
     events: list[pd.TokenEvent] = []

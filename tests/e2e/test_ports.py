@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.testing import random_model
+from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
 from tests.e2e.setups import (
     PROMPT,
@@ -27,6 +27,7 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
+    wait_until,
     watch,
 )
 
@@ -324,3 +325,55 @@ def test_when_the_only_decode_breaks_what_waits_in_the_line_fails_too() -> None:
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         check_failed(events + collect(setup.pairing), *"0123")
         assert setup.pairing.num_unfinished == 0
+
+
+# -- news that come late, as they do from another process ----------------------------------------------------------
+
+
+def delay(decode: pd.DecodeEngine) -> None:
+    """From now on each step returns the events of the one before."""
+    step, late = decode.step, []
+
+    def delayed() -> list[pd.types.Event]:
+        events = late[:]
+        late[:] = step()
+        return events
+
+    decode.step = delayed  # type: ignore[method-assign]
+
+
+def test_a_request_that_had_ended_when_its_prefill_broke_is_not_run_again() -> None:
+    with several(2, 1, policy=pd.policy.round_robin) as setup:
+        delay(setup.decodes[0])
+        setup.pairing.submit(request(count=1))
+        assert setup.pairing.step() == []
+        assert setup.pairing.step() == []  # handed off; the end is on its way to the pairing
+        setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
+        events = [event for _ in range(6) for event in setup.pairing.step()]
+        check_streams(events, "a", count=1)
+        setup.prefills.pop(0)
+        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished, 5.0)
+        setup.check_idle()
+
+
+def test_a_request_that_waited_long_for_pages_outlives_its_prefill() -> None:
+    """Decode hears of the loss before its host does: the grace for naming another prefill starts then."""
+    clock = VirtualClock()
+    with several(2, 1, "tcp", engine=pd.EngineConfig(max_running_requests=1), clock=clock) as setup:
+        decode, (first, second) = setup.decodes[0], setup.prefills
+        decode.submit(request("runs", 50), writers=[second.address])
+        decode.submit(request("waits"), writers=[first.address])
+        granted = decode.step()
+        assert [event.request.request_id for event in granted] == ["runs"]
+        clock.advance(3600.0)
+        first.close()
+        wait_until(lambda: not decode.channel.connected(first.address))
+        assert decode.step() == []
+        clock.advance(1.0)
+        decode.submit(request("waits"), writers=[second.address])
+        assert decode.step() == []
+        clock.advance(3600.0)
+        assert decode.step() == []
+        decode.cancel("runs")
+        events = [event for _ in range(2) for event in decode.step()]
+        assert [event.request.request_id for event in events if isinstance(event, pd.Granted)] == ["waits"]

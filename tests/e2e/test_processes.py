@@ -11,8 +11,19 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import PROMPT, by_request, collect, greedy, local, prompt_of, reference, request, tokens_of
-from tests.e2e.worker import Worker, Workers, wait_until
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    greedy,
+    local,
+    prompt_of,
+    reference,
+    request,
+    tokens_of,
+    wait_until,
+)
+from tests.e2e.worker import Worker, Workers
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 PROMPTLY_S = 5.0
@@ -113,7 +124,7 @@ def test_cancel_reaches_the_other_process(workers: Workers) -> None:
         assert time.monotonic() - started < PROMPTLY_S
         for stream in by_request(events).values():
             assert stream[-1].finish_reason is pd.FinishReason.CANCELLED
-            assert tuple(tokens_of(stream)) == reference("v3", PROMPT, 400).tokens[: len(stream) - 1]
+            assert tuple(tokens_of(stream)) == reference("v3", PROMPT, len(stream) - 1).tokens
 
 
 def test_a_bad_request_fails_alone(workers: Workers) -> None:
@@ -170,7 +181,7 @@ def test_a_deadline_is_kept_while_prefill_stands_still(workers: Workers) -> None
             events = collect(processes.pairing)
             late_s = time.monotonic() - started - 0.5
         assert [event.finish_reason for event in events] == [pd.FinishReason.DEADLINE]
-        assert -0.01 <= late_s < 0.75
+        assert -0.01 <= late_s < 0.25
         processes.pairing.submit(request("after"))
         check_streams(collect(processes.pairing), "after")
 
@@ -197,7 +208,7 @@ def test_requests_of_a_killed_prefill_go_to_another(workers: Workers) -> None:
 def test_requests_of_a_killed_decode_fail_promptly_and_no_others(workers: Workers) -> None:
     with fleet(workers, 1, 2) as processes:
         for number in range(6):
-            processes.pairing.submit(request(str(number), 200))
+            processes.pairing.submit(request(str(number), 100))
         events = processes.step_until(12)
         processes.decodes[0].kill()
         started = time.monotonic()
@@ -207,7 +218,7 @@ def test_requests_of_a_killed_decode_fail_promptly_and_no_others(workers: Worker
             processes.pairing.wait(0.05)
         processes.pairing.submit(request("after"))
         events += collect(processes.pairing)
-        check_streams(events, "1", "3", "5", count=200)
+        check_streams(events, "1", "3", "5", count=100)
         check_streams(events, "after")
         for name in "024":
             last = by_request(events)[name][-1]

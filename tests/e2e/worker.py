@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -123,11 +122,3 @@ class Workers:
         idle = [worker for worker in self._workers if worker.process.is_alive()]
         codes = [worker.end() for worker in idle if worker.ready or worker.hear(START_S)]
         assert set(codes) <= {0}, codes
-
-
-def wait_until(condition: Any, timeout_s: float = 15.0) -> None:
-    """Polls; fails when it does not come true."""
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)
