@@ -291,6 +291,19 @@ def test_page_sizes_may_differ(two_pools: Case, prefill_pages: int, decode_pages
     assert bytes(decode.pool.memory.buffer.numpy()) == before, "something beside the grant was written"
 
 
+def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair(4, 3)
+    for end in (prefill, decode):
+        end.pool.memory._host = None  # as it is where the pool is on a device
+    grant = two_pools.grant(decode, prefill, tokens=range(6, 17))
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(grant)
+    two_pools.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
+
+
 def test_ends_that_share_a_pool_know_it(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
