@@ -332,17 +332,29 @@ def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) 
     assert prefill.stats.writes_sent == len(LAYERS)
 
 
-def test_other_tokens_or_a_gap_start_a_new_group(case: Case) -> None:
+FRONT, BACK = range(4, 6), range(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_writes"),
+    [
+        pytest.param(((0, FRONT), (2, FRONT), (1, FRONT), (0, BACK), (1, BACK), (2, BACK)), 4, id="gap"),
+        pytest.param(((0, FRONT), (1, BACK), (0, BACK), (1, FRONT), (2, FRONT), (2, BACK)), 5, id="other_tokens"),
+    ],
+)
+def test_other_tokens_or_a_gap_start_a_new_group(
+    case: Case, steps: tuple[tuple[int, range], ...], num_writes: int
+) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill, tokens=range(4, 8))
     pages = case.source(prefill, grant)
     prefill.accept(grant)
-    steps = [(0, range(4, 6)), (1, range(4, 6)), (0, range(6, 8)), (2, range(4, 6)), (1, range(6, 8)), (2, range(6, 8))]
     for layer, tokens in steps:
         prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
-    assert prefill.stats.writes_sent == 4
     prefill.finish(grant, word(grant, prefill))
+    assert prefill.stats.writes_sent == num_writes
     assert settled(decode)[0].status is LANDED
+    assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
 
 
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
