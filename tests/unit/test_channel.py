@@ -291,6 +291,19 @@ def test_page_sizes_may_differ(two_pools: Case, prefill_pages: int, decode_pages
     assert bytes(decode.pool.memory.buffer.numpy()) == before, "something beside the grant was written"
 
 
+def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair(4, 3)
+    for end in (prefill, decode):
+        end.pool.memory._host = None  # as it is where the pool is on a device
+    grant = two_pools.grant(decode, prefill, tokens=range(6, 17))
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(grant)
+    two_pools.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
+
+
 def test_ends_that_share_a_pool_know_it(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
@@ -319,17 +332,29 @@ def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) 
     assert prefill.stats.writes_sent == len(LAYERS)
 
 
-def test_other_tokens_or_a_gap_start_a_new_group(case: Case) -> None:
+FRONT, BACK = range(4, 6), range(6, 8)
+
+
+@pytest.mark.parametrize(
+    ("steps", "num_writes"),
+    [
+        pytest.param(((0, FRONT), (2, FRONT), (1, FRONT), (0, BACK), (1, BACK), (2, BACK)), 4, id="gap"),
+        pytest.param(((0, FRONT), (1, BACK), (0, BACK), (1, FRONT), (2, FRONT), (2, BACK)), 5, id="other_tokens"),
+    ],
+)
+def test_other_tokens_or_a_gap_start_a_new_group(
+    case: Case, steps: tuple[tuple[int, range], ...], num_writes: int
+) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill, tokens=range(4, 8))
     pages = case.source(prefill, grant)
     prefill.accept(grant)
-    steps = [(0, range(4, 6)), (1, range(4, 6)), (0, range(6, 8)), (2, range(4, 6)), (1, range(6, 8)), (2, range(6, 8))]
     for layer, tokens in steps:
         prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
-    assert prefill.stats.writes_sent == 4
     prefill.finish(grant, word(grant, prefill))
+    assert prefill.stats.writes_sent == num_writes
     assert settled(decode)[0].status is LANDED
+    assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
 
 
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
