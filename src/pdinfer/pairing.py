@@ -224,8 +224,10 @@ class Pairing:
         if address in self._roster.decodes:
             for ticket in self._assigned(address):
                 port.cancel(ticket.request_id)
-            port.step()
+            self._stepped(address, port)
         self._part_with(address, TransferError("its port was removed from the pairing"))
+        self._advance()
+        self._stepped(address, port)  # once more, so that it answers those who took its rooms away
 
     def _assigned(self, address: PeerAddress) -> list[Ticket]:
         """Unfinished requests that still need this port."""

@@ -72,7 +72,8 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
     defaults = SamplingParams()
     for name in _NOT_YET:
-        if getattr(sampling, name) != getattr(defaults, name):
+        value, default = getattr(sampling, name), getattr(defaults, name)
+        if type(value) is not type(default) or value != default:
             raise RequestError(
                 f"sampling.{name} is {clip(getattr(sampling, name))}; this version supports only its default "
                 f"{getattr(defaults, name)!r}"

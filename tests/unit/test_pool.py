@@ -120,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.having(PageState.FREE))
     def release_free(self, data: st.DataObject) -> None:
-        with pytest.raises(PDInferError, match="released twice"):
+        with pytest.raises(PDInferError, match="is free, expected"):
             self.pool.release(self.some(data, PageState.FREE))
 
     @rule(data=st.data())

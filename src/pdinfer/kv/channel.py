@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
@@ -136,10 +136,13 @@ class KVChannel:
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
-        """Takes on a grant. TransferError when it was aborted before, when it is not for pages like ours, or when its
-        decode is not connected."""
-        if None in self._links(grant.destinations):
+        """Takes on a grant. TransferError when it was aborted before, when its decode is not connected, or when it was
+        made for another layout than the one that decode showed in the handshake."""
+        links = self._links(grant.destinations)
+        if None in links or not links:
             raise TransferError("the grant's decode is not connected to this prefill")
+        if any(self._peers.at(link).layout_id != grant.layout_id for link in links if link is not None):
+            raise TransferError(f"the grant of room {grant.room.hex()} was made for another layout than its decode's")
         with self._lock:
             self._accepted.accept(grant)
 
@@ -155,13 +158,20 @@ class KVChannel:
         """Sends `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks.
 
         `ready`, if given, is called by the transport before it reads and may wait for a device. The pages must stay
-        as they are until the Transfer is done.
+        as they are until the Transfer is done. TransferError when the room is not open, ConfigError when the pages do
+        not hold the tokens.
         """
         with self._lock:
             if not self._accepted.writable(grant.room):
                 raise TransferError(f"room {grant.room.hex()} is not open for writing")
+            if tokens.stop > len(pages) * self.pool.layout.page_size:
+                raise ConfigError(f"tokens up to {tokens.stop} were pushed out of {len(pages)} pages")
             group = self._groups.get(grant.room)
-            joins = group is not None and group.layers.stop == layers.start and group.tokens == tokens
+            joins = (
+                group is not None
+                and group.layers.stop == layers.start
+                and (group.tokens, group.pages) == (tokens, tuple(pages))
+            )
         if group is not None and not joins:
             self._flush(grant.room)
         if group is None or not joins:

@@ -26,6 +26,7 @@ class Peer:
 
     link: Link
     address: PeerAddress | None = None
+    layout_id: bytes = b""
     refusal: PDInferError | None = None
     placing_since: float = 0.0
 
@@ -112,6 +113,7 @@ class Peers:
             return
         with self._changed:
             peer.address = message.address
+            peer.layout_id = message.layout.layout_id
             peer.link.trusted = True
             self._links[peer_key(message.address)] = peer.link
             self._changed.notify_all()

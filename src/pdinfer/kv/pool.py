@@ -83,15 +83,13 @@ class PagePool:
 
     def release(self, pages: Sequence[int]) -> None:
         """Owned pages, or granted ones whose writer is proven to have stopped, become free."""
-        state = self._states[pages[0]] if pages else PageState.FREE
-        if pages and state is PageState.FREE:
-            raise PDInferError(f"page {pages[0]} was released twice")
-        self._expect(pages, state)
+        granted = bool(pages) and 0 <= pages[0] < self.num_pages and self._states[pages[0]] is PageState.GRANTED
+        self._expect(pages, PageState.GRANTED if granted else PageState.OWNED)
         for page in pages:
             self._states[page] = PageState.FREE
             self._generations[page] += 1
             self._free.append(page)
-        if state is PageState.GRANTED:
+        if granted:
             self._num_granted -= len(pages)
 
     def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
@@ -106,10 +104,13 @@ class PagePool:
             PageState.OWNED: self.num_owned,
             PageState.GRANTED: self.num_granted,
         }
-        if counts != said or len(set(self._free)) != self.num_free:
+        free = {page for page, state in enumerate(self._states) if state is PageState.FREE}
+        if counts != said or set(self._free) != free:
             raise PDInferError(f"page accounting is broken: counted {counts}, recorded {said}")
 
     def _take(self, count: int, state: PageState) -> tuple[int, ...]:
+        if count < 0:
+            raise PDInferError(f"{count} pages were asked for")
         if count > len(self._free):
             raise Overloaded(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
         pages = tuple(self._free.pop() for _ in range(count))
@@ -120,6 +121,8 @@ class PagePool:
     def _expect(self, pages: Sequence[int], state: PageState) -> None:
         if len(set(pages)) != len(pages):
             raise PDInferError(f"a page is named twice in {clip(list(pages))}")
+        if any(not 0 <= page < self.num_pages for page in pages):
+            raise PDInferError(f"a page of {clip(list(pages))} is not in a pool of {self.num_pages}")
         for page in pages:
             if self._states[page] is not state:
                 raise PDInferError(f"page {page} is {self._states[page].value}, expected {state.value}")

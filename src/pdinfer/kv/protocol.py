@@ -40,7 +40,7 @@ class StaleFrame(TransferError):
 
 @attrs.define
 class Coverage:
-    """Which tokens of which layers have arrived, as disjoint sorted ranges per layer."""
+    """Which tokens of which layers have arrived, as disjoint ranges per layer; those in order are joined."""
 
     layers: range
     tokens: range
@@ -111,6 +111,8 @@ class Expected:
         """From now on `grant`'s writers may write it."""
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} is expected already")
+        if not grant.writers:
+            raise TransferError(f"room {grant.room.hex()} has no writer, so it could never settle")
         self._rooms[grant.room] = _Room(grant, Coverage(self.layers, grant.tokens))
 
     def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range) -> PageGrant:
@@ -134,7 +136,8 @@ class Expected:
         state = self._rooms.get(word.room)
         if state is None or peer not in state.writers or peer in state.words:
             raise StaleFrame(f"a hand-off for room {word.room.hex()} that this peer does not owe")
-        state.words[peer] = word
+        writer = next(writer for writer in state.grant.writers if peer_key(writer) == peer)
+        state.words[peer] = attrs.evolve(word, writer=writer)  # whoever the word says it is from
         silent = state.silent()
         if not silent:
             self._settle(state)

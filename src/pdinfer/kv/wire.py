@@ -13,7 +13,7 @@ import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.errors import PDInferError, TransferError, error_from_code
+from pdinfer.errors import PDInferError, RequestError, TransferError, error_from_code
 from pdinfer.kv.layout import KVLayout
 from pdinfer.types import Handoff, PeerAddress
 
@@ -71,8 +71,11 @@ Message = Hello | Welcome | Reject | Data | Finish | Abort
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
-    """Token or page ids as little-endian int32."""
-    return np.asarray(values, dtype="<i4").tobytes()
+    """Token or page ids as little-endian int32; RequestError for one that has no place in 32 bits."""
+    try:
+        return np.asarray(values, dtype="<i4").tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RequestError(f"ids must be ints of 32 bits to travel: {error}") from error
 
 
 def unpack_ints(data: bytes) -> tuple[int, ...]:
