@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
@@ -20,7 +21,7 @@ Submitted = TypeVar("Submitted")
 DRAIN_POLL_S = 0.1
 
 
-class Engine(Generic[Submitted]):
+class Engine(ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
 
     `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
@@ -64,9 +65,9 @@ class Engine(Generic[Submitted]):
         return RequestLimits(name=self.role, vocab_size=self.model.config.vocab_size, max_tokens=held)
 
     @property
+    @abstractmethod
     def num_unfinished(self) -> int:
         """Requests this engine still has to do with."""
-        raise NotImplementedError
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
@@ -80,13 +81,13 @@ class Engine(Generic[Submitted]):
         """Calls `listener`, from any thread, when a step would do something."""
         self._inbox.listen(listener)
 
+    @abstractmethod
     def step(self) -> list[Event]:
         """Does what can be done now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
-        raise NotImplementedError
 
     def drain(self, timeout_s: float) -> bool:
         """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
@@ -98,9 +99,9 @@ class Engine(Generic[Submitted]):
         self._events = events + self._events
         return not self.num_unfinished
 
+    @abstractmethod
     def close(self) -> None:
         """Ends what is unfinished and closes the channel. A second call does nothing."""
-        raise NotImplementedError
 
     def _worked(self, num_tokens: int, since_s: float) -> None:
         """Counts a model step that began at `since_s`."""
