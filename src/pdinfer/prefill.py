@@ -136,6 +136,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 continue
             try:
                 check_request(request, [self.limits])
+                if grant.tokens.stop != prompt.num_remaining:
+                    raise RequestError(
+                        f"the grant is for {grant.tokens.stop} tokens and the request has {prompt.num_remaining}"
+                    )
             except RequestError as error:
                 self._finish(prompt, error=error)
                 continue
@@ -180,7 +184,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._compute(prompts, counts)
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
-            self._abort(prompts, PDInferError(f"the prefill step failed: {type(error).__name__}"))
+            failed = [prompt for prompt in prompts if prompt in self._active]  # the others have had their last word
+            self._abort(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
     def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:

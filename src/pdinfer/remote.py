@@ -188,7 +188,11 @@ class _Client:
         self._closed = False
         self._num_submitted = 0
         self._unseen: list[tuple[int, int]] = []
-        ready = self._await(Ready, timeout_s)
+        try:
+            ready = self._await(Ready, timeout_s)
+        except TransferError:
+            self._mailman.close()
+            raise
         self.address = ready.address
         self.limits = ready.limits
         self._load = ready.load

@@ -1,0 +1,131 @@
+"""PrefillEngine by hand: what a failing step, a wrong grant, a cancel and a full window do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import pytest
+
+import pdinfer as pd
+from pdinfer.kv.transport import Transfer
+from pdinfer.testing import random_model
+from pdinfer.types import Handoff, HandoffStatus
+
+MODEL = random_model()
+PROMPT = tuple(range(5, 25))
+
+
+@attrs.frozen
+class Bench:
+    """A prefill engine, and decode's end of its channel in our hands."""
+
+    prefill: pd.PrefillEngine
+    decode: pd.KVChannel
+
+    def grant(self, num_tokens: int = len(PROMPT), room: bytes = b"r" * 16) -> pd.PageGrant:
+        """Pages for that many tokens, expected by decode's end."""
+        pool = self.decode.pool
+        pages = pool.grant(pool.layout.num_pages(num_tokens))
+        grant = pd.PageGrant(
+            room=room,
+            request_id="a",
+            writers=(self.prefill.address,),
+            destinations=(self.decode.address,),
+            tokens=range(num_tokens),
+            pages=pages,
+            generations=pool.generations(pages),
+            layout_id=pool.layout.layout_id,
+        )
+        self.decode.expect(grant)
+        return grant
+
+    def run(self, steps: int = 8) -> list[Handoff]:
+        """Steps, and what decode's end heard."""
+        for _ in range(steps):
+            assert self.prefill.step() == []
+        return self.decode.poll()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    ours, theirs = pd.KVChannel.loopback(
+        *(pd.PagePool(MODEL, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2))
+    )
+    prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1))
+    prefill.connect(theirs.address)
+    yield Bench(prefill, theirs)
+    prefill.close()
+    assert ours.pool.num_free == ours.pool.num_pages
+    ours.pool.check()
+    theirs.close()
+
+
+def request(**more: object) -> pd.Request:
+    return pd.Request(
+        request_id="a", prompt=PROMPT, sampling=pd.SamplingParams(temperature=0.0, max_new_tokens=8), **more
+    )  # type: ignore[arg-type]
+
+
+def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
+    bench.prefill.submit(request(), bench.grant())
+    (word,) = bench.run()
+    assert (word.status, word.token) == (HandoffStatus.LANDED, int(MODEL.logits(PROMPT)[-1].argmax()))
+    assert bench.prefill.num_unfinished == 0
+    assert bench.prefill.load().num_tokens == len(PROMPT)
+
+
+def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when it fails after the hand-off of one of them."""
+    bench.prefill.submit(request(), bench.grant())
+    finish = bench.prefill._finish
+
+    def finish_and_fail(*args: object, **more: object) -> None:
+        finish(*args, **more)  # type: ignore[arg-type]
+        raise ValueError("broken")
+
+    monkeypatch.setattr(bench.prefill, "_hand_off", lambda prompts, logits: finish_and_fail(prompts[0], token=3))
+    (word,) = bench.run()
+    assert (word.status, word.token) == (HandoffStatus.LANDED, 3)
+
+
+def test_a_model_that_fails_aborts_and_the_engine_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.Model, "head", lambda *_: 1 / 0)
+        bench.prefill.submit(request(), bench.grant())
+        (word,) = bench.run()
+    assert word.status is HandoffStatus.ABORTED
+    assert "ZeroDivisionError" in str(word.error)
+    bench.prefill.submit(request(), bench.grant(room=b"s" * 16))
+    (word,) = bench.run()
+    assert word.status is HandoffStatus.LANDED
+
+
+def test_a_grant_for_another_number_of_tokens_is_aborted(bench: Bench) -> None:
+    bench.prefill.submit(request(), bench.grant(num_tokens=12))
+    (word,) = bench.run()
+    assert isinstance(word.error, pd.RequestError)
+    assert "12 tokens and the request has 20" in str(word.error)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_cancel_is_an_aborted_hand_off(bench: Bench, num_steps: int) -> None:
+    bench.prefill.submit(request(), bench.grant())
+    for _ in range(num_steps):
+        bench.prefill.step()
+    bench.prefill.cancel("a")
+    bench.prefill.cancel("nobody")
+    (word,) = bench.run()
+    assert word.status is HandoffStatus.ABORTED
+
+
+def test_unsent_bytes_beyond_the_window_hold_new_prompts(bench: Bench) -> None:
+    """And they go on as soon as the bytes have left."""
+    stuck = Transfer(2)
+    bench.prefill.channel._unsent.add(stuck)
+    bench.prefill.submit(request(), bench.grant())
+    assert bench.run() == []
+    assert not bench.prefill.wait(0.0)
+    bench.prefill.channel._unsent.discard(stuck)
+    assert bench.prefill.wait(0.0)
+    assert len(bench.run()) == 1
