@@ -216,6 +216,28 @@ def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
     prefill.connect(decode.address)
 
 
+def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Case) -> None:
+    """Were it welcome, closing it would settle rooms that the first link still writes."""
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    with pytest.raises(TransferError):
+        prefill.connect(attrs.evolve(decode.address, epoch=1))  # what it was before a restart, at the same endpoint
+    impostor = case.end()
+    impostor._peers.us = prefill.address
+    with pytest.raises(TransferError, match="open link already"):
+        impostor.connect(decode.address)
+    impostor.close()
+    until(lambda: len(decode._peers._by_link) == 1)
+    assert prefill.connected(decode.address)
+    assert decode.connected(prefill.address)
+    assert decode.poll() == []
+    case.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
 def test_every_channel_is_a_new_peer(case: Case) -> None:
     pool = pool_of()
     first, second = case.end(pool), case.end(pool)

@@ -104,17 +104,13 @@ class Peers:
         asked = isinstance(message, wire.Hello)
         try:
             self._check(message)
+            self._admit(peer, message.address)
         except PDInferError as error:
             self._refuse(peer, error)
             if asked:
                 fields = error.fields if isinstance(error, LayoutMismatch) else ()
                 self._transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
             return
-        with self._changed:
-            peer.address = message.address
-            peer.link.trusted = True
-            self._links[peer_key(message.address)] = peer.link
-            self._changed.notify_all()
         if asked:
             # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
             welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.us, self._layout)
@@ -127,6 +123,17 @@ class Peers:
         if unknown:
             raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
         self._layout.compatible_with(message.layout)
+
+    def _admit(self, peer: Peer, address: PeerAddress) -> None:
+        """One link per identity: were there two, closing either would count as proof that the peer writes no more,
+        while the other still does."""
+        with self._changed:
+            if peer_key(address) in self._links:
+                raise TransferError("this peer has an open link already; drop that one before opening another")
+            peer.address = address
+            peer.link.trusted = True
+            self._links[peer_key(address)] = peer.link
+            self._changed.notify_all()
 
     def _refuse(self, peer: Peer, error: PDInferError) -> None:
         with self._changed:
