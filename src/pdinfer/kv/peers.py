@@ -16,8 +16,11 @@ from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.protocol import PeerKey, peer_key
-from pdinfer.kv.transport import Link, Transport
+from pdinfer.kv.transport import MAX_UNTRUSTED_FRAME_BYTES, Link, Transport
 from pdinfer.types import PeerAddress
+
+MAX_REASON_CHARACTERS = 320
+"""How much of a reason for refusing travels as text; differences also travel one by one."""
 
 
 @attrs.define(eq=False)
@@ -108,8 +111,7 @@ class Peers:
         except PDInferError as error:
             self._refuse(peer, error)
             if asked:
-                fields = error.fields if isinstance(error, LayoutMismatch) else ()
-                self._transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
+                self._transport.send(peer.link, _reject(error))
             return
         if asked:
             # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
@@ -139,3 +141,14 @@ class Peers:
         with self._changed:
             peer.refusal = error
             self._changed.notify_all()
+
+
+def _reject(error: PDInferError) -> bytes:
+    """The refusal in a frame that an untrusted link takes: of many long differences the last ones stay unsaid."""
+    fields = error.fields if isinstance(error, LayoutMismatch) else ()
+    short = type(error)(str(error)[:MAX_REASON_CHARACTERS])
+    while True:
+        frame = wire.encode(wire.Reject(short, fields))
+        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES or not fields:
+            return frame
+        fields = fields[:-1]
