@@ -57,7 +57,7 @@ class Pairing:
         self._random_bytes = random_bytes
         self._roster = Roster()
         self._admission = threading.Lock()
-        self._inbox: Inbox[Ticket | str] = Inbox()
+        self._inbox: Inbox[tuple[Ticket, bool]] = Inbox()  # and whether it is wanted, or not any more
         self._tickets: dict[str, Ticket] = {}
         self._line: deque[Ticket] = deque()
         self._undelivered: list[TokenEvent] = []
@@ -117,12 +117,14 @@ class Pairing:
             if not self._line_has_room():
                 raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
             self._tickets[request_id] = ticket
-            self._inbox.put(ticket)
+            self._inbox.put((ticket, True))
         return request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
-        self._inbox.put(request_id)
+        ticket = self._tickets.get(request_id)  # now: the id may name another request by the time of the step
+        if ticket is not None:
+            self._inbox.put((ticket, False))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Serves `requests` and yields their events as they come. Pulls lazily, and waits where `submit` would raise
@@ -277,10 +279,9 @@ class Pairing:
     def _take_inbox(self) -> None:
         with self._admission:
             items = self._inbox.take()
-            self._line += [item for item in items if isinstance(item, Ticket)]
-        for item in items:
-            ticket = None if isinstance(item, Ticket) else self._tickets.get(item)
-            if ticket is None:
+            self._line += [ticket for ticket, wanted in items if wanted]
+        for ticket, wanted in items:
+            if wanted or self._tickets.get(ticket.request_id) is not ticket:
                 continue
             if ticket.decode is None:
                 self._line.remove(ticket)
@@ -372,7 +373,7 @@ class Pairing:
     # -- small things -----------------------------------------------------------------------------------------------
 
     def _line_has_room(self) -> bool:
-        unseen = sum(isinstance(item, Ticket) for item in self._inbox.peek())
+        unseen = sum(wanted for _, wanted in self._inbox.peek())
         return len(self._line) + unseen < self.config.max_queued_requests
 
     def _end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> None:
