@@ -335,6 +335,8 @@ class Pairing:
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
+        if ticket.failure is not None:
+            return  # decode has been asked to end it
         ticket.landed = False
         port = self._roster.prefills.get(granted.grant.writers[0])
         ticket.forwarded = port is not None
@@ -345,8 +347,8 @@ class Pairing:
 
     def _refused(self, ticket: Ticket, error: PDInferError) -> None:
         """Decode has no place: back to the front of the line. Any other reason is final."""
-        if not isinstance(error, Overloaded):
-            self._end(ticket, FinishReason.FAILED, error)
+        if not isinstance(error, Overloaded) or ticket.failure is not None:
+            self._end(ticket, FinishReason.FAILED, ticket.failure or error)
         elif ticket.cancelled:  # decode did not know it any more when the cancellation came
             self._end(ticket, FinishReason.CANCELLED)
         else:
@@ -363,8 +365,8 @@ class Pairing:
             ticket.prefill, ticket.forwarded = choice.prefill, ticket.landed
             decode.submit(ticket.request, writers=(choice.prefill,))
         elif not ticket.landed:
-            decode.cancel(ticket.request_id)
-            self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
+            ticket.failure = TransferError("no prefill port is left for it")
+            decode.cancel(ticket.request_id)  # its answer ends the request: no event of it can come after that
 
     def _promised(self) -> Promised:
         coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
