@@ -180,7 +180,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._compute(prompts, counts)
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
-            self._abort(prompts, PDInferError(f"the prefill step failed: {type(error).__name__}"))
+            unfinished = [prompt for prompt in prompts if prompt in self._active]
+            self._abort(unfinished, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
     def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
@@ -238,10 +239,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,
         )
+        prompt.sent = self.channel.finish(prompt.grant, handoff)
         for line in (self._queue, self._active):
             if prompt in line:
                 line.remove(prompt)
-        prompt.sent = self.channel.finish(prompt.grant, handoff)
         self._sending.append(prompt)
         self._return_pages()
 
