@@ -147,11 +147,13 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         request_id = request.request_id or ""
         known = self._sequences.get(request_id)
         if known is not None:
-            self._change_writers(known, writers)
+            self._change_writers(known, writers or known.writers)
             return
         try:
             if not request_id:
                 raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
+            if not writers:  # nobody would ever say the last word on its room
+                raise RequestError("writers is empty; name at least one prefill")
             check_request(request, [self.limits])
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")

@@ -57,7 +57,7 @@ class Pairing:
         self._random_bytes = random_bytes
         self._roster = Roster()
         self._admission = threading.Lock()
-        self._inbox: Inbox[Ticket | str] = Inbox()
+        self._inbox: Inbox[tuple[Ticket, bool]] = Inbox()  # and whether it is wanted, or not any more
         self._tickets: dict[str, Ticket] = {}
         self._line: deque[Ticket] = deque()
         self._undelivered: list[TokenEvent] = []
@@ -117,12 +117,14 @@ class Pairing:
             if not self._line_has_room():
                 raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
             self._tickets[request_id] = ticket
-            self._inbox.put(ticket)
+            self._inbox.put((ticket, True))
         return request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
-        self._inbox.put(request_id)
+        ticket = self._tickets.get(request_id)  # now: the id may name another request by the time of the step
+        if ticket is not None:
+            self._inbox.put((ticket, False))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Serves `requests` and yields their events as they come. Pulls lazily, and waits where `submit` would raise
@@ -279,10 +281,9 @@ class Pairing:
     def _take_inbox(self) -> None:
         with self._admission:
             items = self._inbox.take()
-            self._line += [item for item in items if isinstance(item, Ticket)]
-        for item in items:
-            ticket = None if isinstance(item, Ticket) else self._tickets.get(item)
-            if ticket is None:
+            self._line += [ticket for ticket, wanted in items if wanted]
+        for ticket, wanted in items:
+            if wanted or self._tickets.get(ticket.request_id) is not ticket:
                 continue
             if ticket.decode is None:
                 self._line.remove(ticket)
@@ -336,6 +337,8 @@ class Pairing:
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
+        if ticket.failure is not None:
+            return  # decode has been asked to end it
         ticket.landed = False
         port = self._roster.prefills.get(granted.grant.writers[0])
         ticket.forwarded = port is not None
@@ -346,8 +349,8 @@ class Pairing:
 
     def _refused(self, ticket: Ticket, error: PDInferError) -> None:
         """Decode has no place: back to the front of the line. Any other reason is final."""
-        if not isinstance(error, Overloaded):
-            self._end(ticket, FinishReason.FAILED, error)
+        if not isinstance(error, Overloaded) or ticket.failure is not None:
+            self._end(ticket, FinishReason.FAILED, ticket.failure or error)
         elif ticket.cancelled:  # decode did not know it any more when the cancellation came
             self._end(ticket, FinishReason.CANCELLED)
         else:
@@ -364,8 +367,8 @@ class Pairing:
             ticket.prefill, ticket.forwarded = choice.prefill, ticket.landed
             decode.submit(ticket.request, writers=(choice.prefill,))
         elif not ticket.landed:
-            decode.cancel(ticket.request_id)
-            self._end(ticket, FinishReason.FAILED, TransferError("no prefill port is left for it"))
+            ticket.failure = TransferError("no prefill port is left for it")
+            decode.cancel(ticket.request_id)  # its answer ends the request: no event of it can come after that
 
     def _promised(self) -> Promised:
         coming = [ticket for ticket in list(self._tickets.values()) if not ticket.forwarded]
@@ -374,7 +377,7 @@ class Pairing:
     # -- small things -----------------------------------------------------------------------------------------------
 
     def _line_has_room(self) -> bool:
-        unseen = sum(isinstance(item, Ticket) for item in self._inbox.peek())
+        unseen = sum(wanted for _, wanted in self._inbox.peek())
         return len(self._line) + unseen < self.config.max_queued_requests
 
     def _end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> None:

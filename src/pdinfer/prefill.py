@@ -243,10 +243,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,
         )
+        prompt.sent = self.channel.finish(prompt.grant, handoff)
         for line in (self._queue, self._active):
             if prompt in line:
                 line.remove(prompt)
-        prompt.sent = self.channel.finish(prompt.grant, handoff)
         self._sending.append(prompt)
         self._return_pages()
 

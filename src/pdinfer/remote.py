@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import attrs
 
@@ -105,7 +105,10 @@ class _Mailman(Generic[M]):
             pass
         except TransferError as error:
             _log.error("a port is given up: %s", error)
-        self._inbox.put(None)
+        except Exception:  # noqa: BLE001 - whatever a connection raises, nobody reads it any more
+            _log.exception("reading a connection failed; the port is given up")
+        finally:
+            self._inbox.put(None)
 
     def close(self) -> None:
         self._stopping = True
@@ -180,6 +183,8 @@ def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_
 class _Client:
     """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`."""
 
+    role: ClassVar[str]
+
     def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
         self._inbox: Inbox[Report | None] = Inbox()
         self._mailman = _Mailman(connection, messages.decode_report, self._inbox)
@@ -190,7 +195,9 @@ class _Client:
         self._unseen: list[tuple[int, int]] = []
         try:
             ready = self._await(Ready, timeout_s)
-        except TransferError:
+            if getattr(ready.load, self.role) is None:
+                raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
+        except BaseException:
             self._mailman.close()
             raise
         self.address = ready.address
@@ -284,7 +291,9 @@ class _Client:
 
 class PrefillClient(_Client):
     """A prefill engine behind a connection: a `PrefillPort`. Waits until the engine is ready; TransferError when its
-    process goes away or takes longer than `timeout_s`."""
+    process goes away, takes longer than `timeout_s` or serves a decode engine."""
+
+    role = "prefill"
 
     def submit(self, request: Request, grant: PageGrant) -> None:
         message = SubmitPrefill(PackedRequest.of(request), PackedGrant.of(grant))
@@ -303,6 +312,8 @@ class PrefillClient(_Client):
 
 class DecodeClient(_Client):
     """A decode engine behind a connection: a `DecodePort`. Otherwise as `PrefillClient`."""
+
+    role = "decode"
 
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
         message = SubmitDecode(PackedRequest.of(request), tuple(writers))

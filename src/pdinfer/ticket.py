@@ -17,7 +17,7 @@ OVERDUE_S = 0.02
 class Ticket:
     """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
     by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
-    under way; before that only we know that it is coming."""
+    under way; before that only we know that it is coming. `failure` is why we had decode end it."""
 
     request_id: str
     request: Request
@@ -30,6 +30,7 @@ class Ticket:
     forwarded: bool = False
     landed: bool = False
     cancelled: bool = False
+    failure: PDInferError | None = None
 
     @classmethod
     def of(
@@ -100,6 +101,8 @@ class Ticket:
         """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours."""
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
+        if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
+            event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
         usage = event.usage
         if usage is None:
             return event

@@ -114,6 +114,15 @@ def test_cancel_of_unknown_and_finished_ids_does_nothing() -> None:
         setup.check_idle()
 
 
+def test_a_cancel_that_comes_late_does_not_reach_the_next_request_of_that_id() -> None:
+    with local() as setup:
+        setup.pairing.submit(request())
+        collect(setup.pairing)
+        setup.pairing.cancel("a")
+        setup.pairing.submit(request())
+        assert tokens_of(collect(setup.pairing)) == list(reference("v3", PROMPT, 5).tokens)
+
+
 @pytest.mark.parametrize("num_steps", range(6))
 def test_cancel_ends_a_request_once_at_any_step(num_steps: int) -> None:
     with local() as setup:

@@ -327,6 +327,24 @@ def test_when_the_only_decode_breaks_what_waits_in_the_line_fails_too() -> None:
         assert setup.pairing.num_unfinished == 0
 
 
+def test_an_id_is_free_again_only_when_decode_is_done_with_its_last_request() -> None:
+    with several(2, 1) as setup:
+        spare = setup.prefills[1]
+        setup.pairing.remove(spare, drain_s=0.0)
+        hang(setup.prefills[0])
+        setup.pairing.submit(request())
+        events = setup.pairing.step()
+        setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
+        while not events:
+            events = setup.pairing.step()
+        check_failed(events, "a")
+        setup.pairing.add(spare)
+        setup.pairing.submit(request())
+        check_streams(collect(setup.pairing), "a")
+        setup.prefills.pop(0)
+        setup.check_idle()
+
+
 # -- news that come late, as they do from another process ----------------------------------------------------------
 
 

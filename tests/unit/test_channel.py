@@ -216,6 +216,28 @@ def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
     prefill.connect(decode.address)
 
 
+def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Case) -> None:
+    """Were it welcome, closing it would settle rooms that the first link still writes."""
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    with pytest.raises(TransferError):
+        prefill.connect(attrs.evolve(decode.address, epoch=1))  # what it was before a restart, at the same endpoint
+    impostor = case.end()
+    impostor._peers.us = prefill.address
+    with pytest.raises(TransferError, match="open link already"):
+        impostor.connect(decode.address)
+    impostor.close()
+    until(lambda: len(decode._peers._by_link) == 1)
+    assert prefill.connected(decode.address)
+    assert decode.connected(prefill.address)
+    assert decode.poll() == []
+    case.push_all(prefill, grant, pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+
+
 def test_every_channel_is_a_new_peer(case: Case) -> None:
     pool = pool_of()
     first, second = case.end(pool), case.end(pool)
@@ -235,6 +257,27 @@ def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, two_pools: C
     with pytest.raises(TransferError, match=r"did not answer the handshake within 0\.05 s"):
         prefill.connect(decode.address, timeout_s=0.05)
     assert not prefill._peers._by_link
+
+
+@attrs.frozen(kw_only=True)
+class DeepModel(SmallModel):
+    num_layers: int
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        layout = super().kv_layout(cache)
+        (part,) = layout.components
+        layers = tuple(range(self.num_layers))
+        parts = tuple(attrs.evolve(part, name=name, layers=layers) for name in ("latent", "index"))
+        return attrs.evolve(layout, components=parts)
+
+
+def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Case) -> None:
+    ours = two_pools.end(PagePool(DeepModel(num_layers=61), CacheConfig(page_size=1)))
+    other = DeepModel(num_layers=59, model_id=b"m" * 32, weights_id=b"w" * 32, dtype="bfloat16")
+    theirs = two_pools.end(PagePool(other, CacheConfig(page_size=1)))
+    with pytest.raises(LayoutMismatch) as info:
+        ours.connect(theirs.address)
+    assert [name for name, _, _ in info.value.fields][:2] == ["model_id", "weights_id"]
 
 
 @pytest.mark.parametrize(
@@ -537,6 +580,26 @@ def test_an_abort_before_accept_is_answered_and_remembered(case: Case) -> None:
     with pytest.raises(TransferError, match="not open for writing"):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=grant.pages)
     decode.pool.release(grant.pages)
+
+
+def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    packed = wire.encode(wire.Abort(grant.room, TransferError("R")))
+    long = packed.replace(b"\xa1R", b"\xdb" + (1_048_500).to_bytes(4, "big") + b"R" * 1_048_500)
+    decode.transport.send(link_of(decode, prefill), long)
+    until(lambda: prefill.has_news)
+    ((_, error),) = prefill.poll_stops()
+    prefill.finish(grant, Handoff(room=grant.room, writer=prefill.address, status=ABORTED, error=error))
+    assert settled(decode)[0].status is ABORTED
+
+
+def test_a_room_that_is_none_is_not_remembered(case: Case) -> None:
+    prefill, decode = case.pair()
+    decode.transport.send(link_of(decode, prefill), wire.encode(wire.Abort(b"r" * 100_000, TransferError("no"))))
+    until(lambda: not prefill.connected(decode.address))
+    assert not prefill._accepted._tombstones
 
 
 def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:

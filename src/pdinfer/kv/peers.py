@@ -16,8 +16,11 @@ from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.protocol import PeerKey, peer_key
-from pdinfer.kv.transport import Link, Transport
+from pdinfer.kv.transport import MAX_UNTRUSTED_FRAME_BYTES, Link, Transport
 from pdinfer.types import PeerAddress
+
+MAX_REASON_CHARACTERS = 320
+"""How much of a reason for refusing travels as text; differences also travel one by one."""
 
 
 @attrs.define(eq=False)
@@ -105,18 +108,12 @@ class Peers:
         asked = isinstance(message, wire.Hello)
         try:
             self._check(message)
+            self._admit(peer, message)
         except PDInferError as error:
             self._refuse(peer, error)
             if asked:
-                fields = error.fields if isinstance(error, LayoutMismatch) else ()
-                self._transport.send(peer.link, wire.encode(wire.Reject(error, fields)))
+                self._transport.send(peer.link, _reject(error))
             return
-        with self._changed:
-            peer.address = message.address
-            peer.layout_id = message.layout.layout_id
-            peer.link.trusted = True
-            self._links[peer_key(message.address)] = peer.link
-            self._changed.notify_all()
         if asked:
             # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
             welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.us, self._layout)
@@ -130,7 +127,31 @@ class Peers:
             raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
         self._layout.compatible_with(message.layout)
 
+    def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
+        """One link per identity: were there two, closing either would count as proof that the peer writes no more,
+        while the other still does."""
+        with self._changed:
+            key = peer_key(message.address)
+            if key in self._links:
+                raise TransferError("this peer has an open link already; drop that one before opening another")
+            peer.address = message.address
+            peer.layout_id = message.layout.layout_id
+            peer.link.trusted = True
+            self._links[key] = peer.link
+            self._changed.notify_all()
+
     def _refuse(self, peer: Peer, error: PDInferError) -> None:
         with self._changed:
             peer.refusal = error
             self._changed.notify_all()
+
+
+def _reject(error: PDInferError) -> bytes:
+    """The refusal in a frame that an untrusted link takes: of many long differences the last ones stay unsaid."""
+    fields = error.fields if isinstance(error, LayoutMismatch) else ()
+    short = type(error)(str(error)[:MAX_REASON_CHARACTERS])
+    while True:
+        frame = wire.encode(wire.Reject(short, fields))
+        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES or not fields:
+            return frame
+        fields = fields[:-1]

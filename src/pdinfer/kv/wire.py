@@ -7,7 +7,7 @@ understand goes into `Hello.required`. Long lists of ints travel as packed littl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import msgspec
@@ -20,6 +20,10 @@ from pdinfer.types import Handoff, PeerAddress
 MAJOR, MINOR = 1, 0
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours this version understands; a peer that requires another one is refused."""
+MAX_ERROR_CHARACTERS = 4096
+"""How much of an error's text travels: one that came from a peer is passed on, and must still fit in our own frame."""
+Room = Annotated[bytes, msgspec.Meta(max_length=16)]
+"""A peer's rooms are remembered, so they must not be larger than rooms are."""
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -49,7 +53,7 @@ class Reject(msgspec.Struct, tag="reject"):
 class Data(msgspec.Struct, tag="data"):
     """Announces a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
 
-    room: bytes
+    room: Room
     layers: range
     tokens: range
 
@@ -63,7 +67,7 @@ class Finish(msgspec.Struct, tag="finish"):
 class Abort(msgspec.Struct, tag="abort"):
     """Decode asks a writer to stop; the Finish that follows is the proof that it has."""
 
-    room: bytes
+    room: Room
     error: PDInferError
 
 
@@ -90,7 +94,7 @@ def to_builtin(value: object) -> object:
     if isinstance(value, range):
         return (value.start, value.stop)
     if isinstance(value, PDInferError):
-        return (value.code, str(value))
+        return (value.code, str(value)[:MAX_ERROR_CHARACTERS])
     raise NotImplementedError(f"cannot encode a {type(value).__name__}")
 
 
