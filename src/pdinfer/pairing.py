@@ -8,6 +8,7 @@ It holds no tensor and computes nothing. Its ports are engines in this process, 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -84,10 +85,8 @@ class Pairing:
         policy: Policy = least_tokens,
     ) -> Pairing:
         """One process, one model, one pool that both engines share: pages change hands without a copy."""
-        if isinstance(checkpoint_or_model, Model):
-            model = checkpoint_or_model
-        else:
-            model = load_model(checkpoint_or_model, device=device, dtype=dtype)
+        given = checkpoint_or_model
+        model = given if isinstance(given, Model) else load_model(given, device=device, dtype=dtype)
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
         prefill, decode = PrefillEngine(model, prefill_end, engine), DecodeEngine(model, decode_end, engine)
@@ -196,9 +195,10 @@ class Pairing:
             self._closed = True
         for ticket in list(self._tickets.values()):
             self._end(ticket, FinishReason.CANCELLED)
-        for port in self._roster.all:
-            port.close()
         self._inbox.wake()
+        with contextlib.ExitStack() as ports:  # one that cannot be closed does not keep the others open
+            for port in reversed(self._roster.all):
+                ports.callback(port.close)
 
     def __enter__(self) -> Pairing:
         return self

@@ -118,10 +118,10 @@ class Roster:
         return self.prefills.pop(address, None) or self.decodes.pop(address, None)
 
     def roomiest_limits(self) -> list[RequestLimits]:
-        """Of each side the limits of the port that takes the longest request."""
+        """Of each side the limits of the port that takes the longest request. Any thread, while ports come and go."""
         sides = [
-            [port.limits for port in self.prefills.values()],
-            [port.limits for port in self.decodes.values()],
+            [port.limits for port in list(self.prefills.values())],
+            [port.limits for port in list(self.decodes.values())],
         ]
         return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
 

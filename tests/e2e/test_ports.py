@@ -345,6 +345,32 @@ def test_an_id_is_free_again_only_when_decode_is_done_with_its_last_request() ->
         setup.check_idle()
 
 
+def test_a_decode_that_breaks_while_it_is_removed_is_gone_all_the_same() -> None:
+    with several(1, 2, policy=pd.policy.round_robin) as setup:
+        for name in "ab":
+            setup.pairing.submit(request(name))
+        events = setup.pairing.step()
+        setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
+        setup.pairing.remove(setup.decodes[0], drain_s=0.0)
+        events += collect(setup.pairing)
+        check_failed(events, "a")
+        check_streams(events, "b")
+
+
+def test_a_port_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
+    with several(1, 2) as setup:
+        close = setup.decodes[0].close
+        setup.decodes[0].close = broken  # type: ignore[method-assign,assignment]
+        setup.pairing.submit(request())
+        with pytest.raises(RuntimeError, match="fell off"):
+            setup.pairing.close()
+        assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
+        for engine in (setup.prefills[0], setup.decodes[1]):
+            with pytest.raises(pd.TransferError):
+                engine.connect(setup.decodes[0].address)
+        setup.decodes[0].close = close  # type: ignore[method-assign]
+
+
 # -- news that come late, as they do from another process ----------------------------------------------------------
 
 

@@ -11,7 +11,18 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import PROMPT, TIMEOUT_S, by_request, local, reference, request, tokens_of
+from tests.e2e.setups import (
+    PROMPT,
+    TIMEOUT_S,
+    by_request,
+    join,
+    local,
+    model_of,
+    pool_of,
+    reference,
+    request,
+    tokens_of,
+)
 
 NUM_THREADS = 4
 
@@ -120,3 +131,21 @@ def test_a_request_taken_while_the_pairing_closes_still_ends() -> None:
             together(work)
             assert setup.pairing.num_unfinished == 0
             assert sorted(event.request_id for event in setup.pairing.step()) == sorted(taken)
+
+
+def test_requests_are_taken_while_ports_join_and_leave() -> None:
+    model = model_of()
+    pools = [pool_of(model) for _ in range(4)]
+    with join(model, "loopback", prefill_pools=pools[:3], decode_pools=pools[3:]) as setup:
+
+        def work(number: int) -> None:
+            for index in range(250):
+                setup.pairing.submit(request(f"{number}/{index}"))
+
+        def come_and_go() -> None:
+            for port in setup.prefills[1:]:
+                setup.pairing._roster.drop(port.address)
+            for port in setup.prefills[1:]:
+                setup.pairing._roster.add(port, timeout_s=TIMEOUT_S)
+
+        together(work, come_and_go)

@@ -553,6 +553,20 @@ def test_one_writers_abort_stops_the_other(two_pools: Case) -> None:
     assert [w.status for w in settled(decode, 2)] == [ABORTED, ABORTED]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_lost_writer_stops_the_other(two_pools: Case, when: str) -> None:
+    """Else a writer that never hears of the room would never say its last word, and the pages would stay granted."""
+    prefill, decode = two_pools.pair()
+    second = two_pools.end()
+    if when == "after":
+        second.connect(decode.address)
+    grant = two_pools.grant(decode, prefill, second)
+    second.close()
+    assert [w.status for w in settled(decode, 2)] == [ABORTED, ABORTED]
+    with pytest.raises(TransferError, match="was aborted before its request arrived"):
+        prefill.accept(grant)
+
+
 def test_a_writer_that_is_not_connected_is_lost_at_once(case: Case) -> None:
     _, decode = case.pair()
     stranger = case.end()

@@ -217,10 +217,10 @@ class ExpectedMachine(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS))
     def lose(self, peer: PeerAddress) -> None:
-        told = []
+        told = {}
         for room in [room for room, state in self.rooms.items() if peer in state.silent]:
-            told += self.spoke(room, peer, ABORTED)
-        assert self.expected.lost(peer_key(peer), TransferError("lost")) == [peer_key(other) for other in told]
+            told[room] = [peer_key(other) for other in self.spoke(room, peer, ABORTED)]
+        assert self.expected.lost(peer_key(peer), TransferError("lost")) == told
 
     @rule()
     def take(self) -> None:
@@ -348,7 +348,7 @@ def test_one_writer_lost_tells_the_others_to_stop() -> None:
     expected = Expected(LAYERS)
     expected.expect(grant_of(ROOMS[0], PEERS[:3]))
     told = expected.lost(peer_key(PEERS[1]), TransferError("lost"))
-    assert told == [peer_key(PEERS[0]), peer_key(PEERS[2])]
+    assert told == {ROOMS[0]: [peer_key(PEERS[0]), peer_key(PEERS[2])]}
     assert not expected.has_settled
 
 

@@ -114,11 +114,13 @@ class KVChannel:
 
     def expect(self, grant: PageGrant) -> None:
         """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
+        error = TransferError("the writer is not connected to this decode")
         with self._lock:
             self._expected.expect(grant)
             gone = [writer for writer in grant.writers if not self.connected(writer)]
-            for writer in gone:
-                self._expected.lost(peer_key(writer), TransferError("the writer is not connected to this decode"))
+            told = [self._expected.lost(peer_key(writer), error) for writer in gone]
+        for rooms in told:
+            self._stop_all(rooms, error)
         if gone:
             self._notify()
 
@@ -313,9 +315,10 @@ class KVChannel:
         lost = error or TransferError("the connection was closed")
         with self._lock:
             address = self._peers.forget(link, lost)
+            told = {} if address is None else self._expected.lost(peer_key(address), lost)
             if address is not None:
-                self._expected.lost(peer_key(address), lost)
                 self._accepted.lost(peer_key(address), lost)
+        self._stop_all(told, lost)
         self._notify()
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -341,6 +344,10 @@ class KVChannel:
             word = Handoff(room=message.room, writer=self.address, status=HandoffStatus.ABORTED, error=error)
             self.transport.send(link, wire.encode(wire.Finish(word)))
         self._notify()
+
+    def _stop_all(self, rooms: dict[bytes, list[PeerKey]], error: PDInferError) -> None:
+        for room, writers in rooms.items():
+            self._tell_to_stop(room, writers, error)
 
     def _tell_to_stop(self, room: bytes, writers: Iterable[PeerKey], error: PDInferError) -> None:
         for link in [link for writer in writers if (link := self._peers.link_to(writer)) is not None]:

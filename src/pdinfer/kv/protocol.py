@@ -153,13 +153,15 @@ class Expected:
         state.stopped = True
         return state.silent()
 
-    def lost(self, peer: PeerKey, error: TransferError) -> list[PeerKey]:
-        """The peer can write no more: it counts as having said ABORTED in every room it still owes a word."""
-        to_stop: list[PeerKey] = []
+    def lost(self, peer: PeerKey, error: TransferError) -> dict[bytes, list[PeerKey]]:
+        """The peer can write no more: it counts as having said ABORTED in every room it still owes a word. Per room
+        the other writers, to be told to stop."""
+        to_stop: dict[bytes, list[PeerKey]] = {}
         for state in [state for state in self._rooms.values() if peer in state.silent()]:
             writer = next(w for w in state.grant.writers if peer_key(w) == peer)
-            to_stop += self.said(
-                peer, Handoff(room=state.grant.room, writer=writer, status=HandoffStatus.ABORTED, error=error)
+            room = state.grant.room
+            to_stop[room] = self.said(
+                peer, Handoff(room=room, writer=writer, status=HandoffStatus.ABORTED, error=error)
             )
         return to_stop
 
