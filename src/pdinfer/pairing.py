@@ -107,17 +107,16 @@ class Pairing:
         """
         check_request(request, self._roster.roomiest_limits())
         ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
-        request_id = ticket.request_id
         with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
             if self._closed:
                 raise RequestError("the pairing is closed")
-            if request_id in self._tickets:
-                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+            if ticket.request_id in self._tickets:
+                raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
             if not self._line_has_room():
                 raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
-            self._tickets[request_id] = ticket
+            self._tickets[ticket.request_id] = ticket
             self._inbox.put((ticket, True))
-        return request_id
+        return ticket.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
@@ -297,8 +296,7 @@ class Pairing:
         now = self._clock()
         most = self._roster.most_tokens
         for ticket in list(self._line):
-            end = ticket.end_in_line(now, most)
-            if end is not None:
+            if (end := ticket.end_in_line(now, most)) is not None:
                 self._line.remove(ticket)
                 self._end(ticket, *end)
         promised = self._promised() if self._line else Promised()

@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -120,7 +120,7 @@ class KVChannel:
             gone = [writer for writer in grant.writers if not self.connected(writer)]
             told = [self._expected.lost(peer_key(writer), error) for writer in gone]
         for rooms in told:
-            self._stop_all(rooms, error)
+            self._tell_to_stop(rooms, error)
         if gone:
             self._notify()
 
@@ -128,7 +128,7 @@ class KVChannel:
         """Asks the grant's writers to stop; `poll` gives their ABORTED (or a LANDED that was on its way)."""
         with self._lock:
             writers = self._expected.stop(grant.room)
-        self._tell_to_stop(grant.room, writers, error)
+        self._tell_to_stop({grant.room: writers}, error)
 
     def poll(self) -> list[Handoff]:
         """Hand-offs of the rooms settled since the last call, each room's together. Their writers have stopped."""
@@ -309,7 +309,7 @@ class KVChannel:
                 return
             self._count(writes_damaged=1)
             writers = self._expected.damaged(message.room, error)
-        self._tell_to_stop(message.room, writers, error)
+        self._tell_to_stop({message.room: writers}, error)
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         lost = error or TransferError("the connection was closed")
@@ -318,7 +318,7 @@ class KVChannel:
             told = {} if address is None else self._expected.lost(peer_key(address), lost)
             if address is not None:
                 self._accepted.lost(peer_key(address), lost)
-        self._stop_all(told, lost)
+        self._tell_to_stop(told, lost)
         self._notify()
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class KVChannel:
             except StaleFrame:
                 self._count(frames_dropped=1)
                 return
-        self._tell_to_stop(word.room, writers, word.error or TransferError("another writer aborted"))
+        self._tell_to_stop({word.room: writers}, word.error or TransferError("another writer aborted"))
         self._notify()
 
     def _aborted(self, link: Link, peer: PeerKey, message: wire.Abort) -> None:
@@ -345,13 +345,10 @@ class KVChannel:
             self.transport.send(link, wire.encode(wire.Finish(word)))
         self._notify()
 
-    def _stop_all(self, rooms: dict[bytes, list[PeerKey]], error: PDInferError) -> None:
+    def _tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
         for room, writers in rooms.items():
-            self._tell_to_stop(room, writers, error)
-
-    def _tell_to_stop(self, room: bytes, writers: Iterable[PeerKey], error: PDInferError) -> None:
-        for link in [link for writer in writers if (link := self._peers.link_to(writer)) is not None]:
-            self.transport.send(link, wire.encode(wire.Abort(room, error)))
+            for link in [link for writer in writers if (link := self._peers.link_to(writer)) is not None]:
+                self.transport.send(link, wire.encode(wire.Abort(room, error)))
 
     def _flush(self, room: bytes) -> None:
         """Hands a room's joined pushes to the transport, one write per destination."""
