@@ -39,7 +39,7 @@ WRITER_GRACE_S = 5.0
 _log = logging.getLogger("pdinfer")
 
 
-class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
+class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     """Continuous batching over the pages of `channel.pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
@@ -74,12 +74,13 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
         return len(self._sequences) + len(self._orphans) + len(self._inbox.peek())
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
-        """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`.
-
-        The same id again names other writers: an attempt under way is aborted and a new one granted; a running request
-        keeps its KV and will use them if it is retracted.
-        """
+        """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
         self._inbox.put((request, tuple(writers)))
+
+    def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
+        """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
+        and will use them if it is retracted. Unknown or finished ids are ignored."""
+        self._inbox.put((request_id, tuple(writers)))
 
     def step(self) -> list[Event]:
         """Takes what came, admits what landed, grants pages, runs one batch."""
@@ -94,7 +95,7 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
 
     def load(self) -> DecodeLoad:
         """What this engine holds, counting what was submitted and not yet seen by a step."""
-        unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
+        unseen = [item[0] for item in self._inbox.peek() if isinstance(item[0], Request)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
         return DecodeLoad(
@@ -113,8 +114,7 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
             return bool(self._events)
         if self._running and not self._stalled:
             return True
-        first = self._next_in_line()
-        if first is not None and self._may_grant(first):
+        if (first := self._next_in_line()) is not None and self._may_grant(first):
             return True  # what ended in the last step has left pages
         ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
         left_s = min(ends, default=float("inf")) - self._clock()
@@ -140,18 +140,20 @@ class DecodeEngine(Engine[tuple[Request, tuple[PeerAddress, ...]]]):
             if isinstance(item, str):
                 if item in self._sequences:
                     self._end(self._sequences[item], FinishReason.CANCELLED)
-            else:
-                self._receive(*item)
+                continue
+            what, writers = item
+            if isinstance(what, Request):
+                self._receive(what, writers)
+            elif what in self._sequences and writers:
+                self._change_writers(self._sequences[what], writers)
 
     def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
         request_id = request.request_id or ""
-        known = self._sequences.get(request_id)
-        if known is not None:
-            self._change_writers(known, writers or known.writers)
-            return
         try:
             if not request_id:
                 raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
+            if request_id in self._sequences:
+                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
             check_request(request, [self.limits])

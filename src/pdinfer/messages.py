@@ -81,6 +81,13 @@ class SubmitDecode(msgspec.Struct, tag="submit_decode"):
     writers: tuple[PeerAddress, ...]
 
 
+class ChangeWriters(msgspec.Struct, tag="change_writers"):
+    """Another prefill for a request that decode holds."""
+
+    request_id: str
+    writers: tuple[PeerAddress, ...]
+
+
 class Cancel(msgspec.Struct, tag="cancel"):
     """The request is not wanted any more."""
 
@@ -91,7 +98,7 @@ class Close(msgspec.Struct, tag="close"):
     """The engine is not wanted any more."""
 
 
-Command = Connect | SubmitPrefill | SubmitDecode | Cancel | Close
+Command = Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Close
 
 
 class Ready(msgspec.Struct, tag="ready"):

@@ -321,7 +321,7 @@ class Pairing:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
         ticket = self._tickets.get(request_id)
         if ticket is None or ticket.decode != decode:
-            if isinstance(event, Granted):  # rerouted when it had ended, which we learnt too late
+            if isinstance(event, Granted):  # nobody waits for it any more
                 self._roster.decodes[decode].cancel(request_id)
             return
         if isinstance(event, Granted):
@@ -363,7 +363,7 @@ class Pairing:
         choice = self._roster.choose(self._policy, shape, self._promised(), decode=ticket.decode)
         if choice is not None:
             ticket.prefill, ticket.forwarded = choice.prefill, ticket.landed
-            decode.submit(ticket.request, writers=(choice.prefill,))
+            decode.change_writers(ticket.request_id, writers=(choice.prefill,))
         elif not ticket.landed:
             ticket.failure = TransferError("no prefill port is left for it")
             decode.cancel(ticket.request_id)  # its answer ends the request: no event of it can come after that

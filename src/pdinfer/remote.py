@@ -24,6 +24,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.messages import (
     Cancel,
+    ChangeWriters,
     Close,
     Command,
     Connect,
@@ -157,6 +158,8 @@ def _obey(engine: PrefillEngine | DecodeEngine, command: Command, mailman: _Mail
             mailman.send(Connected(error, getattr(error, "fields", ())))
     elif isinstance(command, Cancel):
         engine.cancel(command.request_id)
+    elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
+        engine.change_writers(command.request_id, writers=command.writers)
     elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
         engine.submit(command.request.unpack(), command.grant.unpack())
         return 1
@@ -318,6 +321,9 @@ class DecodeClient(_Client):
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
         message = SubmitDecode(PackedRequest.of(request), tuple(writers))
         self._send_submit(message, len(request.prompt) + len(request.output))
+
+    def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
+        self._post(ChangeWriters(request_id, tuple(writers)))
 
     def load(self) -> DecodeLoad:
         load = self._load.decode

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 
 import pdinfer as pd
@@ -400,6 +401,41 @@ def test_a_request_that_had_ended_when_its_prefill_broke_is_not_run_again() -> N
         setup.check_idle()
 
 
+def test_an_id_used_again_after_a_late_end_gets_its_own_answer() -> None:
+    """Decode must not take the new request for the old one with another prefill."""
+    with several(2, 1, policy=pd.policy.round_robin) as setup:
+        delay(setup.decodes[0])
+        setup.pairing.submit(request(count=1))
+        assert setup.pairing.step() == []
+        assert setup.pairing.step() == []
+        setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
+        events: list[pd.TokenEvent] = []
+        while not events:
+            events = setup.pairing.step()
+        again = attrs.evolve(request(count=5), prompt=prompt_of(9, seed=1))
+        setup.pairing.submit(again)
+        expected = list(reference("v3", again.prompt, 5).tokens)
+        assert tokens_of(collect(setup.pairing)) == expected
+        setup.prefills.pop(0)
+        wait_until(lambda: not setup.pairing.step() and not setup.decodes[0].num_unfinished, 5.0)
+        setup.check_idle()
+
+
+def test_a_decode_takes_an_id_once() -> None:
+    with several(1, 1) as setup:
+        decode, prefill = setup.decodes[0], setup.prefills[0]
+        for _ in range(2):
+            decode.submit(request(), writers=[prefill.address])
+        refused, granted = sorted(decode.step(), key=lambda event: isinstance(event, pd.Granted))
+        assert isinstance(granted, pd.Granted)
+        assert isinstance(refused, pd.Refused)
+        assert "'a' is in use" in str(refused.error)
+        decode.change_writers("nobody", writers=[prefill.address])
+        decode.cancel("a")
+        (ended,) = decode.step()
+        assert isinstance(ended, pd.TokenEvent)
+
+
 def test_a_request_that_waited_long_for_pages_outlives_its_prefill() -> None:
     """Decode hears of the loss before its host does: the grace for naming another prefill starts then."""
     clock = VirtualClock()
@@ -414,7 +450,7 @@ def test_a_request_that_waited_long_for_pages_outlives_its_prefill() -> None:
         wait_until(lambda: not decode.channel.connected(first.address))
         assert decode.step() == []
         clock.advance(1.0)
-        decode.submit(request("waits"), writers=[second.address])
+        decode.change_writers("waits", writers=[second.address])
         assert decode.step() == []
         clock.advance(3600.0)
         assert decode.step() == []

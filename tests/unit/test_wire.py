@@ -165,6 +165,7 @@ packed_grants = grants.map(messages.PackedGrant.of)
 commands = st.one_of(
     values(messages.Connect, peer=addresses, timeout_s=floats),
     values(messages.SubmitPrefill, request=packed_requests, grant=packed_grants),
+    values(messages.ChangeWriters, request_id=texts, writers=tuples(addresses)),
     values(messages.SubmitDecode, request=packed_requests, writers=tuples(addresses)),
     values(messages.Cancel, request_id=texts),
     st.just(messages.Close()),
