@@ -110,8 +110,9 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Connected(msgspec.Struct, tag="connected"):
-    """Answers Connect."""
+    """Answers the Connect for this peer."""
 
+    peer: PeerAddress
     error: PDInferError | None = None
     fields: tuple[tuple[str, str, str], ...] = ()
 

@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 
 import attrs
 
+from pdinfer.errors import ConfigError
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import Choice, DecodeLoad, Event, PageGrant, PeerAddress, PrefillLoad, Request, RequestShape
@@ -137,13 +138,18 @@ class Roster:
         decode: PeerAddress | None = None,
     ) -> Choice | None:
         """What `policy` says of the ports that can hold the request and are not full; with `decode`, of the prefills
-        for that one, full or not."""
+        for that one, full or not. ConfigError when it names a port that is not here."""
         total = shape.num_prompt_tokens + shape.max_new_tokens
         prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total)]
         if decode is not None:
-            return policy(shape, prefills, [self.decodes[decode].load()])
-        decodes = [port.load() for port in self._fitting(self.decodes, total)]
-        return policy(shape, prefills, [load for load in decodes if load.num_waiting_requests < max_queued_per_decode])
+            decodes = [self.decodes[decode].load()]
+        else:
+            decodes = [port.load() for port in self._fitting(self.decodes, total)]
+            decodes = [load for load in decodes if load.num_waiting_requests < max_queued_per_decode]
+        choice = policy(shape, prefills, decodes)
+        if choice is not None and (choice.prefill not in self.prefills or choice.decode not in self.decodes):
+            raise ConfigError("the policy chose a port that is not part of this pairing; it must take one it was shown")
+        return choice
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> list[AnyPort]:
         return [

@@ -153,9 +153,9 @@ def _obey(engine: PrefillEngine | DecodeEngine, command: Command, mailman: _Mail
     if isinstance(command, Connect):
         try:
             engine.connect(command.peer, timeout_s=command.timeout_s)
-            mailman.send(Connected())
+            mailman.send(Connected(command.peer))
         except PDInferError as error:
-            mailman.send(Connected(error, getattr(error, "fields", ())))
+            mailman.send(Connected(command.peer, error, getattr(error, "fields", ())))
     elif isinstance(command, Cancel):
         engine.cancel(command.request_id)
     elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
@@ -210,7 +210,8 @@ class _Client:
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised."""
         self._mailman.send(Connect(peer, timeout_s))
-        answer = self._await(Connected, timeout_s + CONNECT_MARGIN_S)
+        # an answer that came too late for an earlier call is not this one's
+        answer = self._await(Connected, timeout_s + CONNECT_MARGIN_S, lambda connected: connected.peer == peer)
         if answer.error is not None:
             if answer.fields:
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
@@ -275,13 +276,14 @@ class _Client:
             self._events += report.refused
             self._events += report.tokens
 
-    def _await(self, kind: type[M], timeout_s: float) -> M:
-        """The next report of that kind; what else arrives meanwhile is kept for `step`."""
+    def _await(self, kind: type[M], timeout_s: float, wanted: Callable[[M], bool] = lambda _: True) -> M:
+        """The next report of that kind that is `wanted`; what else arrives meanwhile is kept for `step`."""
+        end = time.monotonic() + timeout_s
         while True:
-            woken = self._inbox.wait(timeout_s)
+            woken = self._inbox.wait(max(0.0, end - time.monotonic()))
             found = None
             for report in self._inbox.take():
-                if isinstance(report, kind):
+                if isinstance(report, kind) and wanted(report):
                     found = report
                 else:
                     self._read(report)

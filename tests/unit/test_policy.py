@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pdinfer as pd
 from pdinfer import policy
-from pdinfer.types import ChannelStats, DecodeLoad, PeerAddress, PrefillLoad, RequestShape
+from pdinfer.testing import random_model
+from pdinfer.types import ChannelStats, Choice, DecodeLoad, PeerAddress, PrefillLoad, RequestShape
 
 
 def engine_load(rank: int, num_total_pages: int = 10, page_size: int = 4) -> dict[str, Any]:
@@ -82,3 +86,22 @@ def test_a_large_pool_may_hold_more() -> None:
     assert choice is not None
     assert choice.decode.rank == 1
     assert dict(choice.score)["decode_held_share"] == 12 / 80
+
+
+def test_a_policy_that_names_a_stranger_is_told_so_and_loses_nothing() -> None:
+    """The request stays in the line, and ends as usual once the policy is mended."""
+    stranger = PeerAddress(b"s" * 16, 1, 0)
+    broken = [True]
+
+    def chosen(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
+        choice = policy.least_tokens(shape, prefills, decodes)
+        assert choice is not None
+        return attrs.evolve(choice, decode=stranger) if broken else choice
+
+    with pd.Pairing.local(random_model(), cache=pd.CacheConfig(page_size=4, num_pages=64), policy=chosen) as pairing:
+        pairing.submit(pd.Request(prompt=(1, 2, 3), sampling=pd.SamplingParams(max_new_tokens=2, ignore_eos=True)))
+        with pytest.raises(pd.ConfigError, match="not part of this pairing"):
+            pairing.step()
+        broken.clear()
+        assert pairing.drain(30.0)
+        assert [event.finish_reason for event in pairing.step()] == [None, pd.FinishReason.LENGTH]

@@ -177,7 +177,7 @@ reports = st.one_of(
         limits=values(RequestLimits, name=texts, vocab_size=ints, max_tokens=ints),
         load=loads,
     ),
-    values(messages.Connected, error=maybe_errors, fields=fields),
+    values(messages.Connected, peer=addresses, error=maybe_errors, fields=fields),
     values(
         messages.Stepped,
         num_seen=ints,
