@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "all-moe": tiny_config_dict("v3", first_k_dense_replace=0),
     "all-dense": tiny_config_dict("v3", first_k_dense_replace=3),
     "negative-biases": tiny_config_dict("v3"),
+    "no-shared-experts": tiny_config_dict("v3", n_shared_experts=0),
+    "three-shared-experts": tiny_config_dict("v2", n_shared_experts=3),
+    "one-expert-per-token": tiny_config_dict("v3", num_experts_per_tok=1),
+    "weights-not-normalized": tiny_config_dict("v3", norm_topk_prob=False),
+    "large-eps": tiny_config_dict("v3", rms_norm_eps=1e-2),
     "tied-head": tiny_config_dict("v2", tie_word_embeddings=True),
     "odd-sizes": tiny_config_dict(
         "v3", vocab_size=61, hidden_size=45, kv_lora_rank=13, q_lora_rank=11, qk_nope_head_dim=7, v_head_dim=9
@@ -101,6 +107,8 @@ def model(folder: Path) -> Model:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
+    # of shared experts that there are none of
+    warnings.filterwarnings("ignore", "Initializing zero-element tensors")
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
