@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import channel as channel_module
 from pdinfer.kv import wire
 from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.pool import PagePool
@@ -476,6 +478,53 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
     assert prefill.unsent_bytes == 0
 
 
+@pytest.mark.parametrize("status", HandoffStatus)
+def test_finish_tells_when_nothing_reads_the_pages_any_more(
+    two_pools: Case, status: HandoffStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "GROUP_BYTES", 1)
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill)
+    pages = two_pools.source(prefill, grant)
+    expected = two_pools.sent(prefill, grant.tokens, pages)
+    prefill.accept(grant)
+    reading, go = threading.Event(), threading.Event()
+    finished: list[Transfer] = []
+
+    def wait() -> None:
+        reading.set()
+        assert go.wait(TIMEOUT_S)
+
+    def write_all() -> None:
+        for layer in LAYERS:
+            prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages, ready=wait)
+        finished.append(prefill.finish(grant, word(grant, prefill, status)))
+
+    writing = threading.Thread(target=write_all)
+    writing.start()
+    assert reading.wait(TIMEOUT_S)
+    if two_pools.kind == "tcp":
+        until(lambda: finished)
+    assert not any(transfer.done for transfer in finished)
+    go.set()
+    writing.join(TIMEOUT_S)
+    until(lambda: finished[0].done)
+    assert finished[0].error is None
+    assert prefill.unsent_bytes == 0
+    prefill.pool.memory.buffer.zero_()
+    assert settled(decode)[0].status is status
+    assert two_pools.arrived(decode, grant) == expected
+
+
+def test_finish_without_a_push_is_done(case: Case) -> None:
+    prefill, decode = case.pair()
+    for _ in range(2):
+        grant = case.grant(decode, prefill)
+        prefill.accept(grant)
+        assert prefill.finish(grant, word(grant, prefill, ABORTED)).done
+        assert settled(decode)[0].status is ABORTED
+
+
 def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
     prefill, decode = two_pools.pair()
     other = two_pools.end()
@@ -762,6 +811,72 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case) -> None:
     assert decode.stats.writes_damaged == 1
 
 
+def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
+    """Stands before a TCP endpoint, passes messages on, and flips a bit in the payload of every write to it."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(TIMEOUT_S)
+
+    def take(sock: socket.socket, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (part := sock.recv(count - len(data))):
+                raise ConnectionResetError
+            data += part
+        return data
+
+    def answers(theirs: socket.socket, ours: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := theirs.recv(4096):
+                ours.sendall(data)
+
+    def serve() -> None:
+        ours, _ = listener.accept()
+        theirs = socket.create_connection((host, int(port)), TIMEOUT_S)
+        back = threading.Thread(target=answers, args=(theirs, ours))
+        with ours, theirs, contextlib.suppress(OSError):
+            back.start()
+            while True:
+                head = take(ours, HEADER.size)
+                header = Header.parse(head)
+                rest = bytearray(take(ours, header.frame_bytes))
+                if header.kind is Kind.WRITE:
+                    rest += take(ours, header.payload_bytes + DIGEST_BYTES)
+                    rest[header.frame_bytes] ^= 1
+                theirs.sendall(head + rest)
+        with contextlib.suppress(OSError):
+            theirs.shutdown(socket.SHUT_RDWR)
+        back.join(TIMEOUT_S)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    return listener, serving
+
+
+def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
+    case = Case("tcp")
+    prefill, decode = case.end(), case.end()
+    listener, serving = damaging_proxy(decode.address.endpoints[0])
+    with listener, prefill, decode:
+        port = listener.getsockname()[1]
+        prefill.connect(attrs.evolve(decode.address, endpoints=(f"tcp://127.0.0.1:{port}",)))
+        damaged, empty = case.grant(decode, prefill), case.grant(decode, prefill)
+        pages = case.source(prefill, damaged)
+        for grant in (damaged, empty):
+            prefill.accept(grant)
+        case.push_all(prefill, damaged, pages)
+        prefill.finish(damaged, word(damaged, prefill))
+        (aborted,) = settled(decode)
+        assert (aborted.room, aborted.status) == (damaged.room, ABORTED)
+        assert "did not verify" in str(aborted.error)
+        assert decode.stats.writes_damaged == 1
+        prefill.finish(empty, word(empty, prefill, ABORTED))
+        (gave_up,) = settled(decode)
+        assert (gave_up.room, str(gave_up.error)) == (empty.room, "gave up"), "the link goes on"
+    serving.join(TIMEOUT_S)
+    assert not serving.is_alive()
+
+
 # -- a peer that breaks the rules loses its link, and so its rooms -----------------------------------------------------
 
 
@@ -865,3 +980,66 @@ def test_listeners_hear_of_news_and_of_transfers(case: Case) -> None:
     prefill.finish(grant, word(grant, prefill))
     assert heard[decode].wait(TIMEOUT_S)
     assert settled(decode)
+
+
+def drops(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.drop_peer(decode.address)
+
+
+def closes(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.close()
+
+
+def says_landed(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.finish(grant, word(grant, prefill))
+
+
+@pytest.mark.parametrize("what", [drops, closes, says_landed])
+def test_a_decode_that_sleeps_hears_at_once(
+    case: Case, what: Callable[[KVChannel, KVChannel, PageGrant], None]
+) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    heard = threading.Event()
+    decode.notify(heard.set)
+    later = threading.Timer(0.02, what, (prefill, decode, grant))
+    start = time.monotonic()
+    later.start()
+    assert decode.wait(TIMEOUT_S)
+    assert heard.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    later.join()
+    assert settled(decode)
+
+
+@pytest.mark.parametrize("what", ["abort", "drop", "close"])
+def test_a_prefill_that_sleeps_hears_at_once(case: Case, what: str) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    heard = threading.Event()
+    prefill.notify(heard.set)
+    does = {
+        "abort": lambda: decode.abort(grant, PDInferError("cancelled")),
+        "drop": lambda: decode.drop_peer(prefill.address),
+        "close": decode.close,
+    }
+    later = threading.Timer(0.02, does[what])
+    start = time.monotonic()
+    later.start()
+    assert prefill.wait(TIMEOUT_S)
+    assert heard.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    later.join()
+    assert prefill.poll_stops()[0][0] == grant.room
+
+
+def test_leaving_the_context_closes_and_ends_a_sleep(case: Case) -> None:
+    prefill, decode = case.pair()
+    with decode as entered:
+        assert entered is decode
+    until(lambda: not prefill.connected(decode.address))
+    start = time.monotonic()
+    decode.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2
