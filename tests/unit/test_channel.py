@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pdinfer.config import CacheConfig
-from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import channel as channel_module
 from pdinfer.kv import wire
 from pdinfer.kv.channel import KVChannel
@@ -402,6 +402,65 @@ def test_other_tokens_or_a_gap_start_a_new_group(
     assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
 
 
+def test_pushes_out_of_other_pages_travel_alone(two_pools: Case) -> None:
+    """Each layer is sent out of the pages that its own push named."""
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill, tokens=range(4))
+    prefill.accept(grant)
+    first, second = (two_pools.source(prefill, grant) for _ in range(2))
+    chosen = (first, second, first)
+    for layer, pages in zip(LAYERS, chosen, strict=True):
+        prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    num_bytes = len(grant.tokens) * 4
+    parts = [two_pools.sent(prefill, grant.tokens, pages)[layer * num_bytes :] for layer, pages in enumerate(chosen)]
+    assert two_pools.arrived(decode, grant) == b"".join(part[:num_bytes] for part in parts)
+
+
+def test_tokens_beyond_their_pages_are_refused(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill, tokens=range(4, 14))
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    with pytest.raises(ConfigError, match="tokens up to 14 were pushed out of 3 pages"):
+        prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages[:3])
+    assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_transfer_is_done_when_the_last_destination_has_it(two_pools: Case, slow: int) -> None:
+    prefill, decode = two_pools.pair()
+    other = two_pools.end()
+    prefill.connect(other.address)
+    grant = two_pools.grant(decode, prefill)
+    other.pool.grant(other.pool.num_free)
+    other.expect(grant)
+    both = attrs.evolve(grant, destinations=(decode.address, other.address))
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(both)
+    go, calls, pushed = threading.Event(), itertools.count(), list[Transfer]()
+
+    def wait() -> None:
+        if next(calls) == slow:
+            assert go.wait(TIMEOUT_S)
+
+    pushing = threading.Thread(
+        target=lambda: pushed.append(prefill.push(both, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait))
+    )
+    pushing.start()
+    until(lambda: prefill.unsent_bytes)
+    if slow == 1:
+        until(lambda: decode.stats.writes_received)
+    assert prefill.unsent_bytes == len(grant.tokens) * 4 * len(LAYERS)
+    assert not prefill.drain(0.02)
+    assert not any(transfer.done for transfer in pushed)
+    go.set()
+    pushing.join(TIMEOUT_S)
+    until(lambda: pushed[0].done)
+    assert prefill.unsent_bytes == 0
+
+
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
@@ -619,8 +678,11 @@ def test_a_lost_writer_stops_the_other(two_pools: Case, when: str) -> None:
 def test_a_writer_that_is_not_connected_is_lost_at_once(case: Case) -> None:
     _, decode = case.pair()
     stranger = case.end()
+    heard = threading.Event()
+    decode.notify(heard.set)
     case.grant(decode, stranger)
     assert decode.has_news
+    assert heard.is_set()
     (aborted,) = decode.poll()
     assert aborted.status is ABORTED
     assert "not connected" in str(aborted.error)
@@ -630,6 +692,23 @@ def test_a_grant_of_a_decode_that_is_not_connected_is_refused(case: Case) -> Non
     prefill, decode = case.end(), case.end()
     with pytest.raises(TransferError, match="decode is not connected"):
         prefill.accept(case.grant(decode, prefill))
+
+
+def test_a_grant_without_a_destination_is_refused(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = attrs.evolve(case.grant(decode, prefill), destinations=())
+    with pytest.raises(TransferError, match="not connected"):
+        prefill.accept(grant)
+
+
+def test_a_grant_for_another_layout_is_refused(case: Case) -> None:
+    """Page sizes may differ, but not between the grant and the handshake."""
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    other = attrs.evolve(decode.pool.layout, page_size=64).layout_id
+    with pytest.raises(TransferError, match=f"{grant.room.hex()} was made for another layout"):
+        prefill.accept(attrs.evolve(grant, layout_id=other))
+    prefill.accept(grant)
 
 
 def test_an_abort_before_accept_is_answered_and_remembered(case: Case) -> None:
