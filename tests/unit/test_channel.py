@@ -26,7 +26,7 @@ from pdinfer.kv.protocol import peer_key
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.kv.view import PageMemory
-from pdinfer.types import Handoff, HandoffStatus, PageGrant
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
@@ -200,6 +200,34 @@ def test_the_connecting_end_learns_every_difference(
     assert settled(theirs)[0].status is ABORTED
     with pytest.raises(TransferError, match="not connected"):
         ours.accept(grant)
+
+
+def test_a_refused_link_is_closed_at_both_ends(two_pools: Case) -> None:
+    ours, theirs = two_pools.end(), two_pools.end(pool_of(weights_id=b"others"))
+    with pytest.raises(LayoutMismatch):
+        ours.connect(theirs.address)
+    with pytest.raises(TransferError, match="was restarted"):
+        ours.connect(attrs.evolve(two_pools.end().address, epoch=1))
+    until(lambda: not any(end._peers._by_link for end in two_pools.open))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Abort(b"r" * 16, PDInferError("x")),
+        wire.Data(b"r" * 16, LAYERS, LAYERS),
+        wire.Finish(Handoff(room=b"r" * 16, writer=PeerAddress(b"e", 1, 0), status=LANDED)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_comes_before_the_handshake_closes_the_link(two_pools: Case, message: wire.Message) -> None:
+    stranger, decode = two_pools.end(), two_pools.end()
+    link = stranger.transport.connect(decode.address.endpoints, timeout_s=TIMEOUT_S)
+    until(lambda: decode._peers._by_link)
+    stranger.transport.send(link, wire.encode(message))
+    until(lambda: not decode._peers._by_link)
+    assert decode.stats.frames_dropped == 0
+    assert not decode.has_news
 
 
 def test_connecting_twice_makes_one_link(case: Case) -> None:
