@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 import torch
+import xxhash
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import channel as channel_module
 from pdinfer.kv import wire
 from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind
+from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.pool import PagePool
@@ -982,6 +983,39 @@ def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
         assert (gave_up.room, str(gave_up.error)) == (empty.room, "gave up"), "the link goes on"
     serving.join(TIMEOUT_S)
     assert not serving.is_alive()
+
+
+# -- one peer, two links -----------------------------------------------------------------------------------------------
+
+
+def dialled_by_hand(decode: KVChannel, identity: KVChannel) -> socket.socket:
+    """A welcomed connection that says it is `identity`."""
+    host, _, port = decode.address.endpoints[0].removeprefix("tcp://").rpartition(":")
+    sock = socket.create_connection((host, int(port)), TIMEOUT_S)
+    hello = wire.encode(wire.Hello((1, 0), identity.address, decode.pool.layout))
+    sock.sendall(Header(Kind.FRAME, len(hello), 0).packed() + hello)
+    assert sock.recv(4096)
+    return sock
+
+
+def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
+    """Page rule 1: the first is in the middle of a write, and settled pages may be somebody else's at once."""
+    case = Case("tcp")
+    with case.end() as decode, case.end() as writer, dialled_by_hand(decode, writer) as first:
+        grant = case.grant(decode, writer)
+        num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
+        frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
+        head = Header(Kind.WRITE, len(frame), num_bytes).packed() + frame
+        payload = b"\x55" * num_bytes
+        first.sendall(head + payload[: num_bytes // 2])
+        until(lambda: 0x55 in decode.pool.memory.buffer)
+        dialled_by_hand(decode, writer).close()
+        until(lambda: len(decode._peers._by_link) == 1)
+        first.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
+        finish = wire.encode(wire.Finish(word(grant, writer)))
+        first.sendall(Header(Kind.FRAME, len(finish), 0).packed() + finish)
+        assert settled(decode)[0].status is LANDED
+        assert case.arrived(decode, grant) == payload
 
 
 # -- a peer that breaks the rules loses its link, and so its rooms -----------------------------------------------------
