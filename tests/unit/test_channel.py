@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,14 @@ from collections.abc import Callable, Iterator
 import attrs
 import pytest
 import torch
+import xxhash
 
 from pdinfer.config import CacheConfig
-from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
+from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import channel as channel_module
 from pdinfer.kv import wire
 from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.pool import PagePool
@@ -24,7 +27,7 @@ from pdinfer.kv.protocol import peer_key
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.kv.view import PageMemory
-from pdinfer.types import Handoff, HandoffStatus, PageGrant
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
@@ -198,6 +201,34 @@ def test_the_connecting_end_learns_every_difference(
     assert settled(theirs)[0].status is ABORTED
     with pytest.raises(TransferError, match="not connected"):
         ours.accept(grant)
+
+
+def test_a_refused_link_is_closed_at_both_ends(two_pools: Case) -> None:
+    ours, theirs = two_pools.end(), two_pools.end(pool_of(weights_id=b"others"))
+    with pytest.raises(LayoutMismatch):
+        ours.connect(theirs.address)
+    with pytest.raises(TransferError, match="was restarted"):
+        ours.connect(attrs.evolve(two_pools.end().address, epoch=1))
+    until(lambda: not any(end._peers._by_link for end in two_pools.open))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Abort(b"r" * 16, PDInferError("x")),
+        wire.Data(b"r" * 16, LAYERS, LAYERS),
+        wire.Finish(Handoff(room=b"r" * 16, writer=PeerAddress(b"e", 1, 0), status=LANDED)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_comes_before_the_handshake_closes_the_link(two_pools: Case, message: wire.Message) -> None:
+    stranger, decode = two_pools.end(), two_pools.end()
+    link = stranger.transport.connect(decode.address.endpoints, timeout_s=TIMEOUT_S)
+    until(lambda: decode._peers._by_link)
+    stranger.transport.send(link, wire.encode(message))
+    until(lambda: not decode._peers._by_link)
+    assert decode.stats.frames_dropped == 0
+    assert not decode.has_news
 
 
 def test_connecting_twice_makes_one_link(case: Case) -> None:
@@ -400,6 +431,65 @@ def test_other_tokens_or_a_gap_start_a_new_group(
     assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
 
 
+def test_pushes_out_of_other_pages_travel_alone(two_pools: Case) -> None:
+    """Each layer is sent out of the pages that its own push named."""
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill, tokens=range(4))
+    prefill.accept(grant)
+    first, second = (two_pools.source(prefill, grant) for _ in range(2))
+    chosen = (first, second, first)
+    for layer, pages in zip(LAYERS, chosen, strict=True):
+        prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages)
+    prefill.finish(grant, word(grant, prefill))
+    assert settled(decode)[0].status is LANDED
+    num_bytes = len(grant.tokens) * 4
+    parts = [two_pools.sent(prefill, grant.tokens, pages)[layer * num_bytes :] for layer, pages in enumerate(chosen)]
+    assert two_pools.arrived(decode, grant) == b"".join(part[:num_bytes] for part in parts)
+
+
+def test_tokens_beyond_their_pages_are_refused(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill, tokens=range(4, 14))
+    pages = case.source(prefill, grant)
+    prefill.accept(grant)
+    with pytest.raises(ConfigError, match="tokens up to 14 were pushed out of 3 pages"):
+        prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages[:3])
+    assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_transfer_is_done_when_the_last_destination_has_it(two_pools: Case, slow: int) -> None:
+    prefill, decode = two_pools.pair()
+    other = two_pools.end()
+    prefill.connect(other.address)
+    grant = two_pools.grant(decode, prefill)
+    other.pool.grant(other.pool.num_free)
+    other.expect(grant)
+    both = attrs.evolve(grant, destinations=(decode.address, other.address))
+    pages = two_pools.source(prefill, grant)
+    prefill.accept(both)
+    go, calls, pushed = threading.Event(), itertools.count(), list[Transfer]()
+
+    def wait() -> None:
+        if next(calls) == slow:
+            assert go.wait(TIMEOUT_S)
+
+    pushing = threading.Thread(
+        target=lambda: pushed.append(prefill.push(both, layers=LAYERS, tokens=grant.tokens, pages=pages, ready=wait))
+    )
+    pushing.start()
+    until(lambda: prefill.unsent_bytes)
+    if slow == 1:
+        until(lambda: decode.stats.writes_received)
+    assert prefill.unsent_bytes == len(grant.tokens) * 4 * len(LAYERS)
+    assert not prefill.drain(0.02)
+    assert not any(transfer.done for transfer in pushed)
+    go.set()
+    pushing.join(TIMEOUT_S)
+    until(lambda: pushed[0].done)
+    assert prefill.unsent_bytes == 0
+
+
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
@@ -474,6 +564,53 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
     pushing.join(TIMEOUT_S)
     assert prefill.drain(TIMEOUT_S)
     assert prefill.unsent_bytes == 0
+
+
+@pytest.mark.parametrize("status", HandoffStatus)
+def test_finish_tells_when_nothing_reads_the_pages_any_more(
+    two_pools: Case, status: HandoffStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "GROUP_BYTES", 1)
+    prefill, decode = two_pools.pair()
+    grant = two_pools.grant(decode, prefill)
+    pages = two_pools.source(prefill, grant)
+    expected = two_pools.sent(prefill, grant.tokens, pages)
+    prefill.accept(grant)
+    reading, go = threading.Event(), threading.Event()
+    finished: list[Transfer] = []
+
+    def wait() -> None:
+        reading.set()
+        assert go.wait(TIMEOUT_S)
+
+    def write_all() -> None:
+        for layer in LAYERS:
+            prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages, ready=wait)
+        finished.append(prefill.finish(grant, word(grant, prefill, status)))
+
+    writing = threading.Thread(target=write_all)
+    writing.start()
+    assert reading.wait(TIMEOUT_S)
+    if two_pools.kind == "tcp":
+        until(lambda: finished)
+    assert not any(transfer.done for transfer in finished)
+    go.set()
+    writing.join(TIMEOUT_S)
+    until(lambda: finished[0].done)
+    assert finished[0].error is None
+    assert prefill.unsent_bytes == 0
+    prefill.pool.memory.buffer.zero_()
+    assert settled(decode)[0].status is status
+    assert two_pools.arrived(decode, grant) == expected
+
+
+def test_finish_without_a_push_is_done(case: Case) -> None:
+    prefill, decode = case.pair()
+    for _ in range(2):
+        grant = case.grant(decode, prefill)
+        prefill.accept(grant)
+        assert prefill.finish(grant, word(grant, prefill, ABORTED)).done
+        assert settled(decode)[0].status is ABORTED
 
 
 def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
@@ -570,8 +707,11 @@ def test_a_lost_writer_stops_the_other(two_pools: Case, when: str) -> None:
 def test_a_writer_that_is_not_connected_is_lost_at_once(case: Case) -> None:
     _, decode = case.pair()
     stranger = case.end()
+    heard = threading.Event()
+    decode.notify(heard.set)
     case.grant(decode, stranger)
     assert decode.has_news
+    assert heard.is_set()
     (aborted,) = decode.poll()
     assert aborted.status is ABORTED
     assert "not connected" in str(aborted.error)
@@ -581,6 +721,23 @@ def test_a_grant_of_a_decode_that_is_not_connected_is_refused(case: Case) -> Non
     prefill, decode = case.end(), case.end()
     with pytest.raises(TransferError, match="decode is not connected"):
         prefill.accept(case.grant(decode, prefill))
+
+
+def test_a_grant_without_a_destination_is_refused(case: Case) -> None:
+    prefill, decode = case.pair()
+    grant = attrs.evolve(case.grant(decode, prefill), destinations=())
+    with pytest.raises(TransferError, match="not connected"):
+        prefill.accept(grant)
+
+
+def test_a_grant_for_another_layout_is_refused(case: Case) -> None:
+    """Page sizes may differ, but not between the grant and the handshake."""
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    other = attrs.evolve(decode.pool.layout, page_size=64).layout_id
+    with pytest.raises(TransferError, match=f"{grant.room.hex()} was made for another layout"):
+        prefill.accept(attrs.evolve(grant, layout_id=other))
+    prefill.accept(grant)
 
 
 def test_an_abort_before_accept_is_answered_and_remembered(case: Case) -> None:
@@ -762,6 +919,105 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case) -> None:
     assert decode.stats.writes_damaged == 1
 
 
+def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
+    """Stands before a TCP endpoint, passes messages on, and flips a bit in the payload of every write to it."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.settimeout(TIMEOUT_S)
+
+    def take(sock: socket.socket, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            if not (part := sock.recv(count - len(data))):
+                raise ConnectionResetError
+            data += part
+        return data
+
+    def answers(theirs: socket.socket, ours: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := theirs.recv(4096):
+                ours.sendall(data)
+
+    def serve() -> None:
+        ours, _ = listener.accept()
+        theirs = socket.create_connection((host, int(port)), TIMEOUT_S)
+        back = threading.Thread(target=answers, args=(theirs, ours))
+        with ours, theirs, contextlib.suppress(OSError):
+            back.start()
+            while True:
+                head = take(ours, HEADER.size)
+                header = Header.parse(head)
+                rest = bytearray(take(ours, header.frame_bytes))
+                if header.kind is Kind.WRITE:
+                    rest += take(ours, header.payload_bytes + DIGEST_BYTES)
+                    rest[header.frame_bytes] ^= 1
+                theirs.sendall(head + rest)
+        with contextlib.suppress(OSError):
+            theirs.shutdown(socket.SHUT_RDWR)
+        back.join(TIMEOUT_S)
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    return listener, serving
+
+
+def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
+    case = Case("tcp")
+    prefill, decode = case.end(), case.end()
+    listener, serving = damaging_proxy(decode.address.endpoints[0])
+    with listener, prefill, decode:
+        port = listener.getsockname()[1]
+        prefill.connect(attrs.evolve(decode.address, endpoints=(f"tcp://127.0.0.1:{port}",)))
+        damaged, empty = case.grant(decode, prefill), case.grant(decode, prefill)
+        pages = case.source(prefill, damaged)
+        for grant in (damaged, empty):
+            prefill.accept(grant)
+        case.push_all(prefill, damaged, pages)
+        prefill.finish(damaged, word(damaged, prefill))
+        (aborted,) = settled(decode)
+        assert (aborted.room, aborted.status) == (damaged.room, ABORTED)
+        assert "did not verify" in str(aborted.error)
+        assert decode.stats.writes_damaged == 1
+        prefill.finish(empty, word(empty, prefill, ABORTED))
+        (gave_up,) = settled(decode)
+        assert (gave_up.room, str(gave_up.error)) == (empty.room, "gave up"), "the link goes on"
+    serving.join(TIMEOUT_S)
+    assert not serving.is_alive()
+
+
+# -- one peer, two links -----------------------------------------------------------------------------------------------
+
+
+def dialled_by_hand(decode: KVChannel, identity: KVChannel) -> socket.socket:
+    """A welcomed connection that says it is `identity`."""
+    host, _, port = decode.address.endpoints[0].removeprefix("tcp://").rpartition(":")
+    sock = socket.create_connection((host, int(port)), TIMEOUT_S)
+    hello = wire.encode(wire.Hello((1, 0), identity.address, decode.pool.layout))
+    sock.sendall(Header(Kind.FRAME, len(hello), 0).packed() + hello)
+    assert sock.recv(4096)
+    return sock
+
+
+def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
+    """Page rule 1: the first is in the middle of a write, and settled pages may be somebody else's at once."""
+    case = Case("tcp")
+    with case.end() as decode, case.end() as writer, dialled_by_hand(decode, writer) as first:
+        grant = case.grant(decode, writer)
+        num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
+        frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
+        head = Header(Kind.WRITE, len(frame), num_bytes).packed() + frame
+        payload = b"\x55" * num_bytes
+        first.sendall(head + payload[: num_bytes // 2])
+        until(lambda: 0x55 in decode.pool.memory.buffer)
+        dialled_by_hand(decode, writer).close()
+        until(lambda: len(decode._peers._by_link) == 1)
+        first.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
+        finish = wire.encode(wire.Finish(word(grant, writer)))
+        first.sendall(Header(Kind.FRAME, len(finish), 0).packed() + finish)
+        assert settled(decode)[0].status is LANDED
+        assert case.arrived(decode, grant) == payload
+
+
 # -- a peer that breaks the rules loses its link, and so its rooms -----------------------------------------------------
 
 
@@ -865,3 +1121,66 @@ def test_listeners_hear_of_news_and_of_transfers(case: Case) -> None:
     prefill.finish(grant, word(grant, prefill))
     assert heard[decode].wait(TIMEOUT_S)
     assert settled(decode)
+
+
+def drops(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.drop_peer(decode.address)
+
+
+def closes(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.close()
+
+
+def says_landed(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.finish(grant, word(grant, prefill))
+
+
+@pytest.mark.parametrize("what", [drops, closes, says_landed])
+def test_a_decode_that_sleeps_hears_at_once(
+    case: Case, what: Callable[[KVChannel, KVChannel, PageGrant], None]
+) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    heard = threading.Event()
+    decode.notify(heard.set)
+    later = threading.Timer(0.02, what, (prefill, decode, grant))
+    start = time.monotonic()
+    later.start()
+    assert decode.wait(TIMEOUT_S)
+    assert heard.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    later.join()
+    assert settled(decode)
+
+
+@pytest.mark.parametrize("what", ["abort", "drop", "close"])
+def test_a_prefill_that_sleeps_hears_at_once(case: Case, what: str) -> None:
+    prefill, decode = case.pair()
+    grant = case.grant(decode, prefill)
+    prefill.accept(grant)
+    heard = threading.Event()
+    prefill.notify(heard.set)
+    does = {
+        "abort": lambda: decode.abort(grant, PDInferError("cancelled")),
+        "drop": lambda: decode.drop_peer(prefill.address),
+        "close": decode.close,
+    }
+    later = threading.Timer(0.02, does[what])
+    start = time.monotonic()
+    later.start()
+    assert prefill.wait(TIMEOUT_S)
+    assert heard.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2
+    later.join()
+    assert prefill.poll_stops()[0][0] == grant.room
+
+
+def test_leaving_the_context_closes_and_ends_a_sleep(case: Case) -> None:
+    prefill, decode = case.pair()
+    with decode as entered:
+        assert entered is decode
+    until(lambda: not prefill.connected(decode.address))
+    start = time.monotonic()
+    decode.wait(TIMEOUT_S)
+    assert time.monotonic() - start < TIMEOUT_S / 2

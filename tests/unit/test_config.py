@@ -144,6 +144,7 @@ def test_num_parameters_is_that_of_transformers(name: str) -> None:
         {"rope_scaling": YARN | {"mscale": None}},
         {"rope_scaling": YARN | {"factor": 1.0}},
         {"rope_scaling": YARN | {"original_max_position_embeddings": 16}, "rope_theta": 100.0},
+        {"rope_scaling": YARN | {"original_max_position_embeddings": 6}},  # the blend has no width
     ],
     ids=lambda changes: json.dumps(changes)[:60],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from pdinfer import model as model_module
 from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
@@ -31,6 +33,12 @@ CASES: dict[str, dict[str, Any]] = {
     "all-moe": tiny_config_dict("v3", first_k_dense_replace=0),
     "all-dense": tiny_config_dict("v3", first_k_dense_replace=3),
     "negative-biases": tiny_config_dict("v3"),
+    "greedy-in-spite-of-groups": tiny_config_dict("v2", topk_method="greedy"),
+    "no-shared-experts": tiny_config_dict("v3", n_shared_experts=0),
+    "three-shared-experts": tiny_config_dict("v2", n_shared_experts=3),
+    "one-expert-per-token": tiny_config_dict("v3", num_experts_per_tok=1),
+    "weights-not-normalized": tiny_config_dict("v3", norm_topk_prob=False),
+    "large-eps": tiny_config_dict("v3", rms_norm_eps=1e-2),
     "tied-head": tiny_config_dict("v2", tie_word_embeddings=True),
     "odd-sizes": tiny_config_dict(
         "v3", vocab_size=61, hidden_size=45, kv_lora_rank=13, q_lora_rank=11, qk_nope_head_dim=7, v_head_dim=9
@@ -101,6 +109,8 @@ def model(folder: Path) -> Model:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
+    # of shared experts that there are none of
+    warnings.filterwarnings("ignore", "Initializing zero-element tensors")
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -243,6 +253,26 @@ def test_the_layout_knows_the_bytes_of_a_page(dtype: torch.dtype, page_size: int
     memory = model.allocate_pages(layout, 1)
     assert layout.page_bytes == memory.num_bytes == sum(pages.nbytes for pages in KVView.of(memory).latents)
     assert model.allocate_pages(layout, 7).num_bytes == 7 * layout.page_bytes
+
+
+def test_a_pool_without_a_size_holds_64_full_sequences_or_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(tiny_config(max_position_embeddings=100))
+    layout = model.kv_layout(CacheConfig(page_size=16))
+    wanted = 64 * 7
+    for pages_in_memory, expected in ((2 * wanted, wanted), (2 * wanted - 2, wanted - 1), (1, 1)):
+        num_bytes = pages_in_memory * layout.page_bytes
+        monkeypatch.setattr(model_module, "device_memory_bytes", lambda _, num_bytes=num_bytes: num_bytes)
+        assert model.auto_num_pages(layout, None) == expected
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 50), (0.259, 25), (0.001, 1), (0.999, 99)])
+def test_a_pool_may_be_a_fraction_of_the_memory(
+    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model()
+    layout = model.kv_layout(CacheConfig(page_size=16))
+    monkeypatch.setattr(model_module, "device_memory_bytes", lambda _: 100 * layout.page_bytes)
+    assert model.auto_num_pages(layout, fraction) == expected
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:

@@ -132,6 +132,19 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(PDInferError):
                 transition([page, page])
 
+    @rule(data=st.data(), outside=st.sampled_from([-1, -NUM_PAGES, NUM_PAGES, 2**31]))
+    def name_a_page_of_no_pool(self, data: st.DataObject, outside: int) -> None:
+        mine = data.draw(st.lists(st.sampled_from(range(NUM_PAGES)), unique=True, max_size=2))
+        for transition in (self.pool.release, self.pool.adopt):
+            with pytest.raises(PDInferError, match=f"is not in a pool of {NUM_PAGES}"):
+                transition(data.draw(st.permutations([*mine, outside])))
+
+    @rule(count=st.integers(-3, -1))
+    def take_less_than_nothing(self, count: int) -> None:
+        for take in (self.pool.own, self.pool.grant):
+            with pytest.raises(PDInferError, match=f"{count} pages were asked for"):
+                take(count)
+
     @rule()
     def nothing_at_all(self) -> None:
         self.pool.adopt([])

@@ -335,6 +335,23 @@ def test_a_landed_word_without_its_bytes_is_aborted() -> None:
     assert "not every granted token had arrived" in str(word.error)
 
 
+def test_a_room_without_writers_is_refused() -> None:
+    """It could never settle, and its pages never come back."""
+    expected = Expected(LAYERS)
+    with pytest.raises(TransferError, match=f"room {ROOMS[0].hex()} has no writer"):
+        expected.expect(grant_of(ROOMS[0], ()))
+    expected.expect(grant_of(ROOMS[0]))
+
+
+def test_a_word_is_its_speakers_whatever_it_says() -> None:
+    expected = Expected(LAYERS)
+    expected.expect(grant_of(ROOMS[0], PEERS[:2]))
+    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[1], ABORTED))
+    assert not expected.has_settled, "the second writer has not spoken"
+    expected.said(peer_key(PEERS[1]), word_of(ROOMS[0], PEERS[3], ABORTED))
+    assert [word.writer for word in expected.take_settled()] == list(PEERS[:2])
+
+
 def test_the_first_damage_is_the_reason() -> None:
     expected = Expected(LAYERS)
     expected.expect(grant_of(ROOMS[0]))

@@ -75,6 +75,31 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
 
 
+def plain_noise(seed: int, position: int, token: int) -> float:
+    """The documented hash in Python's own integers: SplitMix64's finalizer twice, then lowbias32 with two keys."""
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+        return x ^ x >> 31
+
+    golden = 0x9E3779B97F4A7C15
+    keys = mixed((mixed(seed) + golden * position + golden) % 2**64)
+    x = (token * 0x9E3779B9 + keys % 2**32) % 2**32
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32 ^ keys >> 32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    x ^= x >> 16
+    return -math.log(-math.log1p(-(x % 2**31 + 0.5) / 2**31))
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
+def test_gumbel_noise_is_the_documented_hash(seed: int, position: int) -> None:
+    """So every device draws the same tokens, and every release."""
+    noise = gumbel_noise([seed], [position], VOCAB, CPU)[0]
+    expected = [plain_noise(seed, position, token) for token in range(VOCAB)]
+    assert noise.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
 def test_gumbel_noise_is_float32_of_the_asked_shape() -> None:
     noise = gumbel_noise([1, 2, 3], [0, 0, 9], VOCAB, CPU)
     assert (noise.dtype, noise.shape) == (torch.float32, (3, VOCAB))
@@ -245,3 +270,16 @@ def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.tensor([0.0, -math.inf, 0.0, -math.inf])
     for param in (SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.999), SamplingParams(min_p=0.1)):
         assert drawn_set(logits, param) == {0, 2}
+
+
+@pytest.mark.parametrize("best", range(3))
+@pytest.mark.parametrize("param", [SamplingParams(top_k=1), SamplingParams(top_p=1e-9), SamplingParams(min_p=1.0)])
+def test_the_strictest_filters_keep_the_best_wherever_it_stands(best: int, param: SamplingParams) -> None:
+    logits = torch.zeros(3)
+    logits[best] = 0.5
+    assert drawn_set(logits, param, draws=200) == {best}
+
+
+def test_min_p_keeps_what_is_exactly_on_its_border() -> None:
+    logits = torch.tensor([0.25, 1.0, 0.5]).log()
+    assert drawn_set(logits, SamplingParams(min_p=0.5)) == {1, 2}

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pdinfer import messages
-from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, TransferError
+from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.schedule import RequestLimits
@@ -399,6 +399,12 @@ def test_packed_ints_unpack_to_themselves(values: list[int]) -> None:
     assert data == b"".join(value.to_bytes(4, "little", signed=True) for value in values)
     assert wire.unpack_ints(data) == tuple(values)
     assert all(type(value) is int for value in wire.unpack_ints(data))
+
+
+@pytest.mark.parametrize("value", [2**31, -(2**31) - 1, 2**200, "token", None], ids=str)
+def test_ids_without_a_place_in_32_bits_are_refused(value: object) -> None:
+    with pytest.raises(RequestError, match="ids must be ints of 32 bits"):
+        wire.pack_ints([1, value])  # type: ignore[list-item]
 
 
 @given(st.binary().filter(lambda data: len(data) % 4))

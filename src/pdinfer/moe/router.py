@@ -39,6 +39,6 @@ class Router:
             top_k=config.num_experts_per_tok,
             num_groups=1 if config.topk_method is TopkMethod.GREEDY else config.n_group,
             top_k_groups=config.topk_group,
-            normalize=config.norm_topk_prob and config.num_experts_per_tok > 1,
+            normalize=config.norm_topk_prob,
             scaling_factor=config.routed_scaling_factor,
         )
