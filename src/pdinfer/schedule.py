@@ -73,7 +73,8 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     defaults = SamplingParams()
     for name in _NOT_YET:
         value, default = getattr(sampling, name), getattr(defaults, name)
-        if type(value) is not type(default) or value != default:
+        # of equal kind first: comparing what is no plain value may itself fail
+        if type(value) not in (type(default), int) or value != default:
             raise RequestError(
                 f"sampling.{name} is {clip(getattr(sampling, name))}; this version supports only its default "
                 f"{getattr(defaults, name)!r}"

@@ -230,3 +230,9 @@ def test_the_youngest_is_the_last_of_the_lowest_priority(arrivals: list[tuple[in
     priority, arrival = arrivals[youngest(arrivals)]
     assert all(priority <= other for other, _ in arrivals)
     assert arrival == max(at for other, at in arrivals if other == priority)
+
+
+def test_a_default_may_be_written_as_an_int() -> None:
+    """JSON has no 0.0: clients send `presence_penalty: 0`."""
+    sampling = SamplingParams(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, temperature=1, top_p=1)
+    check_request(Request(prompt=(1,), sampling=sampling), [])

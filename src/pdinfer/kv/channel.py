@@ -88,7 +88,7 @@ class KVChannel:
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens a link and compares layouts. Connecting twice does nothing.
+        """Opens a link and compares layouts; one end dials, not both. Connecting once more does nothing.
 
         Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be reached, does not
         answer in time, or is not the one that `peer` describes.
