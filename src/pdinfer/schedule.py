@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.checks import clip, is_int
+from pdinfer.config import MAX_DEADLINE_S
 from pdinfer.errors import RequestError
 from pdinfer.types import Request, SamplingParams
 
 MAX_ID_CHARACTERS = 256
 MAX_SALT_BYTES = 256
 MAX_STOP_TOKENS = 1024
-MAX_DEADLINE_S = 30 * 86400.0
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 100.0),

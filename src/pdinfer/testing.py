@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model
 from pdinfer.topology import Topology
 
@@ -167,7 +168,7 @@ def write_checkpoint(
     path.mkdir(parents=True, exist_ok=True)
     path.joinpath("config.json").write_text(json.dumps(config, indent=2))
     parsed = ModelConfig.from_dict(config)
-    source = RandomWeights(seed, {"bfloat16": torch.bfloat16}.get(parsed.dtype, torch.float32))
+    source = RandomWeights(seed, DTYPES[parsed.dtype])
     cpu = torch.device("cpu")
     Model.build(parsed, source, resolve_ops(cpu), device=cpu, dtype=source.dtype, topology=Topology.single())
     names = sorted(source.tensors)

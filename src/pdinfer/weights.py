@@ -15,13 +15,13 @@ from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
 from pdinfer.topology import Topology
 
 Device = str | torch.device
 DType = torch.dtype
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MAX_NAMED = 10
 
 

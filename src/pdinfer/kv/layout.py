@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -53,13 +54,13 @@ class KVLayout:
     page_size: int
     components: tuple[KVComponent, ...]
 
-    @property
+    @cached_property
     def layout_id(self) -> bytes:
         """SHA-256 over every field; carried by each grant."""
         text = "\n".join(f"{name}={value}" for name, value in self._described())
         return hashlib.sha256(text.encode()).digest()
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes one token takes over all components and layers."""
         return sum(component.token_bytes * len(component.layers) for component in self.components)
@@ -69,7 +70,7 @@ class KVLayout:
         """Bytes one page takes over all components and layers."""
         return self.token_bytes * self.page_size
 
-    @property
+    @cached_property
     def layers(self) -> range:
         """The global layer ids that have a cache."""
         ids = [layer for component in self.components for layer in component.layers]

@@ -95,6 +95,9 @@ class _Room:
     def writers(self) -> list[PeerKey]:
         return [peer_key(writer) for writer in self.grant.writers]
 
+    def address_of(self, peer: PeerKey) -> PeerAddress:
+        return next(writer for writer in self.grant.writers if peer_key(writer) == peer)
+
     def silent(self) -> list[PeerKey]:
         return [writer for writer in self.writers if writer not in self.words]
 
@@ -136,8 +139,7 @@ class Expected:
         state = self._rooms.get(word.room)
         if state is None or peer not in state.writers or peer in state.words:
             raise StaleFrame(f"a hand-off for room {word.room.hex()} that this peer does not owe")
-        writer = next(writer for writer in state.grant.writers if peer_key(writer) == peer)
-        state.words[peer] = attrs.evolve(word, writer=writer)  # whoever the word says it is from
+        state.words[peer] = attrs.evolve(word, writer=state.address_of(peer))  # whoever the word says it is from
         silent = state.silent()
         if not silent:
             self._settle(state)
@@ -158,8 +160,7 @@ class Expected:
         the other writers, to be told to stop."""
         to_stop: dict[bytes, list[PeerKey]] = {}
         for state in [state for state in self._rooms.values() if peer in state.silent()]:
-            writer = next(w for w in state.grant.writers if peer_key(w) == peer)
-            room = state.grant.room
+            room, writer = state.grant.room, state.address_of(peer)
             to_stop[room] = self.said(
                 peer, Handoff(room=room, writer=writer, status=HandoffStatus.ABORTED, error=error)
             )
