@@ -8,6 +8,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Without CUDA; the build for CUDA imports as the same name, and is the host's to choose.
+MOONCAKE := mooncake-transfer-engine-non-cuda
 
 # By environment rather than `-c`, so that they also hold in the environment pip makes for the build.
 export PIP_CONSTRAINT := constraints.txt
@@ -24,7 +26,7 @@ quickstart: $(VENV)/.library
 	@$(BIN)/python examples/02_two_processes.py
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 -q
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check
@@ -46,4 +48,6 @@ $(VENV)/.library: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.library
 	@echo 'Installing the test tools into $(VENV) ...'
 	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@[ -e /dev/nvidiactl ] || $(BIN)/python -m pip install -qq $(MOONCAKE) 2>/dev/null || \
+		echo '$(MOONCAKE) cannot be installed here: its tests will be skipped'
 	@touch $@

@@ -1,4 +1,4 @@
-"""The main job: prefill and decode as two processes, KV over a socket, text as it comes, then the numbers.
+"""The main job: prefill and decode as two processes, KV in shared memory, text as it comes, then the numbers.
 
     python examples/02_two_processes.py [CHECKPOINT]
 
@@ -37,7 +37,7 @@ def host(role: str, checkpoint: Path, connection: Connection, report: Connection
         report.send((role, done / total))
 
     model = pd.load_model(checkpoint, progress=progress)
-    channel = pd.KVChannel(pd.PagePool(model, PAGES), pd.kv.SocketTransport())
+    channel = pd.KVChannel(pd.PagePool(model, PAGES), pd.kv.same_host_transport())
     kind = pd.PrefillEngine if role == "prefill" else pd.DecodeEngine
     pd.remote.serve(kind(model, channel), connection)
 

@@ -24,9 +24,12 @@ LAYERS = (
     ("__init__",),
     ("testing",),
     ("pairing", "remote"),
+    ("broker", "mailman"),
     ("ports", "ticket", "messages"),
     ("prefill", "decode"),
+    ("page_tables",),
     ("engine", "sequence"),
+    ("runner",),
     ("schedule", "sampling", "weights", "policy", "inbox"),
     ("model",),
     ("block",),
@@ -67,7 +70,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("testing",),  # only to write: `checkpoint` reads the files itself
+    "safetensors": ("testing.models",),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }
@@ -76,10 +79,14 @@ HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",)
 # Accounting and decisions hold no tensor, so they run in a simulator and are tested without one.
 FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "kv.protocol": frozenset({"torch", "socket", "threading", "time", "os"}),
+    "kv.plan": frozenset({"torch"}),
     "kv.pool": frozenset({"torch"}),
+    "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
+    "page_tables": frozenset({"torch"}),
     "schedule": frozenset({"torch"}),
     "policy": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),
+    "broker": frozenset({"torch"}),
 }
 
 # What runs code, or builds objects, from bytes.
@@ -100,7 +107,9 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-ENVIRONMENT_READERS = frozenset({"topology"})
+# `topology` discovers ranks. The Mooncake engine is configured by its environment alone, so its adapter sets what it
+# needs, where unset, and logs all of it.
+ENVIRONMENT_READERS = frozenset({"topology", "kv.mooncake"})
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
 MUTABLE_CALLS = frozenset(

@@ -299,7 +299,8 @@ class CacheConfig:
 
     `kv_format` "auto" is the model's dtype. Pages are given by number (`num_pages`) or by share of the device's memory
     (`mem_fraction_static`, weights included); with neither the pool decides. `memory` "shared" can be mapped by other
-    processes of the host, "pinned" is page-locked.
+    processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
+    room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
@@ -307,6 +308,7 @@ class CacheConfig:
     num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
+    prefix_cache: bool = attrs.field(default=True, validator=a_bool)
 
     def __attrs_post_init__(self) -> None:
         if self.num_pages is not None and self.mem_fraction_static is not None:
@@ -323,7 +325,7 @@ class EngineConfig:
     `chunked_prefill_size` is the most prompt tokens of a prefill step; -1 runs every prompt in one piece, and then
     `max_prefill_tokens` caps the tokens that one step admits across prompts. `growth_watermark` is the fraction of
     pages kept free for running sequences to grow into. `max_attempts` counts tries of one request, the first included.
-    Prefill admits no new prompt while more than `send_window_bytes` of finished KV are unsent.
+    Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -341,7 +343,8 @@ class EngineConfig:
 class PairingConfig:
     """Limits of one Pairing: requests waiting in its own line, requests waiting per decode, seconds.
 
-    `default_deadline_s` is for requests that bring none; None lets them take as long as they need.
+    `default_deadline_s` is for requests that bring none; None lets them take as long as they need. `port_wait_s` is how
+    long requests wait for a port to join when one side has none left that could serve them: 0 fails them at once.
     """
 
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
@@ -352,3 +355,4 @@ class PairingConfig:
         validator=attrs.validators.optional(float_in(0, MAX_DEADLINE_S)),
     )
     connect_timeout_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
+    port_wait_s: float = attrs.field(default=0.0, converter=as_float, validator=float_in(0, 3600, low_included=True))

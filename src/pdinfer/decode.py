@@ -10,15 +10,16 @@ from collections.abc import Sequence as Seq
 
 import attrs
 
-from pdinfer.batch import Batch, Row
+from pdinfer.batch import Row
 from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
-from pdinfer.sampling import Sampled, sample
-from pdinfer.schedule import check_request, may_grant, youngest
+from pdinfer.page_tables import PageTables
+from pdinfer.sampling import Sampled
+from pdinfer.schedule import check_request, youngest
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.types import (
     DecodeLoad,
@@ -27,14 +28,14 @@ from pdinfer.types import (
     Granted,
     Handoff,
     HandoffStatus,
-    PageGrant,
     PeerAddress,
     Refused,
     Request,
 )
 
-WRITER_GRACE_S = 5.0
-"""How long a request waits for a prefill that is not connected: hosts learn of a lost one in less."""
+WRITER_GRACE_S = 30.0
+"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
+a link that broke between two that live is dialled again, and this is how long that may take."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -63,15 +64,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._waiting: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
         self._running: list[Sequence] = []
-        self._orphans: dict[bytes, tuple[int, ...]] = {}
+        self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
-        self._watermark = max(1, int(channel.pool.num_pages * self.config.growth_watermark))
         self._stalled = False
 
     @property
     def num_unfinished(self) -> int:
         """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
-        return len(self._sequences) + len(self._orphans) + len(self._inbox.peek())
+        return len(self._sequences) + self._tables.num_orphans + len(self._inbox.peek())
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
@@ -171,6 +171,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             submitted_at=now,
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
+            chain=self.channel.pool.chain(request.cache_salt),
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
@@ -185,6 +186,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
         sequence.waiting_since = self._clock()
+        sequence.extend_chain()
         insort(self._waiting, sequence, key=lambda waiting: waiting.order)
 
     def _expire(self) -> None:
@@ -200,8 +202,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         for word in self.channel.poll():
             rooms.setdefault(word.room, []).append(word)
         for room, words in rooms.items():
-            if room in self._orphans:
-                self.channel.pool.release(self._orphans.pop(room))
+            if self._tables.settle(room):
                 continue
             sequence = self._granted.pop(room)
             if all(word.status is HandoffStatus.LANDED for word in words):
@@ -211,10 +212,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _admit(self, sequence: Sequence, words: Seq[Handoff]) -> None:
         """Every writer's part is here and verified: the pages are ours and the first token is out."""
-        self.channel.pool.adopt(sequence.pages)
+        self._tables.adopt(sequence)
+        sequence.committed(words, self._clock())
         sequence.state = SequenceState.RUNNING
-        sequence.grant = None
-        sequence.cached_tokens = max(word.num_cached_tokens for word in words)
+        if sequence.first_token_at is None:  # what a resumed request finds is its own
+            sequence.cached_tokens = max(word.num_cached_tokens for word in words)
         sequence.waited_s += max(word.queue_s for word in words)
         self._running.append(sequence)
         first = next((word for word in words if word.token is not None), None)
@@ -226,7 +228,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
-        self._free(sequence)
+        if not isinstance(error, TransferError | RequestError):
+            self._tables.forget(sequence)
+        self._tables.release(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
             self._queue(sequence)
         else:
@@ -237,14 +241,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _grant(self) -> None:
         """Grants pages down the line. The first who cannot have them holds it, so no one starves; only those whose
         prefill is gone are passed over."""
-        pool = self.channel.pool
         self._miss_writers()
         while (sequence := self._next_in_line()) is not None and self._may_grant(sequence):
             self._waiting.remove(sequence)
-            reserved = sequence.tokens_to_reserve(self.config.max_attempts)
-            sequence.protected = reserved == sequence.max_tokens
-            sequence.pages = list(pool.grant(pool.layout.num_pages(sequence.num_tokens)))
-            sequence.spare = list(pool.own(pool.layout.num_pages(reserved) - len(sequence.pages)))
             self._open_room(sequence)
 
     def _next_in_line(self) -> Sequence | None:
@@ -263,28 +262,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = len(self._running) + len(self._granted)
-        return holding < self.config.max_running_requests and may_grant(
-            self.channel.pool.layout.num_pages(sequence.tokens_to_reserve(self.config.max_attempts)),
-            free=self.channel.pool.num_free,
-            watermark=self._watermark,
-            others=holding + len(self._orphans),
-        )
+        return holding < self.config.max_running_requests and self._tables.may_reserve(sequence, num_holding=holding)
 
     def _open_room(self, sequence: Sequence) -> None:
-        pool = self.channel.pool
+        grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.address)
+        self._looked_up(sequence.num_tokens, found=grant.tokens.start)
         sequence.attempts += 1
         sequence.waited_s += self._clock() - sequence.waiting_since
-        grant = PageGrant(
-            room=self.channel.random_bytes(16),
-            request_id=sequence.request_id,
-            writers=sequence.writers,
-            destinations=(self.address,),
-            tokens=range(sequence.num_tokens),
-            pages=tuple(sequence.pages),
-            generations=pool.generations(sequence.pages),
-            layout_id=pool.layout.layout_id,
-        )
-        sequence.grant = grant
+        sequence.granted(self._clock())
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
         self.channel.expect(grant)
@@ -295,44 +280,27 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
         cannot run this step."""
-        pool = self.channel.pool
-        if pool.layout.num_pages(sequence.num_tokens) <= len(sequence.pages):
-            return True
-        if sequence.spare:
-            sequence.pages.append(sequence.spare.pop())
-            return True
-        while not pool.num_free:
+        while not self._tables.extend(sequence):
             candidates = [running for running in self._running if not running.protected]
             victim = candidates[youngest([(c.request.priority, c.arrival) for c in candidates])]
-            if victim is sequence and (self._granted or self._orphans):
+            if victim is sequence and (self._granted or self._tables.num_orphans):
                 return False  # pages are on their way: whoever lands next is younger and gives way
             self._retract(victim)
             if victim is sequence:
                 return False
-        sequence.pages += pool.own(1)
         return True
 
     def _retract(self, sequence: Sequence) -> None:
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
-        self._free(sequence)
+        self._tables.release(sequence)
         self._queue(sequence)
-
-    def _free(self, sequence: Sequence) -> None:
-        """Returns all pages; those of a room only once its writers have stopped."""
-        self.channel.pool.release(sequence.pages)
-        self.channel.pool.release(sequence.spare)
-        sequence.pages, sequence.spare, sequence.grant = [], [], None
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
         """Aborts an open room: its pages stay granted until the writers' last word."""
-        assert sequence.grant is not None
-        room = sequence.grant.room
-        del self._granted[room]
-        self._orphans[room] = tuple(sequence.pages)
-        sequence.pages = []
-        self.channel.abort(sequence.grant, error)
-        self._free(sequence)
+        grant = self._tables.orphan(sequence)
+        del self._granted[grant.room]
+        self.channel.abort(grant, error)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
@@ -349,28 +317,24 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
-                failure = PDInferError(f"the decode step failed: {type(error).__name__}")
-                self._end(sequence, FinishReason.FAILED, failure)
+                self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
             return
         for sequence, token, logprob in zip(batch, sampled.tokens, sampled.logprobs, strict=True):
             if logprob != logprob:
-                failure = PDInferError("the model's logits are not finite")
-                self._end(sequence, FinishReason.FAILED, failure)
+                self._fail(sequence, PDInferError("the model's logits are not finite"))
             else:
                 self._append(sequence, token, logprob)
         self._worked(len(batch), started)
 
     def _forward(self, batch: Seq[Sequence]) -> Sampled:
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        page_size = self.channel.pool.layout.page_size
-        tensors = Batch.build(rows, page_size=page_size, device=self.model.device, absorbed=True)
-        logits_BV = self.model.head(self.model.forward(tensors, self._view), range(len(rows)))
         positions = [sequence.num_tokens for sequence in batch]
-        return sample(logits_BV, [sequence.request.sampling for sequence in batch], positions)
+        return self._runner.decode(rows, [sequence.request.sampling for sequence in batch], positions)
 
     def _append(self, sequence: Sequence, token: int, logprob: float | None) -> None:
-        """A new token: emitted, and perhaps the last."""
+        """A new token: emitted, and perhaps the last. The KV that it came from is good."""
         sequence.output.append(token)
+        self._tables.keep(sequence)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
         reason = sequence.ends_with(token, self.model.config.eos_token_ids)
@@ -378,6 +342,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._events.append(sequence.event(token=token, logprob=logprob))
         else:
             self._end(sequence, reason, token=token, logprob=logprob)
+
+    def _fail(self, sequence: Sequence, error: PDInferError) -> None:
+        """Ends a request whose computation failed; what it leaves behind is used by nobody."""
+        self._tables.forget(sequence)
+        self._end(sequence, FinishReason.FAILED, error)
 
     def _end(
         self,
@@ -394,7 +363,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
-            self._free(sequence)
+            self._tables.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
         self._events.append(sequence.event(token=token, logprob=logprob, finish_reason=reason, error=error))

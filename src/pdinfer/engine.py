@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, Generic, Self, TypeVar
 
 from pdinfer.config import EngineConfig
-from pdinfer.errors import ConfigError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.kv.transport import Memory
 from pdinfer.model import Model
+from pdinfer.runner import ModelRunner, Runner
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import Event, PeerAddress
 
@@ -37,20 +37,23 @@ class Engine(ABC, Generic[Submitted]):
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        memory = channel.pool.memory
-        if not isinstance(memory, PageMemory):
-            raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
         self._clock = clock
-        self._view = KVView.of(memory)
+        self._runner = self.make_runner(model, channel.pool.memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
         self._events: list[Event] = []
         self._num_tokens = 0
         self._busy_s = 0.0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
         self._closed = False
         channel.notify(self._inbox.wake)
+
+    def make_runner(self, model: Model, memory: Memory) -> Runner:
+        """What runs this engine's steps; a simulator puts arithmetic in its place."""
+        return ModelRunner(model, memory)
 
     @property
     def address(self) -> PeerAddress:
@@ -108,16 +111,24 @@ class Engine(ABC, Generic[Submitted]):
         self._num_tokens += num_tokens
         self._busy_s += self._clock() - since_s
 
+    def _looked_up(self, num_tokens: int, *, found: int) -> None:
+        """Counts a look into the prefix index for `num_tokens` tokens, of which the first `found` were there."""
+        self._prefix_query_tokens += num_tokens
+        self._prefix_hit_tokens += found
+
     def _common_load(self) -> dict[str, Any]:
         """The fields of EngineLoad."""
         pool = self.channel.pool
         return {
             "address": self.address,
             "num_free_pages": pool.num_free,
+            "num_cached_pages": pool.num_cached,
             "num_total_pages": pool.num_pages,
             "page_size": pool.layout.page_size,
             "num_tokens": self._num_tokens,
             "busy_s": self._busy_s,
+            "prefix_query_tokens": self._prefix_query_tokens,
+            "prefix_hit_tokens": self._prefix_hit_tokens,
             "transport": self.channel.transport.name,
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,

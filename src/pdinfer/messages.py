@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import attrs
 import msgspec
+import xxhash
 
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
@@ -11,6 +14,8 @@ from pdinfer.kv import wire
 from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import DecodeLoad, PageGrant, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
+
+AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 
 
 class PackedRequest(msgspec.Struct):
@@ -59,9 +64,24 @@ class Load(msgspec.Struct):
             return cls(prefill=engine.load())
         return cls(decode=engine.load())
 
+    def ageless(self) -> Load:
+        """Without what changes by itself as time passes: two that are equal tell no news."""
+        return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
+
+
+def _ageless(load: AnyLoad) -> AnyLoad:
+    peers = tuple(attrs.evolve(peer, step_age_s=None) for peer in load.kv.peers)
+    return attrs.evolve(load, kv=attrs.evolve(load.kv, peers=peers))
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """A sign of life of a process, in both directions; an engine's tells how many seconds ago its last step ended."""
+
+    step_age_s: float | None = None
+
 
 class Connect(msgspec.Struct, tag="connect"):
-    """Open the channel to a peer; Connected answers."""
+    """Open the channel to a peer; Connected answers, other messages may come before."""
 
     peer: PeerAddress
     timeout_s: float
@@ -98,7 +118,7 @@ class Close(msgspec.Struct, tag="close"):
     """The engine is not wanted any more."""
 
 
-Command = Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Close
+Command = Beat | Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Close
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -127,7 +147,9 @@ class Stepped(msgspec.Struct, tag="stepped"):
     tokens: list[TokenEvent] = []
 
 
-Report = Ready | Connected | Stepped
+Report = Beat | Ready | Connected | Stepped
+
+DIGEST_BYTES = 8
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command, dec_hook=wire.from_builtin)
@@ -135,14 +157,14 @@ _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_
 
 
 def encode(message: Command | Report) -> bytes:
-    """The bytes of a message."""
-    return _encoder.encode(message)
+    """The bytes of a message, and a digest of them: a prompt that was altered on the way would be answered."""
+    return digested(_encoder.encode(message))
 
 
 def decode_command(data: bytes) -> Command:
     """What a client asks; TransferError for bytes that are no command."""
     try:
-        return _commands.decode(data)
+        return _commands.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TransferError(f"a client sent something that is not a command: {str(error)[:200]}") from error
 
@@ -150,6 +172,18 @@ def decode_command(data: bytes) -> Command:
 def decode_report(data: bytes) -> Report:
     """What an engine reports; TransferError for bytes that are no report."""
     try:
-        return _reports.decode(data)
+        return _reports.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TransferError(f"an engine sent something that is not a report: {str(error)[:200]}") from error
+
+
+def digested(body: bytes) -> bytes:
+    """`body` with its xxh3_64 behind it."""
+    return body + xxhash.xxh3_64_digest(body)
+
+
+def _verified(data: bytes) -> bytes:
+    body = data[:-DIGEST_BYTES]
+    if data != digested(body):
+        raise ValueError("its digest is another one")
+    return body

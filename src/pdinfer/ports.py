@@ -9,9 +9,20 @@ from typing import Protocol, TypeVar
 import attrs
 
 from pdinfer.errors import ConfigError
+from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
-from pdinfer.types import Choice, DecodeLoad, Event, PageGrant, PeerAddress, PrefillLoad, Request, RequestShape
+from pdinfer.types import (
+    Choice,
+    DecodeLoad,
+    EngineLoad,
+    Event,
+    PageGrant,
+    PeerAddress,
+    PrefillLoad,
+    Request,
+    RequestShape,
+)
 
 
 class Port(Protocol):
@@ -29,6 +40,8 @@ class Port(Protocol):
     def cancel(self, request_id: str) -> None: ...
 
     def step(self) -> list[Event]: ...
+
+    def load(self) -> EngineLoad: ...
 
     def notify(self, listener: Callable[[], None]) -> None: ...
 
@@ -83,12 +96,21 @@ class Promised:
 
 
 class Roster:
-    """The ports of both sides by address. A leaving port serves what it has and is chosen no more."""
+    """The ports of both sides by address, and which of them reach each other. A leaving port serves what it has and is
+    chosen no more. `num_changes` grows whenever a port or a link comes or goes."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
         self.decodes: dict[PeerAddress, DecodePort] = {}
         self.leaving: set[PeerAddress] = set()
+        self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
+        self.num_changes = 0
+        self._met: set[tuple[PeerKey, PeerKey]] = set()
+
+    @property
+    def has_links(self) -> bool:
+        """Whether any port told of a link, which may then be lost."""
+        return bool(self._met)
 
     @property
     def all(self) -> list[Port]:
@@ -100,25 +122,47 @@ class Roster:
         """By role, the longest request that a port which may be chosen can hold; 0 when there is none."""
         sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
         return {
-            role: max((port.limits.max_tokens for port in self._fitting(ports, 0)), default=0)
+            role: max((port.limits.max_tokens for port in self._fitting(ports, 0).values()), default=0)
             for role, ports in sides.items()
         }
 
-    def add(self, port: PrefillPort | DecodePort, *, timeout_s: float) -> None:
-        """Connects a port to every port of the other side, then lists it; raises what connecting raised."""
-        if isinstance(port.load(), PrefillLoad):
-            for address in self.decodes:
-                port.connect(address, timeout_s=timeout_s)
-            self.prefills[port.address] = port  # type: ignore[assignment]
-        else:
-            for prefill in self.prefills.values():
-                prefill.connect(port.address, timeout_s=timeout_s)
-            self.decodes[port.address] = port  # type: ignore[assignment]
+    def add(self, port: PrefillPort | DecodePort) -> None:
+        """Lists a port that is connected."""
+        side = self.prefills if isinstance(port.load(), PrefillLoad) else self.decodes
+        side[port.address] = port  # type: ignore[assignment]
+        self.num_changes += 1
 
-    def drop(self, address: PeerAddress) -> Port | None:
+    def drop(self, address: PeerAddress) -> None:
         """Takes a port off the list."""
         self.leaving.discard(address)
-        return self.prefills.pop(address, None) or self.decodes.pop(address, None)
+        self.prefills.pop(address, None)
+        self.decodes.pop(address, None)
+        self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
+        self._met = {pair for pair in self._met if peer_key(address) not in pair}
+        self.num_changes += 1
+
+    def look(self) -> None:
+        """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that
+        it had. Channels dial again by themselves, so a pair may be back at the next look."""
+        told = {
+            (peer_key(port.address), peer_key(peer.address)): peer.connected
+            for port in self.all
+            for peer in port.load().kv.peers
+        }
+        self._met |= told.keys()
+        lost = {pair for pair in self._met if not told.get(pair, False)}
+        links_down = frozenset(
+            (prefill, decode)
+            for prefill in self.prefills
+            for decode in self.decodes
+            if not lost.isdisjoint({(peer_key(prefill), peer_key(decode)), (peer_key(decode), peer_key(prefill))})
+        )
+        self.num_changes += links_down != self.links_down
+        self.links_down = links_down
+
+    def linked(self, prefill: PeerAddress | None, decode: PeerAddress) -> bool:
+        """Whether both are here and reach each other."""
+        return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
     def roomiest_limits(self) -> list[RequestLimits]:
         """Of each side the limits of the port that takes the longest request. Any thread, while ports come and go."""
@@ -127,6 +171,10 @@ class Roster:
             [port.limits for port in list(self.decodes.values())],
         ]
         return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
+
+    def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
+        """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""
+        return list(self._fitting(self.prefills, total)), list(self._fitting(self.decodes, total))
 
     def choose(
         self,
@@ -137,21 +185,37 @@ class Roster:
         max_queued_per_decode: int = 0,
         decode: PeerAddress | None = None,
     ) -> Choice | None:
-        """What `policy` says of the ports that can hold the request and are not full; with `decode`, of the prefills
-        for that one, full or not. ConfigError when it names a port that is not here."""
+        """What `policy` says of the ports that can hold the request, reach each other and are not full; with `decode`,
+        of the prefills for that one, full or not. ConfigError when it names a port that is not here."""
         total = shape.num_prompt_tokens + shape.max_new_tokens
-        prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total)]
+        prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total).values()]
         if decode is not None:
             decodes = [self.decodes[decode].load()]
         else:
-            decodes = [port.load() for port in self._fitting(self.decodes, total)]
+            decodes = [port.load() for port in self._fitting(self.decodes, total).values()]
             decodes = [load for load in decodes if load.num_waiting_requests < max_queued_per_decode]
-        choice = policy(shape, prefills, decodes)
-        if choice is not None and (choice.prefill not in self.prefills or choice.decode not in self.decodes):
-            raise ConfigError("the policy chose a port that is not part of this pairing; it must take one it was shown")
+        near = prefills
+        while (choice := policy(shape, near, decodes)) is not None:
+            if not (_shows(near, choice.prefill) and _shows(decodes, choice.decode)):
+                raise ConfigError(
+                    "the policy chose a port that is not part of this pairing, is full or out of the other's reach; "
+                    "it must take one it was shown"
+                )
+            if self.linked(choice.prefill, choice.decode):
+                break
+            # Asked once more with only the prefills of that decode, or without a decode that has none.
+            near = [load for load in prefills if self.linked(load.address, choice.decode)]
+            decodes = [load for load in decodes if (load.address == choice.decode) == bool(near)]
+            near = near or prefills
         return choice
 
-    def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> list[AnyPort]:
-        return [
-            port for address, port in ports.items() if address not in self.leaving and port.limits.max_tokens >= total
-        ]
+    def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
+        return {
+            address: port
+            for address, port in ports.items()
+            if address not in self.leaving and port.limits.max_tokens >= total
+        }
+
+
+def _shows(loads: Iterable[EngineLoad], address: PeerAddress) -> bool:
+    return any(load.address == address for load in loads)

@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 
 import attrs
-import torch
 
-from pdinfer.batch import Batch, Row
+from pdinfer.batch import Row
 from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
-from pdinfer.sampling import sample
 from pdinfer.schedule import check_request, plan_chunk
 from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PrefillLoad, Request
 
@@ -25,21 +23,33 @@ _log = logging.getLogger("pdinfer")
 
 @attrs.define(eq=False)
 class _Prompt:
-    """One accepted grant. `pages` are the grant's own when both ends share a pool, else ours until all is sent."""
+    """One accepted grant. `pages` is its page table: known pages of its beginning, then new ones, which are the grant's
+    own in a pool that both ends share. What is not the grant's is `held` until all is sent. `num_computed` tokens are
+    in the pages, the first `num_cached` of them from before; those up to `num_pushed` are at decode or on the way.
+    `keys` are those of its full pages."""
 
     request: Request
     grant: PageGrant
     arrival: int
     submitted_at: float
+    num_pushed: int
+    keys: list[bytes] = attrs.field(factory=list)
     pages: tuple[int, ...] = ()
-    owns_pages: bool = False
+    held: tuple[int, ...] = ()
     started_at: float = 0.0
+    num_cached: int = 0
     num_computed: int = 0
     sent: Transfer | None = None
+    landed: bool = False
 
     @property
     def num_remaining(self) -> int:
-        return len(self.request.prompt) + len(self.request.output) - self.num_computed
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far: all that has to be in the pages."""
+        return len(self.request.prompt) + len(self.request.output)
 
 
 class PrefillEngine(Engine[tuple[Request, PageGrant]]):
@@ -59,6 +69,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(model, channel, config, clock=clock)
+        channel.window_bytes = self.config.send_window_bytes
         self._queue: list[_Prompt] = []
         self._active: list[_Prompt] = []
         self._sending: list[_Prompt] = []
@@ -127,7 +138,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
                 continue
             request, grant = item
-            prompt = _Prompt(request, grant, self._arrivals, self._clock())
+            prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
             self._arrivals += 1
             try:
                 self.channel.accept(grant)
@@ -136,13 +147,17 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 continue
             try:
                 check_request(request, [self.limits])
-                if grant.tokens.stop != prompt.num_remaining:
+                if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                     raise RequestError(
-                        f"the grant is for {grant.tokens.stop} tokens and the request has {prompt.num_remaining}"
+                        f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
+                        f"{prompt.num_tokens}"
                     )
             except RequestError as error:
                 self._finish(prompt, error=error)
                 continue
+            chain = self.channel.pool.chain(request.cache_salt)
+            chain.extend(request.tokens)
+            prompt.keys = chain.keys
             self._queue.append(prompt)
         self._queue.sort(key=lambda prompt: (-prompt.request.priority, prompt.arrival))
 
@@ -155,27 +170,60 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._finish(prompt, error=error)
 
     def _can_run(self) -> bool:
-        return bool(self._active) or bool(self._queue and self._admissible(self._queue[0]))
+        return bool(self._active) or self._next() is not None
 
-    def _admissible(self, prompt: _Prompt) -> bool:
-        pool = self.channel.pool
+    def _next(self) -> _Prompt | None:
+        """The prompt that may start now. One whose decode is full lets others pass; one that waits for pages does not,
+        or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
-            return False
-        if self.channel.unsent_bytes > self.config.send_window_bytes:
-            return False
-        return self.channel.shares_pool(prompt.grant) or pool.layout.num_pages(prompt.num_remaining) <= pool.num_free
+            return None
+        for prompt in self._queue:
+            if not self.channel.is_full(prompt.grant):
+                return prompt if self._fits(prompt) else None
+        return None
+
+    def _fits(self, prompt: _Prompt) -> bool:
+        pool = self.channel.pool
+        if self.channel.shares_pool(prompt.grant):
+            return True
+        known = self._known(prompt)
+        num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
+        return num_new + pool.num_unused(known) <= pool.num_available
+
+    def _known(self, prompt: _Prompt) -> tuple[int, ...]:
+        """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
+        be drawn, and its page with it, since a shared page is not written again."""
+        pool = self.channel.pool
+        return pool.find(prompt.keys[: (prompt.num_tokens - 1) // pool.layout.page_size])
 
     def _admit(self) -> None:
-        pool = self.channel.pool
-        while self._queue and self._admissible(self._queue[0]):
-            prompt = self._queue.pop(0)
-            prompt.started_at = self._clock()
-            prompt.owns_pages = not self.channel.shares_pool(prompt.grant)
-            if prompt.owns_pages:
-                prompt.pages = pool.own(pool.layout.num_pages(prompt.num_remaining))
-            else:
-                prompt.pages = prompt.grant.pages
+        while (prompt := self._next()) is not None:
+            self._queue.remove(prompt)
             self._active.append(prompt)
+            prompt.started_at = self._clock()
+            try:
+                self._lay_out(prompt)
+            except TransferError as error:
+                self._finish(prompt, error=error)
+
+    def _lay_out(self, prompt: _Prompt) -> None:
+        """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
+        grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
+        pool = self.channel.pool
+        size = pool.layout.page_size
+        if self.channel.shares_pool(prompt.grant):
+            start = prompt.grant.tokens.start
+            known = pool.find(prompt.keys[: start // size])
+            if len(known) * size != start:
+                raise TransferError(f"the grant starts at token {start} and the pages before it are not known any more")
+            pool.share(known)
+            prompt.held, prompt.pages = known, (*known, *prompt.grant.pages)
+        else:
+            known = self._known(prompt)
+            pool.share(known)
+            prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
+        prompt.num_cached = prompt.num_computed = len(known) * size
+        self._looked_up(prompt.num_tokens, found=prompt.num_cached)
 
     def _run(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
         """One chunk through the model; an exception ends the prompts in it and nothing else."""
@@ -185,7 +233,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
             failed = [prompt for prompt in prompts if prompt in self._active]  # the others have had their last word
-            self._abort(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
+            self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
     def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
@@ -193,34 +241,37 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         for prompt, count in zip(prompts, counts, strict=True):
             start, stop = prompt.num_computed, prompt.num_computed + count
             rows.append(Row(prompt.request.tokens[start:stop], start, prompt.pages))
-            spans.append(range(max(start, prompt.grant.tokens.start), stop))
-        page_size = self.channel.pool.layout.page_size
-        batch = Batch.build(rows, page_size=page_size, device=self.model.device, absorbed=False)
-        hidden_TD = None
-        for layer, hidden_TD in self.model.stream_layers(batch, self._view):  # noqa: B007 - the last one is used below
-            ready = _event(self.model.device)
+            spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
+        for layer, ready in self._runner.prefill(rows):
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
                     self.channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
         whole = []
-        for prompt, count, last in zip(prompts, counts, batch.last_rows, strict=True):
+        for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             prompt.num_computed += count
+            prompt.num_pushed = max(prompt.num_pushed, prompt.num_computed)
             if not prompt.num_remaining:
-                whole.append((prompt, last))
-        if whole and hidden_TD is not None:
-            self._hand_off([prompt for prompt, _ in whole], self.model.head(hidden_TD, [row for _, row in whole]))
+                whole.append(index)
+        if whole:
+            self._hand_off(whole, [prompts[index] for index in whole])
 
-    def _hand_off(self, prompts: Sequence[_Prompt], logits_BV: torch.Tensor) -> None:
+    def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
         positions = [prompt.num_computed for prompt in prompts]
-        sampled = sample(logits_BV, [prompt.request.sampling for prompt in prompts], positions)
+        sampled = self._runner.first_tokens(rows, [prompt.request.sampling for prompt in prompts], positions)
         for prompt, token, logprob in zip(prompts, sampled.tokens, sampled.logprobs, strict=True):
             if logprob != logprob:
-                self._finish(prompt, error=PDInferError("the model's logits are not finite"))
+                self._fail([prompt], PDInferError("the model's logits are not finite"))
             else:
                 self._finish(prompt, token=token, logprob=logprob)
+
+    def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+        """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
+        for prompt in prompts:
+            self.channel.pool.forget(prompt.pages)
+        self._abort(prompts, error)
 
     def _finish(
         self,
@@ -240,9 +291,11 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             error=error,
             token=token,
             logprob=logprob,
+            num_cached_tokens=prompt.num_cached,
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,
         )
+        prompt.landed = error is None
         prompt.sent = self.channel.finish(prompt.grant, handoff)
         for line in (self._queue, self._active):
             if prompt in line:
@@ -251,16 +304,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._return_pages()
 
     def _return_pages(self) -> None:
+        pool = self.channel.pool
         for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
             self._sending.remove(prompt)
-            if prompt.owns_pages:
-                self.channel.pool.release(prompt.pages)
-
-
-def _event(device: torch.device) -> Callable[[], None] | None:
-    """What to call before reading what was computed so far; None when the device is never behind the host."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.synchronize
+            if prompt.landed:
+                full = prompt.held[: len(prompt.keys)]
+                prompt.held = (*pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+            pool.release(prompt.held)

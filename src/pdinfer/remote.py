@@ -4,8 +4,11 @@
 for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
 `multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
 
-    client ── Connect, Submit, Cancel, Close ──► serve          one message, one send_bytes
-    client ◄── Ready, Connected, Stepped ─────── serve
+    client ── Connect, Submit, Cancel, Close, Beat ──► serve          one message, one send_bytes
+    client ◄── Ready, Connected, Stepped, Beat ─────── serve
+
+Neither end waits for the other: messages leave in threads of their own (`pdinfer.mailman`), where it is also noticed
+that a process is gone or stands still.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, TypeVar
 
 import attrs
 
@@ -22,7 +25,9 @@ from pdinfer import messages
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.inbox import Inbox
+from pdinfer.mailman import Connection, Mailman
 from pdinfer.messages import (
+    Beat,
     Cancel,
     ChangeWriters,
     Close,
@@ -52,7 +57,6 @@ from pdinfer.types import (
 
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
-POLL_S = 0.2
 REPORT_S = 0.02
 """How old a busy engine's load may become where no event carries a newer one."""
 IDLE_S = 0.1
@@ -61,114 +65,96 @@ CONNECT_MARGIN_S = 5.0
 
 _log = logging.getLogger("pdinfer")
 
-
-class Connection(Protocol):
-    """Whole messages over some byte stream; `recv_bytes` raises EOFError or OSError when the other end is gone."""
-
-    def send_bytes(self, buf: bytes, /) -> None: ...
-
-    def recv_bytes(self) -> bytes: ...
-
-    def poll(self, timeout: float, /) -> bool: ...
-
-    def close(self) -> None: ...
-
-
 M = TypeVar("M")
 
 
-class _Mailman(Generic[M]):
-    """Reads a connection in a thread of its own and puts the messages into a box, None once the other end is gone."""
-
-    def __init__(self, connection: Connection, decode: Callable[[bytes], M], inbox: Inbox[M | None]) -> None:
-        self.connection = connection
-        self._decode = decode
-        self._inbox = inbox
-        self._stopping = False
-        self._sending = threading.Lock()
-        self._thread = threading.Thread(target=self._read, name="pdinfer-remote", daemon=True)
-        self._thread.start()
-
-    def send(self, message: Command | Report) -> None:
-        """Raises TransferError when the other end is gone."""
-        try:
-            with self._sending:
-                self.connection.send_bytes(messages.encode(message))
-        except (OSError, EOFError, ValueError) as error:
-            raise TransferError(f"the process at the other end of a port is gone: {error}") from error
-
-    def _read(self) -> None:
-        try:
-            while not self._stopping:
-                if self.connection.poll(POLL_S):
-                    self._inbox.put(self._decode(self.connection.recv_bytes()))
-        except (OSError, EOFError):
-            pass
-        except TransferError as error:
-            _log.error("a port is given up: %s", error)
-        except Exception:  # noqa: BLE001 - whatever a connection raises, nobody reads it any more
-            _log.exception("reading a connection failed; the port is given up")
-        finally:
-            self._inbox.put(None)
-
-    def close(self) -> None:
-        self._stopping = True
-        if threading.current_thread() is not self._thread:
-            self._thread.join(2 * POLL_S)
-        self.connection.close()
-
-
 def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
-    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes or is gone."""
-    inbox: Inbox[Command | None] = Inbox()
-    engine.notify(inbox.wake)
-    mailman = _Mailman(connection, messages.decode_command, inbox)
-    num_seen, reported, reported_at = 0, None, 0.0
+    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes, is gone or was
+    silent for SILENT_S. A process that wakes from a longer sleep finds itself given up and closes as well."""
+    host = _Host(engine, connection)
     try:
-        mailman.send(Ready(engine.address, engine.limits, Load.of(engine)))
-        while True:
-            commands = inbox.take()
-            for command in commands:
-                if command is None or isinstance(command, Close):
-                    return
-                num_seen += _obey(engine, command, mailman)
-            events = engine.step()
-            busy = engine.wait(0.0)
-            report = _stepped(engine, events, num_seen)
-            news = events or commands
-            if news or (report.load != reported and (not busy or time.monotonic() > reported_at + REPORT_S)):
-                mailman.send(report)
-                reported, reported_at = report.load, time.monotonic()
-            if not busy:
-                inbox.wait(IDLE_S)
+        host.run()
     except TransferError as error:
-        _log.info("a served engine stops: %s", error)
+        _log.error("a served engine stops: %s", error)
     finally:
         engine.close()
-        mailman.close()
+        host.mailman.close()
 
 
-def _obey(engine: PrefillEngine | DecodeEngine, command: Command, mailman: _Mailman[Command]) -> int:
-    """Carries out a command; returns how many submits it was."""
-    if isinstance(command, Connect):
+class _Host:
+    """The loop around a served engine."""
+
+    def __init__(self, engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
+        self.engine = engine
+        self.inbox: Inbox[Command | None] = Inbox()
+        self.num_seen = 0
+        self.stepped_at = time.monotonic()
+        self.reported: Load | None = None
+        self.reported_at = 0.0
+        engine.notify(self.inbox.wake)
+        self.mailman = Mailman(connection, messages.decode_command, self.deliver, self.beat)
+
+    def deliver(self, command: Command | None) -> None:
+        if not isinstance(command, Beat):
+            self.inbox.put(command)
+
+    def beat(self) -> Beat:
+        return Beat(time.monotonic() - self.stepped_at)
+
+    def run(self) -> None:
+        """Steps until the client is done with the engine or lost."""
+        self.mailman.post(Ready(self.engine.address, self.engine.limits, Load.of(self.engine)))
+        while True:
+            commands = self.inbox.take()
+            for command in commands:
+                if command is None or isinstance(command, Close):
+                    _log.info("a served engine stops: its client %s", self.mailman.loss or "has closed it")
+                    return
+                self.obey(command)
+            events = self.engine.step()
+            self.stepped_at = time.monotonic()
+            busy = self.engine.wait(0.0)
+            self.report(events, urgent=bool(events or commands), busy=busy)
+            if not busy:
+                self.inbox.wait(IDLE_S)
+
+    def obey(self, command: Command) -> None:
+        engine = self.engine
+        if isinstance(command, Connect):
+            threading.Thread(target=self.connect, args=(command,), name="pdinfer-connect", daemon=True).start()
+        elif isinstance(command, Cancel):
+            engine.cancel(command.request_id)
+        elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
+            engine.change_writers(command.request_id, writers=command.writers)
+        elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
+            engine.submit(command.request.unpack(), command.grant.unpack())
+            self.num_seen += 1
+        elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
+            engine.submit(command.request.unpack(), writers=command.writers)
+            self.num_seen += 1
+        else:
+            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+
+    def connect(self, command: Connect) -> None:
+        """In a thread of its own: a peer that does not answer must not hold up the steps."""
+        error: PDInferError | None = None
         try:
-            engine.connect(command.peer, timeout_s=command.timeout_s)
-            mailman.send(Connected(command.peer))
-        except PDInferError as error:
-            mailman.send(Connected(command.peer, error, getattr(error, "fields", ())))
-    elif isinstance(command, Cancel):
-        engine.cancel(command.request_id)
-    elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
-        engine.change_writers(command.request_id, writers=command.writers)
-    elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
-        engine.submit(command.request.unpack(), command.grant.unpack())
-        return 1
-    elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
-        engine.submit(command.request.unpack(), writers=command.writers)
-        return 1
-    else:
-        _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
-    return 0
+            self.engine.connect(command.peer, timeout_s=command.timeout_s)
+        except PDInferError as problem:
+            error = problem
+        except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
+            _log.exception("connecting to a peer failed")
+            error = TransferError(f"connecting failed: {type(problem).__name__}")
+        self.mailman.post(Connected(command.peer, error, getattr(error, "fields", ())))
+
+    def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
+        """Tells what a step gave; of one that gave nothing the new load, now and then."""
+        report = _stepped(self.engine, events, self.num_seen)
+        now = time.monotonic()
+        load = report.load.ageless()
+        if urgent or (load != self.reported and (not busy or now > self.reported_at + REPORT_S)):
+            self.mailman.post(report)
+            self.reported, self.reported_at = load, now
 
 
 def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
@@ -184,32 +170,34 @@ def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_
 
 
 class _Client:
-    """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`."""
+    """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`; none but
+    `connect` waits for the engine's process."""
 
     role: ClassVar[str]
 
     def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
         self._inbox: Inbox[Report | None] = Inbox()
-        self._mailman = _Mailman(connection, messages.decode_report, self._inbox)
+        self._lock = threading.Lock()
         self._events: list[Event] = []
         self._lost = False
-        self._closed = False
         self._num_submitted = 0
         self._unseen: list[tuple[int, int]] = []
+        self._load = Load()
+        self._step_age_s, self._told_at = 0.0, time.monotonic()
+        self._mailman = Mailman(connection, messages.decode_report, self._deliver)
         try:
             ready = self._await(Ready, timeout_s)
             if getattr(ready.load, self.role) is None:
                 raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
         except BaseException:
-            self._mailman.close()
+            self._mailman.close(Close())
             raise
         self.address = ready.address
         self.limits = ready.limits
-        self._load = ready.load
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised."""
-        self._mailman.send(Connect(peer, timeout_s))
+        self._mailman.post(Connect(peer, timeout_s))
         # an answer that came too late for an earlier call is not this one's
         answer = self._await(Connected, timeout_s + CONNECT_MARGIN_S, lambda connected: connected.peer == peer)
         if answer.error is not None:
@@ -218,15 +206,15 @@ class _Client:
             raise answer.error
 
     def cancel(self, request_id: str) -> None:
-        self._post(Cancel(request_id))
+        self._mailman.post(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """What the engine said since the last call. TransferError when its process is gone."""
+        """What the engine said since the last call. TransferError when its process is lost."""
         for report in self._inbox.take():
             self._read(report)
         events, self._events = self._events, []
         if self._lost and not events:
-            raise TransferError("the process at the other end of a port is gone")
+            raise self._loss()
         return events
 
     def notify(self, listener: Callable[[], None]) -> None:
@@ -237,44 +225,48 @@ class _Client:
         return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
 
     def close(self) -> None:
-        """Tells the engine's process to close it. A second call does nothing."""
-        if self._closed:
-            return
-        self._closed = True
-        if not self._lost:
-            try:
-                self._mailman.send(Close())
-            except TransferError as error:
-                _log.info("closing a port: %s", error)
-        self._mailman.close()
+        """Tells the engine's process to close it, and does not wait until it has. A second call does nothing."""
+        self._mailman.close(Close())
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
-        self._num_submitted += 1
-        self._unseen.append((self._num_submitted, num_tokens))
-        self._post(message)
+        with self._lock:  # numbered in the order in which they are sent
+            self._num_submitted += 1
+            self._unseen.append((self._num_submitted, num_tokens))
+            self._mailman.post(message)
 
-    def _post(self, message: Command) -> None:
-        """Sends; that the other end is gone shows in the next step."""
-        try:
-            self._mailman.send(message)
-        except TransferError:
-            self._lost = True
+    def _seen(self) -> tuple[Load, int, int, float]:
+        """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
+        with self._lock:
+            age_s = self._step_age_s + time.monotonic() - self._told_at
+            return self._load, len(self._unseen), sum(tokens for _, tokens in self._unseen), age_s
+
+    def _deliver(self, report: Report | None) -> None:
+        """In the reading thread: loads are kept, only the newest, so that a host that does not step collects nothing
+        but its events."""
+        if isinstance(report, Beat):
+            with self._lock:
+                self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
+            return
+        if isinstance(report, Ready | Stepped):
+            with self._lock:
+                num_seen = report.num_seen if isinstance(report, Stepped) else 0
+                self._load = report.load
+                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > num_seen]
+        if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
             self._inbox.wake()
-
-    def _unseen_load(self) -> tuple[int, int]:
-        """(requests, tokens) submitted and not yet part of the engine's own numbers."""
-        unseen = list(self._unseen)
-        return len(unseen), sum(tokens for _, tokens in unseen)
+        else:
+            self._inbox.put(report)
 
     def _read(self, report: Report | None) -> None:
         if report is None:
             self._lost = True
         elif isinstance(report, Stepped):
-            self._load = report.load
-            self._unseen = [(number, tokens) for number, tokens in self._unseen if number > report.num_seen]
             self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
             self._events += report.refused
             self._events += report.tokens
+
+    def _loss(self) -> TransferError:
+        return TransferError(f"the process at the other end of a port {self._mailman.loss}")
 
     def _await(self, kind: type[M], timeout_s: float, wanted: Callable[[M], bool] = lambda _: True) -> M:
         """The next report of that kind that is `wanted`; what else arrives meanwhile is kept for `step`."""
@@ -289,9 +281,10 @@ class _Client:
                     self._read(report)
             if found is not None:
                 return found
-            if self._lost or not woken:
-                reason = "is gone" if self._lost else f"did not answer within {timeout_s:g} s"
-                raise TransferError(f"the process at the other end of a port {reason}")
+            if self._lost:
+                raise self._loss()
+            if not woken:
+                raise TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
 
 
 class PrefillClient(_Client):
@@ -305,11 +298,12 @@ class PrefillClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def load(self) -> PrefillLoad:
-        load = self._load.prefill
+        known, requests, tokens, step_age_s = self._seen()
+        load = known.prefill
         assert load is not None
-        requests, tokens = self._unseen_load()
         return attrs.evolve(
             load,
+            step_age_s=step_age_s,
             num_queued_requests=load.num_queued_requests + requests,
             num_queued_tokens=load.num_queued_tokens + tokens,
         )
@@ -325,14 +319,15 @@ class DecodeClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
-        self._post(ChangeWriters(request_id, tuple(writers)))
+        self._mailman.post(ChangeWriters(request_id, tuple(writers)))
 
     def load(self) -> DecodeLoad:
-        load = self._load.decode
+        known, requests, tokens, step_age_s = self._seen()
+        load = known.decode
         assert load is not None
-        requests, tokens = self._unseen_load()
         return attrs.evolve(
             load,
+            step_age_s=step_age_s,
             num_waiting_requests=load.num_waiting_requests + requests,
             num_waiting_tokens=load.num_waiting_tokens + tokens,
         )

@@ -140,10 +140,11 @@ def plan_chunk(remaining: Sequence[int], *, chunk_size: int, max_tokens: int) ->
     return counts
 
 
-def may_grant(needed: int, *, free: int, watermark: int, others: int) -> bool:
-    """Whether a sequence that needs `needed` pages may have them: `watermark` pages stay free for the growth of the
-    `others` that hold pages; alone, a sequence may take all."""
-    return needed <= free - (watermark if others else 0)
+def may_grant(needed: int, *, available: int, watermark: int, others: int) -> bool:
+    """Whether a sequence that needs `needed` pages, not counting those in use anyway, may have them: `watermark` of the
+    pages that are free or cached stay so for the growth of the `others` that hold pages; alone, a sequence may take
+    all."""
+    return needed <= available - (watermark if others else 0)
 
 
 def youngest(arrivals: Sequence[tuple[int, int]]) -> int:

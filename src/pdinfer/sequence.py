@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
 import attrs
 
 from pdinfer.errors import PDInferError
-from pdinfer.types import FinishReason, PageGrant, PeerAddress, Request, TokenEvent, Usage
+from pdinfer.kv.prefix import PrefixChain
+from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 
 class SequenceState(enum.Enum):
@@ -20,10 +22,10 @@ class SequenceState(enum.Enum):
 
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
-    """One request here. `pages` are granted while GRANTED and owned while RUNNING; `spare` are owned pages kept for
-    its growth, and `protected` says that they are all it can ever need.
-    `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
-    `output`."""
+    """One request here. `pages` is its page table: while GRANTED owned pages that were known already, then the grant's;
+    while RUNNING all owned. `spare` are owned pages kept for its growth, and `protected` says that they are all it can
+    ever need. `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
+    `output`. `chain` has the keys by which its full pages are known."""
 
     request_id: str
     request: Request
@@ -32,6 +34,7 @@ class Sequence:
     submitted_at: float
     deadline_at: float | None
     output: list[int]
+    chain: PrefixChain
     state: SequenceState = SequenceState.WAITING
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
@@ -43,6 +46,7 @@ class Sequence:
     waiting_since: float = 0.0
     missed_at: float | None = None
     first_token_at: float | None = None
+    timeline: Timeline = attrs.field(factory=lambda: Timeline(queued_s=0.0))
 
     @property
     def order(self) -> tuple[int, int]:
@@ -58,6 +62,31 @@ class Sequence:
     def max_tokens(self) -> int:
         """Prompt and output when it has run to its length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    def extend_chain(self) -> None:
+        """Adds the keys of pages that are full by now."""
+        if (len(self.chain.keys) + 1) * self.chain.page_size <= self.num_tokens:
+            self.chain.extend((*self.request.prompt, *self.output))
+
+    def keys(self, num_tokens: int) -> list[bytes]:
+        """Of the pages that its first `num_tokens` tokens fill, as far as the chain goes."""
+        return self.chain.keys[: num_tokens // self.chain.page_size]
+
+    def granted(self, now: float) -> None:
+        """An attempt begins, and with it its part of the timeline."""
+        self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
+
+    def committed(self, words: Iterable[Handoff], now: float) -> None:
+        """The attempt's KV is whole; its writers' words tell when it came, in seconds since the grant."""
+        granted_s = self.timeline.granted_s or 0.0
+        first = [granted_s + word.first_byte_s for word in words if word.first_byte_s is not None]
+        last = [granted_s + word.last_byte_s for word in words if word.last_byte_s is not None]
+        self.timeline = attrs.evolve(
+            self.timeline,
+            first_byte_s=min(first, default=None),
+            last_byte_s=max(last, default=None),
+            committed_s=now - self.submitted_at,
+        )
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
         """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
@@ -105,10 +134,12 @@ class Sequence:
     @property
     def usage(self) -> Usage:
         """What the request has used so far."""
+        ttft_s = None if self.first_token_at is None else self.first_token_at - self.submitted_at
         return Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=len(self.output),
             cached_tokens=self.cached_tokens,
             queue_s=self.waited_s,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - self.submitted_at,
+            ttft_s=ttft_s,
+            timeline=attrs.evolve(self.timeline, first_token_s=ttft_s),
         )

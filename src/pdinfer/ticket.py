@@ -1,23 +1,29 @@
-"""One request inside a Pairing: where it was sent and how far it got."""
+"""One request inside a Pairing: where it was sent, how far it got, and when it has to end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import attrs
 
-from pdinfer.errors import PDInferError, TransferError
-from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, TokenEvent, Usage
+from pdinfer.errors import PDInferError
+from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
 """How often to look whether a port has ended a request whose deadline is over."""
+DEADLINE_GRACE_S = 0.1
+"""How much later than its deadline a request may be ended by the decode that has it; then the Pairing does."""
+CANCEL_GRACE_S = 0.05
+"""The same for one that is not wanted any more."""
 
 
 @attrs.define(eq=False)
 class Ticket:
     """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
     by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
-    under way; before that only we know that it is coming. `failure` is why we had decode end it."""
+    under way; before that only we know that it is coming. `failure` is why we had decode end it; `ends_by` is when we
+    end it ourselves, whether decode answers or not. `hopeless_until` is how long it waits for a port or a link that is
+    not there."""
 
     request_id: str
     request: Request
@@ -27,10 +33,15 @@ class Ticket:
     decode: PeerAddress | None = None
     line_s: float = 0.0
     num_tokens: int = 0
+    num_grants: int = 0
+    granted_s: float | None = None
+    first_token_s: float | None = None
     forwarded: bool = False
     landed: bool = False
     cancelled: bool = False
     failure: PDInferError | None = None
+    ends_by: float = float("inf")
+    hopeless_until: float | None = None
 
     @classmethod
     def of(
@@ -43,13 +54,16 @@ class Ticket:
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
         deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
-        return cls(
+        ticket = cls(
             request_id,
             attrs.evolve(request, request_id=request_id, sampling=sampling),
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
         )
+        if ticket.deadline_at is not None:
+            ticket.ends_by = ticket.deadline_at + DEADLINE_GRACE_S
+        return ticket
 
     @property
     def max_tokens(self) -> int:
@@ -60,27 +74,46 @@ class Ticket:
         """Whether the request cannot go on without this port."""
         return self.decode == address or (self.prefill == address and not self.landed)
 
+    # -- when it ends -----------------------------------------------------------------------------------------------
+
     def expired(self, now: float) -> bool:
         """Whether its deadline is over."""
         return self.deadline_at is not None and now >= self.deadline_at
 
-    def wakes_at(self, now: float) -> float | None:
-        """When its deadline is worth waking up for. One that a port holds is that port's to end, by a clock and a
-        moment of its own: look again a little later."""
-        if self.decode is not None and self.expired(now):
-            return now + OVERDUE_S
-        return self.deadline_at
+    def unwanted(self, now: float, failure: PDInferError | None = None) -> None:
+        """Decode was asked to end it: it was cancelled or, with `failure`, cannot go on."""
+        self.cancelled |= failure is None
+        self.failure = self.failure or failure
+        self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
+        self.hopeless_until = None
 
-    def end_in_line(
-        self, now: float, most_tokens: Mapping[str, int]
-    ) -> tuple[FinishReason, PDInferError | None] | None:
-        """Why it need not wait any longer, if so; `most_tokens` is what the ports of each side can hold."""
-        if self.expired(now):
-            return FinishReason.DEADLINE, None
-        side = next((side for side, tokens in most_tokens.items() if self.max_tokens > tokens), None)
-        if side is None:
+    def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
+        """How it ends when its decode has had all the time it gets."""
+        if self.decode is None or now < self.ends_by:
             return None
-        return FinishReason.FAILED, TransferError(f"no {side} port is left that holds its {self.max_tokens} tokens")
+        if self.cancelled:
+            return FinishReason.CANCELLED, None
+        if self.failure is not None:
+            return FinishReason.FAILED, self.failure
+        return FinishReason.DEADLINE, None
+
+    def gives_up(self, now: float, grace_s: float) -> bool:
+        """Whether it has waited in vain for `grace_s`, counted from when that was first asked."""
+        if self.hopeless_until is None:
+            self.hopeless_until = now + grace_s
+        self.hopeless_until = min(self.hopeless_until, now + grace_s)
+        return now >= self.hopeless_until
+
+    def wakes_at(self, now: float) -> float:
+        """When, if nothing happens, it is worth looking at. A deadline that is over is for the port that has it to
+        tell, by a clock and a moment of its own: look again a little later."""
+        hopeless_until = float("inf") if self.hopeless_until is None else self.hopeless_until
+        deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
+        if self.decode is None:
+            return min(deadline_at, hopeless_until)
+        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, hopeless_until)
+
+    # -- what others see of it --------------------------------------------------------------------------------------
 
     def request_at(self, now: float) -> Request:
         """The request as the next hop gets it: with the seconds that are left."""
@@ -97,26 +130,38 @@ class Ticket:
             priority=self.request.priority,
         )
 
-    def passed_on(self, event: TokenEvent) -> TokenEvent:
+    def granted(self, now: float) -> None:
+        """Decode has pages for it: an attempt begins."""
+        self.num_grants += 1
+        self.granted_s = now - self.submitted_at
+        self.landed = False
+
+    def passed_on(self, event: TokenEvent, now: float) -> TokenEvent:
         """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours."""
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
+        if event.token is not None and self.first_token_s is None:
+            self.first_token_s = now - self.submitted_at
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
         usage = event.usage
         if usage is None:
             return event
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.line_s
-        return attrs.evolve(event, usage=attrs.evolve(usage, queue_s=usage.queue_s + self.line_s, ttft_s=ttft_s))
+        usage = attrs.evolve(
+            usage, queue_s=usage.queue_s + self.line_s, ttft_s=ttft_s, timeline=self._timeline(usage.timeline)
+        )
+        return attrs.evolve(event, usage=usage)
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
-        """The end of a request that decode never accepted or whose decode is lost."""
+        """The end of a request that decode never accepted, does not answer for, or that is lost with it."""
         usage = Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
             cached_tokens=0,
             queue_s=now - self.submitted_at if self.decode is None else self.line_s,
-            ttft_s=None,
+            ttft_s=self.first_token_s,
+            timeline=self._timeline(None),
         )
         return TokenEvent(
             request_id=self.request_id,
@@ -126,6 +171,14 @@ class Ticket:
             error=error,
             usage=usage,
         )
+
+    def _timeline(self, decodes: Timeline | None) -> Timeline:
+        """Decode's, counted from our submit; without one, what was seen from here."""
+        if decodes is None:
+            queued_s = None if self.decode is None else self.line_s
+            return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
+        stages = attrs.asdict(decodes)
+        return Timeline(**{stage: None if at is None else at + self.line_s for stage, at in stages.items()})
 
 
 def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:

@@ -88,6 +88,10 @@ class PeerAddress:
     rank: int
     endpoints: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """For messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
+        return f"engine {self.engine_id.hex()[:8]} ({', '.join(self.endpoints) or 'in this process'})"
+
 
 @attrs.frozen(kw_only=True)
 class PageGrant:
@@ -120,7 +124,10 @@ class NamedState:
 
 @attrs.frozen(kw_only=True)
 class Handoff:
-    """One writer's last word on a room: LANDED with the first token, or ABORTED with the reason."""
+    """One writer's last word on a room: LANDED with the first token, or ABORTED with the reason.
+
+    `first_byte_s` and `last_byte_s` count from the grant; decode's own end of the channel fills them in.
+    """
 
     room: bytes
     writer: PeerAddress
@@ -133,6 +140,8 @@ class Handoff:
     num_cached_tokens: int = 0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -152,14 +161,30 @@ class Refused:
 
 
 @attrs.frozen(kw_only=True)
+class Timeline:
+    """When a request reached each stage, in seconds since `submit` of the object that emitted the event; None for a
+    stage it did not reach, or of which the author of the event does not know. Granted to committed are those of the
+    last attempt, queued (decode has it) and the first token those of the request."""
+
+    queued_s: float | None = None
+    granted_s: float | None = None
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
+    committed_s: float | None = None
+    first_token_s: float | None = None
+
+
+@attrs.frozen(kw_only=True)
 class Usage:
-    """What a finished request used. Seconds count from `submit` of the object that emitted the event."""
+    """What a finished request used. Seconds count from `submit` of the object that emitted the event; prefill found
+    `cached_tokens` of the prompt in its pages and did not compute them."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
     queue_s: float
     ttft_s: float | None
+    timeline: Timeline | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -180,6 +205,25 @@ Event = Granted | Refused | TokenEvent
 
 
 @attrs.frozen(kw_only=True)
+class PeerStats:
+    """One peer of a channel. Bytes, retries and dropped frames count since it was first connected; `connected` says
+    whether there is an open link now, `mb_per_s` the average speed while its payloads arrived, `inflight_bytes` what is
+    pushed and not yet out of our pages: past `window_bytes` prefill takes no more prompts for it. `step_age_s` is how
+    long ago the peer's engine looked at its channel, as its last beat told and aged since; None before the first."""
+
+    address: PeerAddress
+    connected: bool = False
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    mb_per_s: float = 0.0
+    inflight_bytes: int = 0
+    window_bytes: int = 0
+    retries: int = 0
+    frames_dropped: int = 0
+    step_age_s: float | None = None
+
+
+@attrs.frozen(kw_only=True)
 class ChannelStats:
     """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
 
@@ -190,12 +234,16 @@ class ChannelStats:
     receive_s: float = 0.0
     frames_dropped: int = 0
     writes_damaged: int = 0
+    peers: tuple[PeerStats, ...] = ()
 
 
 @attrs.frozen(kw_only=True)
 class EngineLoad:
     """What the snapshots of both engines tell. `num_tokens` were computed in `busy_s` seconds of model steps since the
-    engine was made; `providers` are (op, provider) pairs."""
+    engine was made; `providers` are (op, provider) pairs. `step_age_s` is how long ago the engine's last step ended, as
+    far as its client knows: one that is alive and makes no progress shows there. None for an engine in this process,
+    which its host steps. Cached pages hold what ended requests left and are evicted when pages are wanted; of
+    `prefix_query_tokens` looked up there, `prefix_hit_tokens` were found."""
 
     address: PeerAddress
     num_free_pages: int
@@ -206,6 +254,15 @@ class EngineLoad:
     transport: str
     providers: tuple[tuple[str, str], ...]
     kv: ChannelStats
+    step_age_s: float | None = None
+    num_cached_pages: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that a request can have now."""
+        return self.num_free_pages + self.num_cached_pages
 
     @property
     def tokens_per_s(self) -> float:
@@ -251,3 +308,18 @@ class Choice:
     prefill: PeerAddress
     decode: PeerAddress
     score: tuple[tuple[str, float], ...] = ()
+
+
+@attrs.frozen(kw_only=True)
+class PairingStats:
+    """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
+    `num_retries` are grants beyond a request's first, `num_reroutes` requests given another prefill, `links_down` the
+    (prefill, decode) pairs that are not chosen because their channels have lost each other."""
+
+    num_queued_requests: int
+    num_unfinished_requests: int
+    ended: tuple[tuple[FinishReason, int], ...]
+    num_retries: int
+    num_reroutes: int
+    num_ports_lost: int
+    links_down: tuple[tuple[PeerAddress, PeerAddress], ...]

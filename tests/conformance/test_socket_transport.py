@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
-from pdinfer.kv.socket import MAX_UNTRUSTED_LINKS, UNTRUSTED_IDLE_S, SocketTransport
+from pdinfer.kv.socket import SocketTransport
+from pdinfer.kv.stream import MAX_UNTRUSTED_LINKS, UNTRUSTED_IDLE_S
 from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
@@ -33,7 +34,8 @@ STRANGERS = {
     "pickle": b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
     "version": HEADER.pack(MAGIC, VERSION + 1, Kind.FRAME, 0, 1, 0),
     "kind": HEADER.pack(MAGIC, VERSION, 7, 0, 1, 0),
-    "reserved": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 1, 1, 0),
+    "flags": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 2, 1, 0),
+    "digest on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 1, 1, 0),
     "empty frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 0, 0),
     "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 2**32 - 1, 0),
     "payload on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 1, 2**64 - 1) + b"x",
@@ -55,7 +57,7 @@ class Clock:
 def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> bytes:
     """A write as it stands on the wire, with a right digest."""
     size = len(payload) if announced is None else announced
-    head = Header(Kind.WRITE, len(frame), size).packed() + frame
+    head = Header(Kind.WRITE, len(frame), size, digested=True).packed() + frame
     return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
 
 
@@ -362,12 +364,94 @@ def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path)
     assert (tmp_path / "end.sock").exists()
 
 
+def test_an_end_with_digests_takes_no_write_without_one(open_end: Callable[..., End]) -> None:
+    strict, plain = open_end(), open_end(SocketTransport(digest=False))
+    for end in (strict, plain):
+        end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+    link, _ = strict.connect(plain)
+    assert finished(strict.transport.write(link, b"w", [(0, 8)])).error is None
+    assert plain.receiver.wait("placed")[0].error is None
+    link, theirs = plain.connect(strict)
+    plain.transport.write(link, b"w", [(0, 8)])
+    assert "digest=True" in str(strict.receiver.wait("closed", 1, theirs)[0].error)
+    assert not strict.receiver.of("place")
+
+
+@pytest.fixture
+def full_backlog() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
+    """(endpoint, accept): a listener at which a connection stays half open until those before it are accepted."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        server.settimeout(5.0)
+        address = server.getsockname()
+        filler = socket.create_connection(address)
+        accepted: list[socket.socket] = []
+
+        def accept() -> list[socket.socket]:
+            accepted.extend(server.accept()[0] for _ in range(2))
+            return accepted
+
+        yield f"tcp://127.0.0.1:{address[1]}", accept
+        for sock in (filler, *accepted):
+            sock.close()
+
+
+def test_an_opening_link_takes_frames(
+    open_end: Callable[..., End], full_backlog: tuple[str, Callable[[], list[socket.socket]]]
+) -> None:
+    end = open_end()
+    endpoint, accept = full_backlog
+    link = end.transport.connect([endpoint], timeout_s=0)
+    end.transport.send(link, b"one")
+    end.transport.send(link, b"two")
+    time.sleep(0.05)
+    assert not end.receiver.of("closed")
+    ours = accept()[-1]
+    expected = frame_of(b"one") + frame_of(b"two")
+    assert ours.recv(len(expected), socket.MSG_WAITALL) == expected
+
+
+def test_an_opening_link_can_be_fenced(
+    open_end: Callable[..., End], full_backlog: tuple[str, Callable[[], list[socket.socket]]]
+) -> None:
+    end = open_end()
+    link = end.transport.connect([full_backlog[0]], timeout_s=0)
+    transfer = end.transport.write(link, b"w", [(0, 4)])
+    end.transport.fence(link)
+    assert transfer.error is not None
+    assert [c.error for c in end.receiver.of("closed", link)] == [None]
+
+
+def test_a_link_that_is_dialled_again_asks_no_resolver(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = open_end(), open_end()
+    endpoint = right.endpoints[0].replace("127.0.0.1", "localhost")
+    left.transport.connect([endpoint], timeout_s=5)
+
+    def resolver(*_: object, **__: object) -> None:
+        raise AssertionError("the resolver may wait for seconds, and this may be the I/O thread")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    link = left.transport.connect([endpoint], timeout_s=0)
+    link.trusted = True
+    left.transport.send(link, b"again")
+    assert right.receiver.wait("received")[0].frame == b"again"
+
+
 class TestAddresses:
     @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "node-7", "::ffff:0.0.0.0"])
     def test_a_host_that_others_reach_must_be_meant(self, host: str) -> None:
         with pytest.raises(ConfigError, match="allow_remote"):
-            SocketTransport(host=host)
-        assert SocketTransport(host=host, allow_remote=True).name == "tcp"
+            SocketTransport(host=host).register(BytesMemory(8), Recorder())
+
+    def test_a_key_lets_others_reach_us(self, open_end: Callable[..., End]) -> None:
+        guarded = Recorder()
+        guarded.authenticates = True
+        transport = SocketTransport(host="0.0.0.0")
+        try:
+            assert transport.register(BytesMemory(8), guarded)
+        finally:
+            transport.close()
 
     @pytest.mark.parametrize("port", [-1, 65536, 70000, True, "80"])
     def test_ports_that_are_none(self, port: int) -> None:
@@ -404,6 +488,12 @@ class TestAddresses:
     def test_nobody_there(self, open_end: Callable[..., End], endpoint: str) -> None:
         with pytest.raises(TransferError, match=endpoint):
             open_end().transport.connect([endpoint], timeout_s=1.0)
+
+    @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "unix:///no/such.sock", "unix:///" + "x" * 200])
+    def test_nobody_there_without_waiting(self, open_end: Callable[..., End], endpoint: str) -> None:
+        end = open_end()
+        link = end.transport.connect([endpoint], timeout_s=0)
+        assert endpoint in str(end.receiver.wait("closed", 1, link)[0].error)
 
     def test_connecting_needs_a_memory(self) -> None:
         with pytest.raises(ConfigError, match="register"):
@@ -465,7 +555,9 @@ def test_buffers_are_consumed_however_they_are_cut(lengths: list[int], steps: li
     for step in steps:
         if not buffers:
             break
-        taken = b"".join(buffers.batch())[:step]
+        batch, num_bytes = buffers.batch()
+        assert num_bytes == sum(map(len, batch))
+        taken = b"".join(batch)[:step]
         seen += taken
         buffers.advance(len(taken))
     assert seen == data
@@ -480,8 +572,8 @@ def test_the_wire_looks_like_this(open_end: Callable[..., End]) -> None:
         end.transport.send(link, b"hi")
         end.transport.write(link, b"w", [(2, 2), (0, 2)])
         peer, _ = server.accept()
-    head = b"pdkv\x01\x02\x00\x00" + (1).to_bytes(4, "little") + (4).to_bytes(8, "little") + b"w" + b"cdab"
-    expected = b"pdkv\x01\x01\x00\x00" + (2).to_bytes(4, "little") + bytes(8) + b"hi"
+    head = b"pdkv\x02\x02\x01\x00" + (1).to_bytes(4, "little") + (4).to_bytes(8, "little") + b"w" + b"cdab"
+    expected = b"pdkv\x02\x01\x00\x00" + (2).to_bytes(4, "little") + bytes(8) + b"hi"
     expected += head + xxhash.xxh3_64(head).intdigest().to_bytes(8, "little")
     with peer:
         seen = b""

@@ -9,9 +9,19 @@ import pytest
 
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.segment import CAN_SHARE
+from pdinfer.kv.shm import ShmTransport
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Memory, Transport
-from tests.conformance.transport_suite import TIMEOUT_S, BytesMemory, End, Recorder, TransportSuite
+from tests.conformance.transport_suite import (
+    TIMEOUT_S,
+    BytesMemory,
+    End,
+    ProcessTransportSuite,
+    Recorder,
+    SegmentMemory,
+    TransportSuite,
+)
 
 
 class TestLoopback(TransportSuite):
@@ -51,15 +61,44 @@ class TestLoopback(TransportSuite):
         assert left.transport.write(link, b"w", [(3, 4)]).error is not None
 
 
-class TestTcp(TransportSuite):
+class TestTcp(ProcessTransportSuite):
     def make_pair(self) -> tuple[Transport, Transport]:
         return SocketTransport(), SocketTransport()
 
 
-class TestUnix(TransportSuite):
+class TestUnix(ProcessTransportSuite):
     @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path) -> None:
         self._paths = (tmp_path / f"{n}.sock" for n in range(100))
 
     def make_pair(self) -> tuple[Transport, Transport]:
         return SocketTransport(path=next(self._paths)), SocketTransport(path=next(self._paths))
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
+class TestShm(ProcessTransportSuite):
+    """Both ends have their memory in a segment."""
+
+    digest = True
+
+    def make_pair(self) -> tuple[Transport, Transport]:
+        return ShmTransport(digest=self.digest), ShmTransport(digest=self.digest)
+
+    def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
+        return SegmentMemory(num_bytes, staged=staged)
+
+
+class TestShmWithoutDigest(TestShm):
+    digest = False
+
+
+class TestShmThroughARing(TestShm):
+    """Neither end has: payloads are staged."""
+
+    def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
+        return BytesMemory(num_bytes, staged=staged)
+
+
+class TestTcpWithoutDigest(ProcessTransportSuite):
+    def make_pair(self) -> tuple[Transport, Transport]:
+        return SocketTransport(digest=False), SocketTransport(digest=False)

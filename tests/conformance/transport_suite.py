@@ -1,6 +1,6 @@
 """What every Transport must do, as a class that any implementation can be put through.
 
-class TestMine(TransportSuite):
+class TestMine(ProcessTransportSuite):             # TransportSuite, when both ends are always in one process
     def make_pair(self) -> tuple[Transport, Transport]:
         return MyTransport(), MyTransport()        # not registered yet; each can connect to the other
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import random
 import threading
@@ -24,7 +25,16 @@ from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, Link, Memory, Transfer, Transport
+from pdinfer.kv.segment import Segment
+from pdinfer.kv.transport import (
+    MAX_FRAME_BYTES,
+    MAX_UNTRUSTED_FRAME_BYTES,
+    TICK_S,
+    Link,
+    Memory,
+    Transfer,
+    Transport,
+)
 
 TIMEOUT_S = 10.0
 
@@ -33,7 +43,7 @@ class BytesMemory:
     """A Memory that is a bytearray. `staged` makes it behave like a device: landing buffers are copies until commit."""
 
     def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
-        self.data = bytearray(num_bytes)
+        self.data: bytearray | memoryview = bytearray(num_bytes)
         self._staged = staged
 
     @property
@@ -65,6 +75,15 @@ class BytesMemory:
         return b"".join(self.data[offset : offset + length] for offset, length in spans)
 
 
+class SegmentMemory(BytesMemory):
+    """The same in a segment, which a transport may share with its peer."""
+
+    def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
+        super().__init__(num_bytes, staged=staged)
+        self.segment = Segment(num_bytes, "test")
+        self.data = self.segment.view
+
+
 @attrs.frozen
 class Call:
     """One call that a receiver got."""
@@ -81,6 +100,8 @@ class Recorder:
 
     def __init__(self, *, trusts: bool = True) -> None:
         self.calls: list[Call] = []
+        self.num_ticks = 0
+        self.authenticates = False
         self.broken: list[str] = []
         self.hooks: dict[str, Callable[..., Any]] = {}
         self._trusts = trusts
@@ -100,6 +121,13 @@ class Recorder:
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         self._call(Call("placed", link, frame, error), link, frame, error)
+
+    def tick(self) -> None:
+        with self._changed:
+            self.num_ticks += 1
+            self._changed.notify_all()
+        if "tick" in self.hooks:
+            self.hooks["tick"]()
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         self._call(Call("closed", link, error=error), link, error)
@@ -186,9 +214,12 @@ class TransportSuite:
     def make_pair(self) -> tuple[Transport, Transport]:
         raise NotImplementedError
 
+    def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
+        return BytesMemory(num_bytes, staged=staged)
+
     @contextlib.contextmanager
     def ends(self, num_bytes: int = 1 << 18, *, trusts: bool = True, staged: bool = False) -> Iterator[tuple[End, End]]:
-        left, right = (End(t, BytesMemory(num_bytes, staged=staged), Recorder()) for t in self.make_pair())
+        left, right = (End(t, self.make_memory(num_bytes, staged=staged), Recorder()) for t in self.make_pair())
         right.receiver = Recorder(trusts=trusts)
         left.memory.data[:] = random.Random(num_bytes).randbytes(num_bytes)
         try:
@@ -587,3 +618,86 @@ class TransportSuite:
         for _ in range(3):
             live()
         assert count() == before
+
+    def test_connecting_without_waiting(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        right.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
+        link = left.transport.connect(right.endpoints, timeout_s=0)
+        link.trusted = True
+        for n in range(50):
+            left.transport.send(link, b"%d" % n)
+        transfer = left.transport.write(link, b"w", [(0, 1 << 16)])
+        right.receiver.wait("placed")
+        assert finished(transfer).error is None
+        assert [c.frame for c in right.receiver.of("received")] == [b"%d" % n for n in range(50)]
+        assert right.memory.data[: 1 << 16] == left.memory.data[: 1 << 16]
+
+    def test_connecting_without_waiting_to_nobody(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        right.transport.close()
+        try:
+            link = left.transport.connect(right.endpoints, timeout_s=0)
+        except TransferError:
+            return
+        left.transport.send(link, b"f")
+        assert finished(left.transport.write(link, b"w", [(0, 4)])).error is not None
+        assert left.receiver.wait("closed", 1, link)[0].error is not None
+
+
+class ProcessTransportSuite(TransportSuite):
+    """What is asked beside it of a transport whose ends may be in different processes: one may die or stop alone."""
+
+    def test_links_tell_when_their_peer_was_heard(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        before = time.monotonic()
+        link, theirs = left.connect(right)
+        assert min(link.heard_at, theirs.heard_at) >= before
+        time.sleep(0.01)
+        for sender, way, receiver, seen in ((left, link, right, theirs), (right, theirs, left, link)):
+            sent_at = time.monotonic()
+            assert seen.heard_at < sent_at
+            sender.transport.send(way, b"f")
+            receiver.receiver.wait("received", 1, seen)
+            assert sent_at <= seen.heard_at <= time.monotonic()
+
+    def test_ticks_come_regularly(self, pair: tuple[End, End]) -> None:
+        stamps: list[float] = []
+        pair[0].receiver.hooks["tick"] = lambda: stamps.append(time.monotonic())
+        wait_until(lambda: len(stamps) >= 4)
+        gaps = [after - before for before, after in itertools.pairwise(stamps)]
+        assert min(gaps) > TICK_S / 2
+        assert pair[1].receiver.num_ticks >= 2
+
+    def test_a_tick_comes_after_all_that_had_arrived(self, pair: tuple[End, End]) -> None:
+        """An end that was stopped itself must not take its own silence for that of its peers."""
+        left, right = pair
+        links = [left.connect(right) for _ in range(8)]
+        ages: list[float] = []
+
+        def stop(link: Link, frame: bytes) -> None:
+            if frame == b"stop":
+                for other, _ in links:
+                    left.transport.send(other, b"beat")
+                time.sleep(3 * TICK_S)
+                right.receiver.hooks["tick"] = lambda: ages.append(
+                    time.monotonic() - min(theirs.heard_at for _, theirs in links)
+                )
+
+        right.receiver.hooks["received"] = stop
+        left.transport.send(links[0][0], b"stop")
+        wait_until(lambda: len(ages) >= 1)
+        assert ages[0] < TICK_S
+
+    def test_a_tick_may_fence_and_may_fail(self, pair: tuple[End, End]) -> None:
+        left, right = pair
+        link, theirs = left.connect(right)
+
+        def tick() -> None:
+            left.transport.fence(link)
+            raise RuntimeError("bug")
+
+        left.receiver.hooks["tick"] = tick
+        assert left.receiver.wait("closed", 1, link)[0].error is None
+        right.receiver.wait("closed", 1, theirs)
+        count = left.receiver.num_ticks
+        wait_until(lambda: left.receiver.num_ticks > count)

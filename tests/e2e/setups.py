@@ -32,9 +32,9 @@ def model_of(family: str = "v3") -> pd.Model:
     return random_model(tiny_config(family))
 
 
-def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256) -> pd.PagePool:
+def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256, prefix_cache: bool = True) -> pd.PagePool:
     """A pool of `num_pages` pages."""
-    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
+    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache))
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 97) -> tuple[int, ...]:
@@ -71,7 +71,7 @@ class Setup:
             pool.check()
 
     def check_idle(self) -> None:
-        """Nothing is unfinished and every page is free, once the last hand-offs have left."""
+        """Nothing is unfinished and every page is free or cached, once the last hand-offs have left."""
         end = time.monotonic() + TIMEOUT_S
         while any(engine.num_unfinished for engine in self.engines) and time.monotonic() < end:
             assert self.pairing.step() == []
@@ -79,7 +79,8 @@ class Setup:
         for engine in self.engines:
             pool = engine.channel.pool
             assert engine.num_unfinished == 0
-            assert (pool.num_free, pool.num_granted, pool.num_owned) == (pool.num_pages, 0, 0)
+            pool.check()
+            assert (pool.num_available, pool.num_granted, pool.num_owned) == (pool.num_pages, 0, 0)
 
     def __enter__(self) -> Setup:
         return self

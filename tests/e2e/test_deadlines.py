@@ -9,7 +9,20 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.testing import VirtualClock
-from tests.e2e.setups import PROMPT, by_request, collect, hang, local, recover, reference, request, tokens_of
+from pdinfer.ticket import DEADLINE_GRACE_S
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    hang,
+    local,
+    prompt_of,
+    recover,
+    reference,
+    request,
+    tokens_of,
+    watch,
+)
 
 
 def check_deadline(events: list[pd.TokenEvent], name: str = "a") -> None:
@@ -51,8 +64,10 @@ def test_in_the_line_behind_one_that_cannot_go() -> None:
 
 def test_a_deadline_of_zero_ends_at_the_first_step() -> None:
     with local(clock=VirtualClock()) as setup:
+        seen = watch(setup.decodes[0])
         setup.pairing.submit(request(deadline_s=0))
         check_deadline(setup.pairing.step())
+        assert (seen, setup.decodes[0].num_unfinished) == ([], 0)  # no port ever heard of it
         setup.check_idle()
 
 
@@ -61,7 +76,7 @@ def test_while_waiting_for_pages() -> None:
     with local(clock=clock, num_pages=8) as setup:
         setup.pairing.submit(request("large", 20))
         events = setup.pairing.step() + setup.pairing.step()
-        setup.pairing.submit(request("a", prompt=PROMPT + PROMPT[:8], deadline_s=5.0))
+        setup.pairing.submit(request("a", prompt=PROMPT[::-1] + PROMPT[:8], deadline_s=5.0))
         clock.advance(1.0)
         events += setup.pairing.step()
         assert setup.decodes[0].load().num_waiting_requests == 1
@@ -160,3 +175,62 @@ def test_wait_looks_again_when_decode_is_later_than_the_pairing() -> None:
         assert time.monotonic() - started < 5.0
         clock.advance(0.001)
         check_deadline(setup.pairing.step())
+
+
+# -- a decode that does not answer --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_frozen_decode_keeps_nobody_beyond_a_quarter_of_a_second(takes: bool) -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        hang(setup.decodes[0], takes=takes)
+        setup.pairing.submit(request(deadline_s=5.0))
+        setup.pairing.submit(request("patient"))
+        setup.pairing.step()
+        clock.advance(5.0 + DEADLINE_GRACE_S / 2)
+        assert setup.pairing.step() == []
+        assert 0 < setup.pairing._broker.wakes_at() - clock() <= DEADLINE_GRACE_S / 2
+        clock.advance(DEADLINE_GRACE_S / 2)
+        events = setup.pairing.step()
+        check_deadline(events)
+        assert len(events) == 1
+        assert DEADLINE_GRACE_S <= 0.25
+        recover(setup.decodes[0])
+        events = collect(setup.pairing)
+        assert {event.request_id for event in events} == {"patient"}  # what it says now is not heard
+        setup.check_idle()
+        assert not setup.pairing._broker._parting
+
+
+def test_a_decode_in_time_tells_the_deadline_itself() -> None:
+    """It knows more: what was cached, when the first token came."""
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        seen = watch(setup.decodes[0])
+        setup.pairing.submit(request(count=50, deadline_s=5.0))
+        setup.pairing.step()
+        clock.advance(5.0 + DEADLINE_GRACE_S)
+        check_deadline(setup.pairing.step())
+        assert [event.finish_reason for event in seen if isinstance(event, pd.TokenEvent)] == [pd.FinishReason.DEADLINE]
+
+
+def test_the_id_of_a_request_that_decode_still_has_can_be_used_again() -> None:
+    """The new one waits until decode has let go of the old one, and does not get its answer."""
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        setup.pairing.submit(request(count=50, deadline_s=5.0))
+        setup.pairing.step()
+        hang(setup.decodes[0], takes=False)
+        clock.advance(5.0 + DEADLINE_GRACE_S)
+        check_deadline(setup.pairing.step())
+        other = prompt_of(9, seed=1)
+        setup.pairing.submit(request(prompt=other))
+        setup.pairing.submit(request("b"))
+        setup.pairing.step()
+        assert setup.pairing.stats.num_queued_requests == 1  # and holds up nobody else
+        recover(setup.decodes[0])
+        streams = by_request(collect(setup.pairing))
+        assert tokens_of(streams["a"]) == list(reference("v3", other, 5).tokens)
+        assert tokens_of(streams["b"]) == list(reference("v3", PROMPT, 5).tokens)
+        setup.check_idle()

@@ -82,7 +82,8 @@ class HandedOff:
 def hand_off(transport: str, page_sizes: tuple[int, int], chunk_size: int) -> HandedOff:
     """Submits several prompts at once and steps until each has a token; none ends meanwhile."""
     model = model_of()
-    pools = [pool_of(model, page_size=size, num_pages=2048 // size) for size in page_sizes]
+    # with pages of one token even these prompts begin alike, and what decode has is not handed off
+    pools = [pool_of(model, page_size=size, num_pages=2048 // size, prefix_cache=False) for size in page_sizes]
     engine = pd.EngineConfig(chunked_prefill_size=chunk_size)
     setup = join(
         model, transport, prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine, channel=WatchedChannel

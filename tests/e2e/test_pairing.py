@@ -12,6 +12,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.ticket import CANCEL_GRACE_S
 from tests.e2e.setups import (
     PROMPT,
     by_request,
@@ -24,6 +25,7 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
+    wait_until,
     watch,
 )
 
@@ -164,7 +166,7 @@ def test_cancel_before_prefill_heard_of_the_room_returns_the_pages_and_bars_the_
         setup.pairing.cancel("a")
         setup.pairing.step()
         setup.pairing.step()
-        assert pool.num_free == pool.num_pages
+        assert pool.num_available == pool.num_pages
         recover(prefill)
         setup.check_idle()
         assert prefill.channel.stats.writes_sent == 0
@@ -187,6 +189,50 @@ def test_cancel_of_a_request_that_decode_sends_back_is_not_forgotten() -> None:
         recover(decode)
         streams = by_request(collect(setup.pairing))
     assert [event.finish_reason for event in streams["third"]] == [pd.FinishReason.CANCELLED]
+
+
+@pytest.mark.parametrize("num_steps", range(1, 5))
+def test_cancel_is_prompt_though_decode_does_not_answer(num_steps: int) -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        setup.pairing.submit(request(count=50))
+        events = [event for _ in range(num_steps) for event in setup.pairing.step()]
+        hang(setup.decodes[0], takes=False)
+        setup.pairing.cancel("a")
+        assert setup.pairing.step() == []
+        clock.advance(CANCEL_GRACE_S)
+        setup.pairing.cancel("a")
+        last = only(setup.pairing.step())
+        assert CANCEL_GRACE_S < 0.1
+        assert (last.finish_reason, last.token, last.error) == (pd.FinishReason.CANCELLED, None, None)
+        assert last.index == len(tokens_of(events))
+        setup.pairing.cancel("a")
+        assert setup.pairing.num_unfinished == 0
+        recover(setup.decodes[0])
+        assert setup.pairing.step() == []
+        setup.check_idle()
+
+
+def test_cancel_in_the_step_in_which_the_request_completes() -> None:
+    """Decode has said the end and has not heard of the cancellation, or the other way round: one of them counts."""
+    with local() as setup:
+        decode = setup.decodes[0]
+        setup.pairing.submit(request(count=2))
+        events = setup.pairing.step() + setup.pairing.step()
+        step = decode.step
+
+        def cancelled_meanwhile() -> list[pd.types.Event]:
+            said = step()
+            setup.pairing.cancel("a")
+            return said
+
+        decode.step = cancelled_meanwhile  # type: ignore[method-assign]
+        events += setup.pairing.step()
+        decode.step = step  # type: ignore[method-assign]
+        events += setup.pairing.step() + setup.pairing.step()
+        assert tuple(tokens_of(by_request(events)["a"])) == reference("v3", PROMPT, 2).tokens
+        assert [event.finish_reason for event in events] == [None, pd.FinishReason.LENGTH]
+        setup.check_idle()
 
 
 # -- waiting, draining, closing -----------------------------------------------------------------------------------
@@ -252,7 +298,72 @@ def test_close_ends_each_unfinished_request_with_one_event() -> None:
         with pytest.raises(pd.RequestError, match="closed"):
             setup.pairing.submit(request("late"))
         setup.pairing.cancel("0")
-        assert setup.pools[0].num_free == 16
+        assert setup.pools[0].num_available == 16
+
+
+@pytest.mark.parametrize("num_steps", range(6))
+def test_close_comes_from_another_thread_in_any_phase(num_steps: int) -> None:
+    with local(engine=pd.EngineConfig(chunked_prefill_size=4)) as setup:
+        pairing = setup.pairing
+        for name in "ab":
+            pairing.submit(request(name, 100))
+        events = [event for _ in range(num_steps) for event in pairing.step()]
+        closers = [threading.Thread(target=pairing.close) for _ in range(3)]
+        for closer in closers:
+            closer.start()
+        started = time.monotonic()
+        while pairing.num_unfinished:  # this one goes on stepping and sleeping meanwhile
+            events += pairing.step()
+            pairing.wait(30.0)
+        assert time.monotonic() - started < 5.0
+        for closer in closers:
+            closer.join(5.0)
+            assert not closer.is_alive()
+        streams = by_request(events + pairing.step())
+        assert [stream[-1].finish_reason for stream in streams.values()] == [pd.FinishReason.CANCELLED] * 2
+        assert setup.pools[0].num_available == setup.pools[0].num_pages
+
+
+def test_close_waits_for_the_step_that_is_under_way() -> None:
+    """Engines are stepped and closed by one thread at a time."""
+    with local() as setup:
+        decode, inside, go_on = setup.decodes[0], threading.Event(), threading.Event()
+        step = decode.step
+
+        def long_step() -> list[pd.types.Event]:
+            inside.set()
+            assert go_on.wait(10.0)
+            assert not decode._closed
+            return step()
+
+        decode.step = long_step  # type: ignore[method-assign]
+        setup.pairing.submit(request())
+        stepper = threading.Thread(target=setup.pairing.step)
+        stepper.start()
+        assert inside.wait(10.0)
+        closer = threading.Thread(target=setup.pairing.close)
+        closer.start()
+        closer.join(0.2)
+        assert closer.is_alive()
+        assert setup.pairing.num_unfinished == 1
+        go_on.set()
+        for thread in (stepper, closer):
+            thread.join(10.0)
+            assert not thread.is_alive()
+        assert decode._closed
+        assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
+
+
+def test_close_ends_a_generate_in_another_thread() -> None:
+    with local() as setup:
+        events: list[pd.TokenEvent] = []
+        reader = threading.Thread(target=lambda: events.extend(setup.pairing.generate([request(count=200)])))
+        reader.start()
+        wait_until(lambda: setup.pairing.num_unfinished == 1)
+        setup.pairing.close()
+        reader.join(5.0)
+        assert not reader.is_alive()
+    assert events[-1].finish_reason is pd.FinishReason.CANCELLED
 
 
 def test_leaving_the_context_closes() -> None:
@@ -333,6 +444,71 @@ def test_only_the_last_event_has_usage_and_its_numbers_add_up() -> None:
     assert usage.ttft_s == pytest.approx(5.0)
 
 
+def test_the_last_event_tells_when_the_request_reached_each_stage() -> None:
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        hang(setup.prefills[0])
+        setup.pairing.submit(request(count=3))
+        clock.advance(2.0)  # in the line
+        assert setup.pairing.step() == []
+        clock.advance(4.0)  # prefill computes
+        recover(setup.prefills[0])
+        assert setup.pairing.step() == []
+        clock.advance(3.0)  # the hand-off is there
+        events = setup.pairing.step()
+        clock.advance(10.0)
+        events += setup.pairing.step()
+    usage = events[-1].usage
+    assert usage is not None
+    timeline = usage.timeline
+    assert timeline is not None
+    assert (timeline.queued_s, timeline.granted_s) == (2.0, 2.0)
+    assert (timeline.committed_s, timeline.first_token_s) == (9.0, 9.0)
+    assert timeline.first_token_s == usage.ttft_s
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_the_timeline_of_a_request_whose_decode_is_lost_is_what_was_seen_of_it(tokens: int) -> None:
+    def broken() -> list[pd.types.Event]:
+        raise RuntimeError("gone")
+
+    clock = VirtualClock()
+    with local(clock=clock) as setup:
+        setup.pairing.submit(request(count=9))
+        clock.advance(1.0)
+        setup.pairing.step()
+        clock.advance(2.0)
+        events = [event for _ in range(tokens - 1) for event in setup.pairing.step()]
+        setup.decodes[0].step = broken  # type: ignore[method-assign]
+        usage = only(setup.pairing.step()).usage
+        setup.decodes.clear()
+    assert usage is not None
+    assert usage.output_tokens == len(events)
+    first = 3.0 if events else None
+    assert usage.ttft_s == first
+    assert usage.timeline == pd.types.Timeline(queued_s=1.0, granted_s=1.0, first_token_s=first)
+
+
+def test_counts_of_what_became_of_requests() -> None:
+    with local(engine=pd.EngineConfig(max_running_requests=1)) as setup:
+        pairing = setup.pairing
+        for name in "abc":
+            pairing.submit(request(name))
+        pairing.submit(request("late", deadline_s=0))
+        pairing.cancel("b")
+        stats = pairing.stats
+        assert (stats.num_unfinished_requests, stats.ended) == (4, ())
+        collect(pairing)
+        stats = pairing.stats
+    assert dict(stats.ended) == {
+        pd.FinishReason.LENGTH: 2,
+        pd.FinishReason.CANCELLED: 1,
+        pd.FinishReason.DEADLINE: 1,
+    }
+    assert (stats.num_queued_requests, stats.num_unfinished_requests, stats.links_down) == (0, 0, ())
+    assert (stats.num_retries, stats.num_reroutes, stats.num_ports_lost) == (0, 0, 0)
+
+
 def test_usage_of_a_request_that_never_left_the_line() -> None:
     clock = VirtualClock()
     with local(clock=clock) as setup:
@@ -343,6 +519,7 @@ def test_usage_of_a_request_that_never_left_the_line() -> None:
     assert usage is not None
     assert (usage.prompt_tokens, usage.output_tokens, usage.ttft_s) == (len(PROMPT), 0, None)
     assert usage.queue_s == pytest.approx(4.0)
+    assert usage.timeline == pd.types.Timeline()
 
 
 # -- order and attempts -------------------------------------------------------------------------------------------

@@ -68,6 +68,10 @@ def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
         assert isinstance(last.error, pd.TransferError)
 
 
+def broken() -> list[object]:
+    raise RuntimeError("the device fell off")
+
+
 # -- choosing -----------------------------------------------------------------------------------------------------
 
 
@@ -190,8 +194,8 @@ def test_a_prefill_that_left_is_replaced_when_its_request_is_retracted() -> None
         model_of(), "loopback", prefill_pools=pools[:2], decode_pools=pools[2:], policy=pd.policy.round_robin
     ) as setup:
         seen = watch(setup.decodes[0])
-        for name in "ab":
-            setup.pairing.submit(request(name, 50))
+        for name in "ab":  # one salt would let them share pages, and the pool would do
+            setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
         events = [event for _ in range(4) for event in setup.pairing.step()]
         assert {event.request_id for event in events} == {"a", "b"}
         setup.pairing.remove(setup.prefills[1], drain_s=0.0)
@@ -206,7 +210,7 @@ def test_a_removed_prefill_may_finish_what_it_has() -> None:
         setup.pairing.submit(request("a"))
         setup.pairing.step()
         setup.pairing.remove(setup.prefills[0], drain_s=30.0)
-        assert not setup.pairing._assigned(setup.prefills[0].address)
+        assert not setup.pairing._broker.assigned(setup.prefills[0].address)
         for name in "bc":
             setup.pairing.submit(request(name))
         check_streams(collect(setup.pairing), *"abc")
@@ -264,11 +268,70 @@ def test_a_request_that_fits_no_port_any_more_fails_and_holds_nobody_up() -> Non
     check_failed(events, "large")
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("where", ["line", "decode"])
+def test_with_a_side_gone_requests_fail_at_once_unless_they_may_wait_for_a_port(side: str, where: str) -> None:
+    """What decode has goes with it; all else may wait."""
+    for port_wait_s in (0.0, 30.0):
+        clock = VirtualClock()
+        more = {"config": pd.PairingConfig(port_wait_s=port_wait_s), "clock": clock}
+        with several(2, 2, **more) as setup:
+            setup.pairing.remove(setup.prefills[1], drain_s=0.0)
+            setup.pairing.remove(setup.decodes[1], drain_s=0.0)
+            hang(setup.prefills[0])
+            if where == "decode":
+                setup.pairing.submit(request())
+                setup.pairing.step()
+            (leaving, joining) = setup.prefills if side == "prefill" else setup.decodes
+            setup.pairing.remove(leaving, drain_s=0.0)
+            if where == "line":
+                setup.pairing.submit(request())
+            events = setup.pairing.step() + setup.pairing.step()
+            if port_wait_s == 0.0 or (side, where) == ("decode", "decode"):
+                check_failed(events, "a")
+                assert "no prefill port is left" in str(events[-1].error) or side == "decode"
+                continue
+            assert events == []
+            assert 0 < setup.pairing._broker.wakes_at() - clock() <= port_wait_s
+            clock.advance(20.0)
+            assert setup.pairing.step() == []
+            recover(setup.prefills[0])
+            setup.pairing.add(joining)
+            check_streams(collect(setup.pairing), "a")
+            setup.pairing.remove(joining, drain_s=0.0)
+            setup.pairing.submit(request("late"))
+            assert setup.pairing.step() == []
+            clock.advance(30.0)
+            check_failed(setup.pairing.step(), "late")
+
+
+def test_a_port_joins_though_another_is_found_to_be_lost_while_it_does() -> None:
+    with several(1, 2, "tcp") as setup:
+        dead, joining = setup.decodes
+        setup.pairing.remove(joining, drain_s=0.0)
+        dead.close()
+        dead.step = broken  # type: ignore[method-assign,assignment]
+        newcomer = pd.PrefillEngine(model_of(), pd.KVChannel(pool_of(model_of()), pd.kv.SocketTransport()))
+        with newcomer:
+            setup.pairing.add(newcomer)
+            assert setup.pairing.stats.num_ports_lost == 1
+            setup.pairing.add(joining)
+            setup.pairing.submit(request())
+            check_streams(collect(setup.pairing), "a")
+
+
+def test_a_port_that_cannot_be_reached_by_a_living_one_does_not_join() -> None:
+    with several(1, 1, "tcp") as setup:
+        with pd.DecodeEngine(model_of(), pd.KVChannel(pool_of(model_of()), pd.kv.SocketTransport())) as unreachable:
+            unreachable.channel.close()
+            with pytest.raises(pd.TransferError):
+                setup.pairing.add(unreachable)
+        assert setup.pairing.stats.num_ports_lost == 0
+        setup.pairing.submit(request())
+        check_streams(collect(setup.pairing), "a")
+
+
 # -- breaking -----------------------------------------------------------------------------------------------------
-
-
-def broken() -> list[object]:
-    raise RuntimeError("the device fell off")
 
 
 @pytest.mark.parametrize("transport", ["loopback", "tcp"])
@@ -280,6 +343,8 @@ def test_a_prefill_that_breaks_is_closed_and_its_requests_go_to_another(transpor
         events = setup.pairing.step()
         setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
         check_streams(events + collect(setup.pairing), *"0123")
+        stats = setup.pairing.stats
+        assert (stats.num_ports_lost, stats.num_reroutes, stats.num_retries) == (1, 2, 2)
         setup.prefills.pop(0)
         setup.check_idle()
 
@@ -312,6 +377,9 @@ def test_a_decode_that_breaks_fails_its_requests_and_no_others(transport: str) -
         events += collect(setup.pairing)
         check_failed(events, "0", "2")
         assert all("the device fell off" in str(by_request(events)[name][-1].error) for name in "02")
+        assert all(str(setup.decodes[0].address) in str(by_request(events)[name][-1].error) for name in "02")
+        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.FAILED: 2, pd.FinishReason.LENGTH: 2}
+        assert setup.pairing.stats.num_ports_lost == 1
         check_streams(events, "1", "3", count=12)
         setup.decodes.pop(0)
         setup.check_idle()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.mailman import SILENT_S
 from tests.e2e.setups import (
     PROMPT,
     by_request,
@@ -43,6 +45,7 @@ class Fleet:
     pairing: pd.Pairing
     prefills: list[Worker]
     decodes: list[Worker]
+    ports: list[Any]
 
     def close(self) -> None:
         """Closes, and checks that every engine still alive was closed whole."""
@@ -61,18 +64,24 @@ class Fleet:
             self.pairing.wait(0.05)
         return events
 
+    def step_until_ended(self, name: str) -> list[pd.TokenEvent]:
+        """Steps until that request has ended."""
+        events: list[pd.TokenEvent] = []
+        while not any(event.request_id == name and event.finish_reason for event in events):
+            self.pairing.wait(5.0)
+            events += self.pairing.step()
+        return events
+
 
 @contextmanager
 def fleet(workers: Workers, num_prefill: int = 1, num_decode: int = 1, **more: Any) -> Iterator[Fleet]:
     """That many engines of each side; `more` is for the engines."""
     taken = workers.take(num_prefill + num_decode)
     prefills, decodes = taken[:num_prefill], taken[num_prefill:]
-    pairing = pd.Pairing(
-        [worker.serve("prefill", **more) for worker in prefills],
-        [worker.serve("decode", **more) for worker in decodes],
-        policy=pd.policy.round_robin,
-    )
-    made = Fleet(pairing, prefills, decodes)
+    prefill_ports = [worker.serve("prefill", **more) for worker in prefills]
+    decode_ports = [worker.serve("decode", **more) for worker in decodes]
+    pairing = pd.Pairing(prefill_ports, decode_ports, policy=pd.policy.round_robin)
+    made = Fleet(pairing, prefills, decodes, [*prefill_ports, *decode_ports])
     yield made
     made.close()
 
@@ -103,6 +112,12 @@ def test_tokens_are_those_of_one_process(workers: Workers) -> None:
             assert usage.prompt_tokens == len(one.prompt)
             assert usage.ttft_s is not None
             assert 0 < usage.ttft_s < 30
+            assert usage.timeline is not None
+            stages = list(attrs.astuple(usage.timeline))
+            assert None not in stages
+            if usage.timeline.first_token_s >= usage.timeline.committed_s:  # not granted again after its first token
+                assert stages == sorted(stages)
+            assert stages[-1] == usage.ttft_s
 
 
 def test_several_of_each_share_the_work(workers: Workers) -> None:
@@ -184,6 +199,93 @@ def test_a_deadline_is_kept_while_prefill_stands_still(workers: Workers) -> None
         assert -0.01 <= late_s < PROMPTLY_S
         processes.pairing.submit(request("after"))
         check_streams(collect(processes.pairing), "after")
+
+
+def test_a_host_that_does_nothing_for_a_while_loses_no_port(workers: Workers) -> None:
+    """Beats come from threads of their own: a host may wait for its user as long as it likes."""
+    with fleet(workers) as processes:
+        processes.pairing.submit(request("a", 100))
+        processes.step_until(1)
+        port = processes.pairing._roster.all[0]
+        time.sleep(SILENT_S + 1.0)
+        assert len(port._inbox.peek()) <= 100  # a report per token, at most
+        assert port.load().num_running_requests == 0
+        started = time.monotonic()
+        (stream,) = by_request(collect(processes.pairing)).values()
+        assert time.monotonic() - started < 1.0
+        assert stream[-1].finish_reason is pd.FinishReason.LENGTH
+        processes.pairing.submit(request("after"))
+        check_streams(collect(processes.pairing), "after")
+
+
+def test_a_decode_leaves_when_its_long_request_is_done_and_its_process_ends_by_itself(workers: Workers) -> None:
+    with fleet(workers, 1, 2) as processes:
+        for name in "ab":
+            processes.pairing.submit(request(name, 200))
+        events = processes.step_until(4)
+        leaving = processes.pairing._roster.decodes[processes.ports[1].address]
+        processes.pairing.remove(leaving, drain_s=30.0)
+        leaving.close()
+        worker = processes.decodes.pop(0)
+        assert worker.stopped() == (0, 0)
+        assert worker.end() == 0
+        check_streams(events + collect(processes.pairing), *"ab", count=200)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_closing_from_another_thread_takes_no_longer_when_processes_are_frozen(workers: Workers, frozen: bool) -> None:
+    with fleet(workers, 2, 2) as processes:
+        pairing, everyone = processes.pairing, [*processes.prefills, *processes.decodes]
+        for number in range(8):
+            pairing.submit(request(str(number), 200))
+        events = processes.step_until(8)
+        for worker in everyone:
+            if frozen:
+                worker.freeze()
+        closers = [threading.Thread(target=pairing.close) for _ in range(2)]
+        started = time.monotonic()
+        for closer in closers:
+            closer.start()
+        while any(closer.is_alive() for closer in closers):
+            events += pairing.step()
+            pairing.wait(0.05)
+        assert time.monotonic() - started < 5.0
+        streams = by_request(events + pairing.step())
+        assert {stream[-1].finish_reason for stream in streams.values()} == {pd.FinishReason.CANCELLED}
+        assert (len(streams), pairing.num_unfinished) == (8, 0)
+        for worker in everyone:
+            if frozen:
+                worker.thaw()
+
+
+def test_a_deadline_and_a_cancellation_are_kept_while_decode_stands_still(workers: Workers) -> None:
+    with fleet(workers) as processes:
+        processes.pairing.submit(request("a", 150, deadline_s=0.6))
+        processes.pairing.submit(request("b", 150))
+        processes.pairing.submit(request("c", 150))
+        started = time.monotonic()
+        events = processes.step_until(6)
+        with processes.decodes[0].frozen():
+            processes.pairing.cancel("b")
+            cancelled = time.monotonic()
+            events += processes.step_until_ended("b")
+            assert time.monotonic() - cancelled < 0.25  # 100 ms, on a machine that does nothing else
+            events += processes.step_until_ended("a")
+            late_s = time.monotonic() - started - 0.6
+        events += processes.step_until_ended("c")
+        streams = by_request(events)
+        ends = {name: stream[-1].finish_reason for name, stream in streams.items()}
+        assert ends == {
+            "a": pd.FinishReason.DEADLINE,
+            "b": pd.FinishReason.CANCELLED,
+            "c": pd.FinishReason.LENGTH,
+        }
+        assert 0.0 <= late_s < 0.25
+        for stream in streams.values():
+            tokens = tuple(tokens_of(stream))
+            assert tokens == reference("v3", PROMPT, 150).tokens[: len(tokens)]
+        processes.pairing.submit(request("a"))
+        check_streams(collect(processes.pairing), "a")
 
 
 # -- the last tests use processes up ------------------------------------------------------------------------------

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
+import attrs
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import local, wait_until
+from pdinfer import messages
+from pdinfer.mailman import SILENT_S
+from tests.e2e.setups import hang, local, model_of, pool_of, recover, request, wait_until, watch
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
 
@@ -93,3 +98,157 @@ def test_a_connection_that_ends_before_anything_was_said() -> None:
             ours.close()
             thread.join(5.0)
             assert not thread.is_alive()
+
+
+def test_an_engine_whose_client_falls_silent_is_closed() -> None:
+    """Its host was stopped, or its machine is gone; before its first word it may still be getting ready."""
+    with local() as setup:
+        ours, thread = serving(setup.prefills[0])
+        thread.join(SILENT_S + 0.5)
+        assert thread.is_alive()
+        ours.send_bytes(messages.encode(messages.Beat()))
+        started = time.monotonic()
+        thread.join(10.0)
+        assert SILENT_S - 0.01 < time.monotonic() - started < 4.0
+        assert not thread.is_alive()
+        ours.close()
+
+
+def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer() -> None:
+    model = model_of()
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        engine = pd.DecodeEngine(model, pd.KVChannel(pool_of(model), pd.kv.SocketTransport()))
+        ours, thread = serving(engine)
+        client = pd.remote.DecodeClient(ours)
+        endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
+        client._mailman.post(messages.Connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), 2.0))
+        started = time.monotonic()
+        client.submit(request(None), writers=[])
+        events: list[pd.types.Event] = []
+        while not events:
+            client.wait(1.0)
+            events = client.step()
+        assert time.monotonic() - started < 1.0
+        assert isinstance(events[0], pd.Refused)
+        answer = client._await(messages.Connected, 5.0)
+        assert isinstance(answer.error, pd.TransferError)
+        client.close()
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_of_loads_a_client_keeps_the_newest() -> None:
+    """However long its host does not step; it is woken, since a load may be what it waits for."""
+    with local() as setup:
+        engine = setup.prefills[0]
+        ours, theirs = Pipe()
+        load = engine.load()
+        theirs.send_bytes(messages.encode(messages.Ready(engine.address, engine.limits, messages.Load(prefill=load))))
+        client = pd.remote.PrefillClient(ours)
+        assert not client.wait(0.0)
+        for number in range(1, 51):
+            newer = messages.Load(prefill=attrs.evolve(load, num_tokens=number))
+            theirs.send_bytes(messages.encode(messages.Stepped(0, newer)))
+        wait_until(lambda: client.load().num_tokens == 50)
+        assert client._inbox.peek() == []
+        assert client.wait(0.0)
+        assert client.step() == []
+        assert not client.wait(0.0)
+        client.close()
+        theirs.close()
+
+
+def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
+    with local() as setup:
+        decode = setup.decodes[0]
+        asked = threading.Event()
+
+        def never(peer: pd.PeerAddress, *, timeout_s: float) -> None:
+            asked.set()
+            time.sleep(1.0)
+
+        decode.connect = never  # type: ignore[method-assign]
+        ours, thread = serving(decode)
+        client = pd.remote.DecodeClient(ours)
+        closer = threading.Thread(target=lambda: (asked.wait(5.0), client.close()))
+        closer.start()
+        started = time.monotonic()
+        with pytest.raises(pd.TransferError, match="closed here"):
+            client.connect(setup.prefills[0].address, timeout_s=10.0)
+        assert time.monotonic() - started < 1.0
+        closer.join(5.0)
+        thread.join(5.0)
+
+
+def test_a_connect_that_breaks_is_answered() -> None:
+    with local() as setup:
+        decode = setup.decodes[0]
+
+        def broken(peer: pd.PeerAddress, *, timeout_s: float) -> None:
+            raise RuntimeError("a driver's secret")
+
+        decode.connect = broken  # type: ignore[method-assign]
+        ours, thread = serving(decode)
+        client = pd.remote.DecodeClient(ours)
+        with pytest.raises(pd.TransferError, match="connecting failed: RuntimeError"):
+            client.connect(setup.prefills[0].address, timeout_s=10.0)
+        client.close()
+        thread.join(5.0)
+
+
+def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None:
+    with local() as setup:
+        decode = setup.decodes[0]
+        step, stuck = decode.step, threading.Event()
+
+        def slow() -> list[pd.types.Event]:
+            stuck.wait(10.0)
+            return step()
+
+        ours, thread = serving(decode)
+        client = pd.remote.DecodeClient(ours)
+        age = client.load().step_age_s
+        assert age is not None
+        assert age < 1.0
+        decode.step = slow  # type: ignore[method-assign]
+        time.sleep(SILENT_S + 0.5)
+        assert client.step() == []  # not lost
+        age = client.load().step_age_s
+        assert age is not None
+        assert age > SILENT_S
+        stuck.set()
+        wait_until(lambda: (client.load().step_age_s or 0.0) < 1.0)
+        assert decode.load().step_age_s is None
+        client.close()
+        thread.join(5.0)
+
+
+def test_a_client_of_a_process_that_stands_still_never_waits() -> None:
+    """Submitting to an engine whose process stands still, with a full pipe, and cancelling, and closing."""
+    with local() as setup:
+        ours, theirs = Pipe()
+        engine = setup.prefills[0]
+        theirs.send_bytes(messages.encode(messages.Ready(engine.address, engine.limits, messages.Load.of(engine))))
+        client = pd.remote.PrefillClient(ours)
+        seen = watch(setup.decodes[0])
+        hang(engine)
+        setup.pairing.submit(request())
+        setup.pairing.step()
+        (granted,) = [event for event in seen if isinstance(event, pd.Granted)]
+        long = attrs.evolve(request(), prompt=tuple(range(97)) * 1000)
+        started = time.monotonic()
+        for _ in range(20):
+            client.submit(long, granted.grant)
+            client.cancel("a")
+        assert client.load().num_queued_tokens == 20 * len(long.prompt)
+        assert time.monotonic() - started < 1.0
+        wait_until(lambda: client.wait(0.1) and client._mailman.loss is not None)
+        assert 2.0 < time.monotonic() - started < 4.0
+        with pytest.raises(pd.TransferError, match="was silent"):
+            client.step()
+        started = time.monotonic()
+        client.close()
+        client.close()
+        assert time.monotonic() - started < 1.0
+        theirs.close()
+        recover(engine)

@@ -146,6 +146,6 @@ def test_requests_are_taken_while_ports_join_and_leave() -> None:
             for port in setup.prefills[1:]:
                 setup.pairing._roster.drop(port.address)
             for port in setup.prefills[1:]:
-                setup.pairing._roster.add(port, timeout_s=TIMEOUT_S)
+                setup.pairing._roster.add(port)
 
         together(work, come_and_go)

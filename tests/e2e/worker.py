@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import secrets
 import signal
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 import pdinfer as pd
@@ -18,48 +24,102 @@ from pdinfer.testing import random_model
 START_S = 120.0
 """Longer than any start on a busy machine; a test that reaches it fails."""
 
+TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
+    "tcp": lambda folder: pd.kv.SocketTransport(),
+    "unix": lambda folder: pd.kv.SocketTransport(path=folder / secrets.token_hex(4)),
+    "shm": lambda folder: pd.kv.ShmTransport(folder / secrets.token_hex(4)),
+    "mooncake": lambda folder: pd.kv.MooncakeTransport(),
+}
+"""Every transport that crosses a process, made from a folder that it may use."""
+MEMORY = {"shm": "shared"}
+
+
+@attrs.frozen(kw_only=True)
+class Order:
+    """An engine to make and serve. While `slow_while` exists, its steps take long enough to be met in the middle."""
+
+    role: str
+    seed: int = 0
+    page_size: int = 4
+    num_pages: int = 256
+    config: pd.EngineConfig = attrs.field(factory=pd.EngineConfig)
+    transport: str = "tcp"
+    folder: Path
+    slow_while: Path | None = None
+
+
+FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
+"""What a slow engine sleeps: before its first prompt, in every layer of a chunk, before a token."""
+
+
+def slow_down(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path) -> None:
+    """Sleeps in the engine's steps while there is a file at `path`."""
+    runner: Any = engine._runner
+    prefill, decode = runner.prefill, runner.decode
+    first = [FIRST_S]
+
+    def sleep(seconds: float) -> None:
+        if path.exists():
+            time.sleep(seconds)
+
+    def slow_prefill(rows: Sequence[Any]) -> Iterator[Any]:
+        sleep(first.pop() if first else 0.0)
+        for layer in prefill(rows):
+            sleep(LAYER_S)
+            yield layer
+
+    def slow_decode(*arguments: Any) -> Any:
+        sleep(TOKEN_S)
+        return decode(*arguments)
+
+    runner.prefill, runner.decode = slow_prefill, slow_decode
+
 
 def work(control: Connection) -> None:
     """Runs in the process: each message is what to build and the connection to serve it on, None is the end."""
     torch.set_num_threads(1)
+    model_of = functools.cache(lambda seed: random_model(seed=seed))
     control.send("ready")
     while (order := control.recv()) is not None:
-        role, seed, page_size, num_pages, config, connection = order
-        model = random_model(seed=seed)
-        pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
-        channel = pd.KVChannel(pool, pd.kv.SocketTransport())
-        engine = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role](model, channel, config)
+        wanted, connection = order
+        memory = MEMORY.get(wanted.transport, "auto")
+        cache = pd.CacheConfig(page_size=wanted.page_size, num_pages=wanted.num_pages, memory=memory)
+        pool = pd.PagePool(model_of(wanted.seed), cache)
+        channel = pd.KVChannel(pool, TRANSPORTS[wanted.transport](wanted.folder))
+        kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[wanted.role]
+        engine = kind(model_of(wanted.seed), channel, wanted.config)
+        if wanted.slow_while is not None:
+            slow_down(engine, wanted.slow_while)
         pd.remote.serve(engine, connection)
-        control.send((engine.num_unfinished, pool.num_pages - pool.num_free))
+        control.send((engine.num_unfinished, pool.num_pages - pool.num_available))
+
+
+def context() -> Any:
+    """Processes forked off one that has imported everything: a new one is there at once."""
+    made = get_context("forkserver")
+    made.set_forkserver_preload(["torch", "pdinfer", "pdinfer.testing"])
+    return made
 
 
 class Worker:
-    """One such process, seen from the test."""
+    """One such process, seen from the test. Its sockets are in `folder`."""
 
-    def __init__(self) -> None:
-        context = get_context("spawn")
-        self.control, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs,), daemon=True)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.control, theirs = context().Pipe()
+        self.process = context().Process(target=work, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
         self.ready = False
         self.serving = False
 
-    def serve(
-        self,
-        role: str,
-        *,
-        seed: int = 0,
-        page_size: int = 4,
-        num_pages: int = 256,
-        config: pd.EngineConfig | None = None,
-    ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
-        """Starts an engine in the process and returns its client."""
+    def serve(self, role: str, **more: Any) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
+        """Starts an engine in the process and returns its client; `more` goes into the `Order`."""
         if not self.ready:
             assert self.hear(START_S) == "ready"
             self.ready = True
-        ours, theirs = get_context("spawn").Pipe()
-        self.control.send((role, seed, page_size, num_pages, config or pd.EngineConfig(), theirs))
+        ours, theirs = context().Pipe()
+        self.control.send((Order(role=role, folder=self.folder, **more), theirs))
         client = {"prefill": pd.remote.PrefillClient, "decode": pd.remote.DecodeClient}[role]
         made = client(ours, timeout_s=START_S)
         theirs.close()
@@ -77,16 +137,23 @@ class Worker:
         self.serving = False
         return left
 
+    def freeze(self) -> None:
+        """The process stands still, as one does that swaps or hangs in a driver."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on as if nothing had happened."""
+        os.kill(self.process.pid, signal.SIGCONT)
+
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """The process stands still, as one does that swaps or hangs in a driver."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        """For a while."""
+        self.freeze()
         try:
             yield
         finally:
             if self.process.is_alive():
-                os.kill(self.process.pid, signal.SIGCONT)
+                self.thaw()
 
     def kill(self) -> None:
         """As the machine would: no last words."""
@@ -105,12 +172,14 @@ class Workers:
     """Processes kept for the tests of a module."""
 
     def __init__(self, count: int) -> None:
-        self._workers = [Worker() for _ in range(count)]
+        self._folder = tempfile.TemporaryDirectory(prefix="pd")
+        self.folder = Path(self._folder.name)
+        self._workers = [Worker(self.folder) for _ in range(count)]
 
     def take(self, count: int) -> list[Worker]:
         """Idle ones, new where they do not suffice."""
         idle = [worker for worker in self._workers if worker.process.is_alive() and not worker.serving]
-        fresh = [Worker() for _ in range(count - len(idle))]
+        fresh = [Worker(self.folder) for _ in range(count - len(idle))]
         self._workers += fresh
         return [*idle, *fresh][:count]
 
@@ -121,4 +190,5 @@ class Workers:
                 worker.kill()
         idle = [worker for worker in self._workers if worker.process.is_alive()]
         codes = [worker.end() for worker in idle if worker.ready or worker.hear(START_S)]
+        self._folder.cleanup()
         assert set(codes) <= {0}, codes

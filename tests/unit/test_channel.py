@@ -4,132 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import attrs
+import msgspec
 import pytest
-import torch
 import xxhash
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv import channel as channel_module
-from pdinfer.kv import wire
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv import pushes, wire
+from pdinfer.kv.channel import ANSWER_S, KVChannel
 from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
-from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.peer import Peer
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.protocol import peer_key
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Link, Transfer, Transport
-from pdinfer.kv.view import PageMemory
+from pdinfer.kv.seal import Seal
+from pdinfer.kv.transport import Link, Transfer
+from pdinfer.testing import VirtualClock
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
-
-LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
-LAYERS = range(3)
-NUM_PAGES = 24
-TIMEOUT_S = 10.0
-rooms = itertools.count(1)
-
-
-@attrs.frozen(kw_only=True)
-class SmallModel:
-    """What a pool needs of a model: a latent of two values per token in three layers."""
-
-    model_id: bytes = b"model"
-    weights_id: bytes = b"weights"
-    dtype: str = "float16"
-
-    def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        part = KVComponent(name="latent", format="f", dtype=self.dtype, width=2, token_bytes=4, layers=tuple(LAYERS))
-        return KVLayout(
-            model_id=self.model_id, weights_id=self.weights_id, page_size=cache.page_size, components=(part,)
-        )
-
-    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
-        return NUM_PAGES
-
-    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
-        return PageMemory(layout, num_pages, device=torch.device("cpu"))
-
-
-def pool_of(page_size: int = 4, **model: object) -> PagePool:
-    return PagePool(SmallModel(**model), CacheConfig(page_size=page_size))  # type: ignore[arg-type]
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.001)
-
-
-@attrs.define
-class Case:
-    """Makes ends that can reach each other, fills their pages, and knows what must arrive where."""
-
-    kind: str
-    hub: LoopbackHub = attrs.field(factory=LoopbackHub)
-    open: list[KVChannel] = attrs.field(factory=list)
-
-    def end(self, pool: PagePool | None = None) -> KVChannel:
-        transport: Transport = SocketTransport() if self.kind == "tcp" else LoopbackTransport(self.hub)
-        self.open.append(KVChannel(pool or pool_of(), transport))
-        return self.open[-1]
-
-    def pair(self, prefill_pages: int = 4, decode_pages: int = 4) -> tuple[KVChannel, KVChannel]:
-        """Prefill and decode, connected; in the kind "shared" they hold one pool."""
-        prefill = self.end(pool_of(prefill_pages))
-        decode = self.end(prefill.pool if self.kind == "shared" else pool_of(decode_pages))
-        prefill.connect(decode.address)
-        return prefill, decode
-
-    def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
-        """An expected room whose pages are in no particular order."""
-        pool = decode.pool
-        pool.release(pool.own(3))
-        pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
-        grant = PageGrant(
-            room=next(rooms).to_bytes(16, "big"),
-            request_id="r",
-            writers=tuple(writer.address for writer in writers),
-            destinations=(decode.address,),
-            tokens=tokens,
-            pages=pages,
-            generations=pool.generations(pages),
-            layout_id=pool.layout.layout_id,
-        )
-        decode.expect(grant)
-        return grant
-
-    def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
-        """Prefill's pages for every token up to the grant's end, random where they will be read."""
-        if self.kind == "shared":
-            # page i of a push holds tokens from i * page_size: those before the grant are somebody else's
-            pages = (-1,) * (grant.tokens.start // prefill.pool.layout.page_size) + grant.pages
-        else:
-            pages = prefill.pool.own(prefill.pool.layout.num_pages(grant.tokens.stop))
-        for offset, length in self.at(prefill, grant.tokens, pages, 0):
-            prefill.pool.memory.buffer[offset : offset + length].random_(1, 255)
-        return pages
-
-    def at(self, end: KVChannel, tokens: range, pages: tuple[int, ...], first_token: int) -> list[tuple[int, int]]:
-        layout = end.pool.layout
-        return layout.spans(end.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=first_token)
-
-    def sent(self, prefill: KVChannel, tokens: range, pages: tuple[int, ...]) -> bytes:
-        return b"".join(prefill.pool.memory.read(self.at(prefill, tokens, pages, 0)))
-
-    def arrived(self, decode: KVChannel, grant: PageGrant) -> bytes:
-        return b"".join(decode.pool.memory.read(self.at(decode, grant.tokens, grant.pages, grant.tokens.start)))
-
-    def push_all(self, prefill: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> list[Transfer]:
-        tokens = grant.tokens
-        return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
+from tests.unit.channels import (
+    ABORTED,
+    LANDED,
+    LAYERS,
+    TIMEOUT_S,
+    Case,
+    SmallModel,
+    pool_of,
+    record,
+    say,
+    settled,
+    until,
+    word,
+)
 
 
 @pytest.fixture(params=["shared", "loopback", "tcp"])
@@ -138,8 +51,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     try:
         yield made
     finally:
-        for end in made.open:
-            end.close()
+        made.close()
 
 
 @pytest.fixture(params=["loopback", "tcp"])
@@ -148,20 +60,7 @@ def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
     try:
         yield made
     finally:
-        for end in made.open:
-            end.close()
-
-
-def word(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:
-    error = TransferError("gave up") if status is ABORTED else None
-    return Handoff(room=grant.room, writer=writer.address, status=status, error=error, **more)  # type: ignore[arg-type]
-
-
-def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
-    words: list[Handoff] = []
-    until(lambda: words.extend(decode.poll()) or len(words) >= count)
-    assert len(words) == count
-    return words
+        made.close()
 
 
 def link_of(end: KVChannel, peer: KVChannel) -> Link:
@@ -212,20 +111,29 @@ def test_a_refused_link_is_closed_at_both_ends(two_pools: Case) -> None:
     until(lambda: not any(end._peers._by_link for end in two_pools.open))
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        wire.Abort(b"r" * 16, PDInferError("x")),
-        wire.Data(b"r" * 16, LAYERS, LAYERS),
-        wire.Finish(Handoff(room=b"r" * 16, writer=PeerAddress(b"e", 1, 0), status=LANDED)),
-    ],
-    ids=lambda message: type(message).__name__,
+EARLY = (
+    wire.Abort(b"r" * 16, PDInferError("x")),
+    wire.Beat(0.0),
+    wire.Data(b"r" * 16, LAYERS, LAYERS),
+    wire.Finish(Handoff(room=b"r" * 16, writer=PeerAddress(b"e", 1, 0), status=LANDED)),
 )
-def test_what_comes_before_the_handshake_closes_the_link(two_pools: Case, message: wire.Message) -> None:
+
+
+@pytest.mark.parametrize(
+    ("message", "sealed"),
+    [*itertools.product(EARLY, [False, True]), (wire.Open((wire.MAJOR, 0), b"n" * 16, keyed=False), True)],
+    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else f"sealed_{value}",
+)
+def test_what_comes_before_the_handshake_closes_the_link(
+    two_pools: Case, monkeypatch: pytest.MonkeyPatch, message: wire.Message, sealed: bool
+) -> None:
     stranger, decode = two_pools.end(), two_pools.end()
-    link = stranger.transport.connect(decode.address.endpoints, timeout_s=TIMEOUT_S)
-    until(lambda: decode._peers._by_link)
-    stranger.transport.send(link, wire.encode(message))
+    if sealed:
+        monkeypatch.setattr(stranger._peers, "_introduce", lambda peer: stranger._peers.post(peer, message))
+    else:
+        monkeypatch.setattr(stranger._peers, "open", lambda peer: peer.open(stranger.transport, wire.encode(message)))
+    with pytest.raises(TransferError):
+        stranger.connect(decode.address)
     until(lambda: not decode._peers._by_link)
     assert decode.stats.frames_dropped == 0
     assert not decode.has_news
@@ -249,16 +157,14 @@ def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
 
 def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Case) -> None:
     """Were it welcome, closing it would settle rooms that the first link still writes."""
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     with pytest.raises(TransferError):
-        prefill.connect(attrs.evolve(decode.address, epoch=1))  # what it was before a restart, at the same endpoint
+        # what it was before a restart, at the same endpoint
+        prefill.connect(attrs.evolve(decode.address, epoch=1), timeout_s=0.2)
     impostor = case.end()
     impostor._peers.us = prefill.address
     with pytest.raises(TransferError, match="open link already"):
-        impostor.connect(decode.address)
+        impostor.connect(decode.address, timeout_s=0.3)
     impostor.close()
     until(lambda: len(decode._peers._by_link) == 1)
     assert prefill.connected(decode.address)
@@ -284,7 +190,7 @@ def test_nobody_there(case: Case) -> None:
 
 def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, two_pools: Case) -> None:
     prefill, decode = two_pools.end(), two_pools.end()
-    monkeypatch.setattr(decode._peers, "greet", lambda *_: None)
+    monkeypatch.setattr(decode._peers, "read", lambda *_: None)
     with pytest.raises(TransferError, match=r"did not answer the handshake within 0\.05 s"):
         prefill.connect(decode.address, timeout_s=0.05)
     assert not prefill._peers._by_link
@@ -311,20 +217,28 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
     assert [name for name, _, _ in info.value.fields][:2] == ["model_id", "weights_id"]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"version": (2, 0)}, "speaks protocol 2, this end speaks 1"),
-        ({"required": ("telepathy",)}, "requires features this end does not have: telepathy"),
-    ],
-)
-def test_a_peer_of_another_kind_is_refused(two_pools: Case, change: dict[str, object], reason: str) -> None:
+def opens_with(end: KVChannel, version: tuple[int, int]) -> Callable[[Peer], None]:
+    """What `end` says first when it is of another version."""
+    return lambda peer: peer.open(end.transport, wire.encode(wire.Open(version, peer.nonce, keyed=False)))
+
+
+def test_another_major_version_is_refused_and_another_minor_is_not(
+    two_pools: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, decode = two_pools.end(), two_pools.end()
-    values = {"version": (1, 0), "address": prefill.address, "layout": prefill.pool.layout, **change}
-    link = prefill.transport.connect(decode.address.endpoints, timeout_s=TIMEOUT_S)
-    prefill.transport.send(link, wire.encode(wire.Hello(**values)))  # type: ignore[arg-type]
-    until(lambda: prefill._peers.at(link).refusal)
-    assert reason in str(prefill._peers.at(link).refusal)
+    monkeypatch.setattr(decode._peers, "open", opens_with(decode, (wire.MAJOR + 1, 0)))
+    with pytest.raises(TransferError, match=f"speaks protocol {wire.MAJOR + 1}, this end speaks {wire.MAJOR}"):
+        prefill.connect(decode.address)
+    monkeypatch.setattr(decode._peers, "open", opens_with(decode, (wire.MAJOR, wire.MINOR + 1)))
+    prefill.connect(decode.address)
+
+
+def test_a_feature_that_is_required_and_unknown_is_refused(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = two_pools.end(), two_pools.end()
+    hello = wire.Hello(prefill.address, prefill.pool.layout, required=("telepathy",))
+    monkeypatch.setattr(prefill._peers, "_introduce", lambda peer: prefill._peers.post(peer, hello))
+    with pytest.raises(TransferError, match="requires features this end does not have: telepathy"):
+        prefill.connect(decode.address)
 
 
 # -- what lands --------------------------------------------------------------------------------------------------------
@@ -332,10 +246,7 @@ def test_a_peer_of_another_kind_is_refused(two_pools: Case, change: dict[str, ob
 
 @pytest.mark.parametrize("tokens", [range(4), range(4, 14), range(16, 17)])
 def test_a_room_lands_byte_for_byte(case: Case, tokens: range) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill, tokens=tokens)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room(tokens=tokens)
     case.push_all(prefill, grant, pages)
     expected = case.sent(prefill, tokens, pages)
     prefill.finish(grant, word(grant, prefill, token=7, num_cached_tokens=3))
@@ -386,10 +297,7 @@ def test_ends_that_share_a_pool_know_it(case: Case) -> None:
 
 
 def test_small_layers_travel_together(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, _, grant, pages = case.room()
     first, second, third = case.push_all(prefill, grant, pages)
     assert first is second is third
     assert prefill.stats.writes_sent == 1
@@ -397,11 +305,8 @@ def test_small_layers_travel_together(case: Case) -> None:
 
 
 def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "GROUP_BYTES", 1)
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    monkeypatch.setattr(pushes, "GROUP_BYTES", 1)
+    prefill, _, grant, pages = case.room()
     assert len({id(transfer) for transfer in case.push_all(prefill, grant, pages)}) == len(LAYERS)
     assert prefill.stats.writes_sent == len(LAYERS)
 
@@ -419,10 +324,7 @@ FRONT, BACK = range(4, 6), range(6, 8)
 def test_other_tokens_or_a_gap_start_a_new_group(
     case: Case, steps: tuple[tuple[int, range], ...], num_writes: int
 ) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill, tokens=range(4, 8))
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room(tokens=range(4, 8))
     for layer, tokens in steps:
         prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
     prefill.finish(grant, word(grant, prefill))
@@ -448,10 +350,7 @@ def test_pushes_out_of_other_pages_travel_alone(two_pools: Case) -> None:
 
 
 def test_tokens_beyond_their_pages_are_refused(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill, tokens=range(4, 14))
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, _, grant, pages = case.room(tokens=range(4, 14))
     with pytest.raises(ConfigError, match="tokens up to 14 were pushed out of 3 pages"):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages[:3])
     assert prefill.unsent_bytes == prefill.stats.writes_sent == 0
@@ -491,10 +390,7 @@ def test_a_transfer_is_done_when_the_last_destination_has_it(two_pools: Case, sl
 
 
 def test_finish_sends_what_is_still_joined(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     transfer = prefill.push(grant, layers=range(2), tokens=grant.tokens, pages=pages)
     assert not transfer.done
     assert prefill.stats.writes_sent == 0
@@ -507,10 +403,7 @@ def test_finish_sends_what_is_still_joined(case: Case) -> None:
 
 
 def test_drain_sends_what_is_still_joined(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, _, grant, pages = case.room()
     transfer = prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
     assert prefill.drain(TIMEOUT_S)
     assert transfer.done
@@ -518,10 +411,7 @@ def test_drain_sends_what_is_still_joined(case: Case) -> None:
 
 
 def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     seen: list[bool] = []
 
     def fill() -> None:
@@ -542,10 +432,7 @@ def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
 
 
 def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, _, grant, pages = case.room()
     go = threading.Event()
     during: list[int] = []
 
@@ -570,7 +457,7 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
 def test_finish_tells_when_nothing_reads_the_pages_any_more(
     two_pools: Case, status: HandoffStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "GROUP_BYTES", 1)
+    monkeypatch.setattr(pushes, "GROUP_BYTES", 1)
     prefill, decode = two_pools.pair()
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.source(prefill, grant)
@@ -637,10 +524,7 @@ def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
 
 @pytest.mark.parametrize("layers", [range(0), range(1), range(2)])
 def test_landed_without_its_bytes_is_aborted(case: Case, layers: range) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     if layers:
         prefill.push(grant, layers=layers, tokens=grant.tokens, pages=pages)
     prefill.finish(grant, word(grant, prefill))
@@ -759,7 +643,7 @@ def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case)
     prefill.accept(grant)
     packed = wire.encode(wire.Abort(grant.room, TransferError("R")))
     long = packed.replace(b"\xa1R", b"\xdb" + (1_048_500).to_bytes(4, "big") + b"R" * 1_048_500)
-    decode.transport.send(link_of(decode, prefill), long)
+    record(decode, prefill).post(decode.transport, long)
     until(lambda: prefill.has_news)
     ((_, error),) = prefill.poll_stops()
     prefill.finish(grant, Handoff(room=grant.room, writer=prefill.address, status=ABORTED, error=error))
@@ -768,16 +652,13 @@ def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case)
 
 def test_a_room_that_is_none_is_not_remembered(case: Case) -> None:
     prefill, decode = case.pair()
-    decode.transport.send(link_of(decode, prefill), wire.encode(wire.Abort(b"r" * 100_000, TransferError("no"))))
+    say(decode, prefill, wire.Abort(b"r" * 100_000, TransferError("no")))
     until(lambda: not prefill.connected(decode.address))
     assert not prefill._accepted._tombstones
 
 
 def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     prefill.push(grant, layers=range(1), tokens=grant.tokens, pages=pages)
     for _ in range(2):
         decode.abort(grant, PDInferError("cancelled"))
@@ -791,10 +672,7 @@ def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
 
 
 def test_a_landed_room_that_crossed_the_abort_lands(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     case.push_all(prefill, grant, pages)
     decode.abort(grant, PDInferError("cancelled"))
     prefill.finish(grant, word(grant, prefill))
@@ -830,10 +708,7 @@ def test_a_foreign_write_and_word_are_dropped_and_counted(two_pools: Case) -> No
 
 
 def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
-    prefill, decode = two_pools.pair()
-    grant = two_pools.grant(decode, prefill)
-    pages = two_pools.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = two_pools.room()
     two_pools.push_all(prefill, grant, pages)
     prefill.finish(grant, word(grant, prefill))
     assert settled(decode)[0].status is LANDED
@@ -841,8 +716,7 @@ def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
     with pytest.raises(TransferError, match="not open for writing"):
         two_pools.push_all(prefill, grant, pages)
     prefill.pool.memory.buffer.zero_()
-    frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
-    prefill.transport.write(link_of(prefill, decode), frame, two_pools.at(prefill, grant.tokens, pages, 0))
+    say(prefill, decode, wire.Data(grant.room, LAYERS, grant.tokens), two_pools.at(prefill, grant.tokens, pages, 0))
     prefill.finish(grant, word(grant, prefill))
     until(lambda: decode.stats.frames_dropped == 2)
     assert two_pools.arrived(decode, grant) == expected
@@ -874,10 +748,7 @@ def test_a_lost_peer_settles_its_rooms(case: Case, who: str) -> None:
 
 
 def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    prefill, decode, grant, pages = case.room()
     for _ in range(2):
         decode.close()
     assert settled(decode)[0].status is ABORTED
@@ -902,15 +773,14 @@ def test_a_dropped_peer_may_come_back(case: Case) -> None:
     assert settled(decode)[0].status is LANDED
 
 
-def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case) -> None:
+def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = two_pools.pair()
+    placed = decode.placed
+    monkeypatch.setattr(decode, "placed", lambda link, frame, error: placed(link, frame, TransferError("digest")))
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.source(prefill, grant)
     prefill.accept(grant)
     two_pools.push_all(prefill, grant, pages)
-    until(lambda: decode.stats.writes_received == 1)
-    frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
-    decode.placed(link_of(decode, prefill), frame, TransferError("digest"))
     until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
     prefill.finish(grant, word(grant, prefill))
@@ -988,52 +858,86 @@ def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
 # -- one peer, two links -----------------------------------------------------------------------------------------------
 
 
-def dialled_by_hand(decode: KVChannel, identity: KVChannel) -> socket.socket:
-    """A welcomed connection that says it is `identity`."""
-    host, _, port = decode.address.endpoints[0].removeprefix("tcp://").rpartition(":")
-    sock = socket.create_connection((host, int(port)), TIMEOUT_S)
-    hello = wire.encode(wire.Hello((1, 0), identity.address, decode.pool.layout))
-    sock.sendall(Header(Kind.FRAME, len(hello), 0).packed() + hello)
-    assert sock.recv(4096)
-    return sock
+@attrs.frozen
+class Hand:
+    """A welcomed connection whose bytes are ours to make."""
+
+    sock: socket.socket
+    seal: Seal
+
+    @classmethod
+    def dial(cls, decode: KVChannel, identity: KVChannel) -> Hand:
+        """Says that it is `identity`."""
+        host, _, port = decode.address.endpoints[0].removeprefix("tcp://").rpartition(":")
+        sock = socket.create_connection((host, int(port)), TIMEOUT_S)
+        ours, theirs = b"n" * 16, cls.read(sock)
+        assert isinstance(theirs, wire.Open)
+        hand = cls(sock, Seal(ours + theirs.nonce, from_dialler=True, key=None))
+        sock.sendall(hand.framed(wire.encode(wire.Open((wire.MAJOR, 0), ours, keyed=False))))
+        hand.say(wire.Hello(identity.address, decode.pool.layout))
+        return hand
+
+    @staticmethod
+    def read(sock: socket.socket, tag_bytes: int = 0) -> wire.Message:
+        header = Header.parse(sock.recv(HEADER.size, socket.MSG_WAITALL))
+        return wire.decode(sock.recv(header.frame_bytes, socket.MSG_WAITALL)[: header.frame_bytes - tag_bytes])
+
+    @staticmethod
+    def framed(frame: bytes) -> bytes:
+        return Header(Kind.FRAME, len(frame), 0).packed() + frame
+
+    def say(self, message: wire.Message) -> None:
+        self.sock.sendall(self.framed(self.seal.seal(wire.encode(message))))
+
+    def hears(self) -> wire.Message:
+        return self.read(self.sock, self.seal.tag_bytes)
 
 
 def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
     """Page rule 1: the first is in the middle of a write, and settled pages may be somebody else's at once."""
     case = Case("tcp")
-    with case.end() as decode, case.end() as writer, dialled_by_hand(decode, writer) as first:
+    with case.end() as decode, case.end() as writer:
+        first = Hand.dial(decode, writer)
+        assert isinstance(first.hears(), wire.Welcome)
         grant = case.grant(decode, writer)
         num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
-        frame = wire.encode(wire.Data(grant.room, LAYERS, grant.tokens))
-        head = Header(Kind.WRITE, len(frame), num_bytes).packed() + frame
+        frame = first.seal.seal(wire.encode(wire.Data(grant.room, LAYERS, grant.tokens)))
+        head = Header(Kind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
         payload = b"\x55" * num_bytes
-        first.sendall(head + payload[: num_bytes // 2])
+        first.sock.sendall(head + payload[: num_bytes // 2])
         until(lambda: 0x55 in decode.pool.memory.buffer)
-        dialled_by_hand(decode, writer).close()
+        second = Hand.dial(decode, writer)
+        assert isinstance(second.hears(), wire.Reject)
+        second.sock.close()
         until(lambda: len(decode._peers._by_link) == 1)
-        first.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
-        finish = wire.encode(wire.Finish(word(grant, writer)))
-        first.sendall(Header(Kind.FRAME, len(finish), 0).packed() + finish)
+        first.sock.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
+        first.say(wire.Finish(word(grant, writer)))
         assert settled(decode)[0].status is LANDED
         assert case.arrived(decode, grant) == payload
+        first.sock.close()
 
 
 # -- a peer that breaks the rules loses its link, and so its rooms -----------------------------------------------------
 
 
-def send_frame(frame: bytes) -> Callable[[Case, KVChannel, KVChannel, PageGrant], None]:
-    return lambda case, prefill, decode, grant: prefill.transport.send(link_of(prefill, decode), frame)
+Breach = Callable[[Case, KVChannel, KVChannel, PageGrant], None]
 
 
-def hello_again(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
-    hello = wire.Hello((1, 0), prefill.address, prefill.pool.layout)
-    prefill.transport.send(link_of(prefill, decode), wire.encode(hello))
+def says(make: Callable[[KVChannel, KVChannel], wire.Message]) -> Breach:
+    return lambda case, prefill, decode, grant: say(prefill, decode, make(prefill, decode))
+
+
+def garbage(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    record(prefill, decode).post(prefill.transport, b"\x00garbage")
+
+
+def an_unsealed_frame(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.transport.send(link_of(prefill, decode), wire.encode(wire.Finish(word(grant, prefill))))
 
 
 def write(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant, layers: range, tokens: range) -> None:
-    frame = wire.encode(wire.Data(grant.room, layers, tokens))
     num_bytes = prefill.pool.layout.payload_bytes(LAYERS, grant.tokens)
-    prefill.transport.write(link_of(prefill, decode), frame, [(0, num_bytes)])
+    say(prefill, decode, wire.Data(grant.room, layers, tokens), [(0, num_bytes)])
 
 
 def layers_out_of_range(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
@@ -1059,34 +963,36 @@ def pages_that_changed_hands(case: Case, prefill: KVChannel, decode: KVChannel, 
 
 
 def a_write_announced_by_something_else(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
-    frame = wire.encode(wire.Abort(grant.room, PDInferError("x")))
-    prefill.transport.write(link_of(prefill, decode), frame, [(0, 4)])
+    say(prefill, decode, wire.Abort(grant.room, PDInferError("x")), [(0, 4)])
 
 
 @pytest.mark.parametrize(
-    "breach",
+    ("breach", "reason"),
     [
-        pytest.param(send_frame(b"\x00garbage"), id="garbage"),
-        pytest.param(send_frame(wire.encode(wire.Data(b"r" * 16, LAYERS, LAYERS))), id="data_without_payload"),
-        pytest.param(send_frame(wire.encode(wire.Reject(PDInferError("no")))), id="reject_on_an_open_link"),
-        hello_again,
-        layers_out_of_range,
-        tokens_out_of_range,
-        the_same_twice,
-        too_many_bytes,
-        pages_that_changed_hands,
-        a_write_announced_by_something_else,
+        (garbage, "not a message"),
+        (an_unsealed_frame, "did not verify"),
+        pytest.param(says(lambda *_: wire.Data(b"r" * 16, LAYERS, LAYERS)), "a Data frame", id="data_without_payload"),
+        pytest.param(says(lambda *_: wire.Reject(PDInferError("no"))), "a Reject frame", id="reject_on_an_open_link"),
+        pytest.param(says(lambda p, d: wire.Hello(p.address, p.pool.layout)), "a Hello frame", id="hello_again"),
+        pytest.param(says(lambda p, d: wire.Welcome(p.address, p.pool.layout)), "a Welcome frame", id="welcome_again"),
+        pytest.param(says(lambda p, d: wire.Open((2, 0), b"n" * 16, keyed=False)), "an? Open frame", id="open_again"),
+        (layers_out_of_range, "outside the grant"),
+        (tokens_out_of_range, "outside the grant"),
+        (the_same_twice, "announced twice"),
+        (too_many_bytes, "does not hold the tokens"),
+        (pages_that_changed_hands, "changed hands"),
+        (a_write_announced_by_something_else, "announced by a Abort"),
     ],
 )
-def test_a_breach_closes_the_link_and_aborts_the_room(
-    two_pools: Case, breach: Callable[[Case, KVChannel, KVChannel, PageGrant], None]
-) -> None:
+def test_a_breach_closes_the_link_and_aborts_the_room(two_pools: Case, breach: Breach, reason: str) -> None:
     prefill, decode = two_pools.pair()
     grant = two_pools.grant(decode, prefill)
     prefill.accept(grant)
     with contextlib.suppress(TransferError):
         breach(two_pools, prefill, decode, grant)
-    assert settled(decode)[0].status is ABORTED
+    (aborted,) = settled(decode)
+    assert aborted.status is ABORTED
+    assert re.search(reason, str(aborted.error))
     assert decode._peers.link_to(peer_key(prefill.address)) is None
     until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
@@ -1184,3 +1090,28 @@ def test_leaving_the_context_closes_and_ends_a_sleep(case: Case) -> None:
     start = time.monotonic()
     decode.wait(TIMEOUT_S)
     assert time.monotonic() - start < TIMEOUT_S / 2
+
+
+def test_a_writer_that_does_not_answer_an_abort_loses_its_link() -> None:
+    clock = VirtualClock()
+    prefill, decode = (
+        KVChannel(pool_of(), LoopbackTransport(hub), clock=clock) for hub in [LoopbackHub()] for _ in "pd"
+    )
+    prefill.connect(decode.address)
+    grant = Case("loopback").grant(decode, prefill)
+    prefill.accept(grant)
+    decode.tick()
+    clock.advance(2.0)
+    decode.abort(grant, TransferError("cancelled"))
+    decode.tick()
+    clock.advance(ANSWER_S - 0.1)
+    for link in [record(decode, prefill).link, record(prefill, decode).link]:
+        link.heard_at = clock()
+    decode.tick()
+    assert not decode.poll()
+    clock.advance(0.2)
+    decode.tick()
+    (word,) = decode.poll()
+    assert word.status is ABORTED
+    assert "did not stop writing" in str(word.error)
+    assert not decode.connected(prefill.address)

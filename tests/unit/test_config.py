@@ -244,7 +244,7 @@ def test_configs_are_frozen_and_take_keywords_only() -> None:
 
 def test_defaults() -> None:
     assert CacheConfig() == CacheConfig(
-        page_size=64, kv_format="auto", num_pages=None, mem_fraction_static=None, memory="auto"
+        page_size=64, kv_format="auto", num_pages=None, mem_fraction_static=None, memory="auto", prefix_cache=True
     )
     assert EngineConfig() == EngineConfig(
         max_running_requests=256,
@@ -278,6 +278,7 @@ def test_defaults() -> None:
         (CacheConfig, "kv_format", "fp8", "auto, bfloat16, float16, float32"),
         (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32"),
         (CacheConfig, "memory", "gpu", "auto, shared, pinned"),
+        (CacheConfig, "prefix_cache", 1, "true or false"),
         (EngineConfig, "max_running_requests", 0, "from 1 to"),
         (EngineConfig, "max_queued_requests", "8", "from 1 to"),
         (EngineConfig, "chunked_prefill_size", 0, "-1 (unlimited)"),

@@ -20,7 +20,7 @@ def pairing() -> Iterator[pd.Pairing]:
         (decode,) = made._roster.decodes.values()
         assert isinstance(decode, pd.DecodeEngine)
         decode.channel.pool.check()
-        assert decode.channel.pool.num_free == 64
+        assert decode.channel.pool.num_available == 64
 
 
 def requests(count: int = 3) -> list[pd.Request]:

@@ -8,12 +8,14 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.kv.transport import Transfer
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus
 
 MODEL = random_model()
 PROMPT = tuple(range(5, 25))
+SMALL = pd.CacheConfig(page_size=4, num_pages=16)
 
 
 @attrs.frozen
@@ -21,7 +23,8 @@ class Bench:
     """A prefill engine, and decode's end of its channel in our hands."""
 
     prefill: pd.PrefillEngine
-    decode: pd.KVChannel
+    decode: KVChannel
+    hub: LoopbackHub
 
     def grant(self, num_tokens: int = len(PROMPT), room: bytes = b"r" * 16) -> pd.PageGrant:
         """Pages for that many tokens, expected by decode's end."""
@@ -49,14 +52,13 @@ class Bench:
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    ours, theirs = pd.KVChannel.loopback(
-        *(pd.PagePool(MODEL, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2))
-    )
+    hub = LoopbackHub()
+    ours, theirs = (KVChannel(pd.PagePool(MODEL, SMALL), LoopbackTransport(hub)) for _ in range(2))
     prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1))
     prefill.connect(theirs.address)
-    yield Bench(prefill, theirs)
+    yield Bench(prefill, theirs, hub)
     prefill.close()
-    assert ours.pool.num_free == ours.pool.num_pages
+    assert ours.pool.num_available == ours.pool.num_pages
     ours.pool.check()
     theirs.close()
 
@@ -84,7 +86,7 @@ def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pyte
         finish(*args, **more)  # type: ignore[arg-type]
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench.prefill, "_hand_off", lambda prompts, logits: finish_and_fail(prompts[0], token=3))
+    monkeypatch.setattr(bench.prefill, "_hand_off", lambda rows, prompts: finish_and_fail(prompts[0], token=3))
     (word,) = bench.run()
     assert (word.status, word.token) == (HandoffStatus.LANDED, 3)
 
@@ -105,7 +107,21 @@ def test_a_grant_for_another_number_of_tokens_is_aborted(bench: Bench) -> None:
     bench.prefill.submit(request(), bench.grant(num_tokens=12))
     (word,) = bench.run()
     assert isinstance(word.error, pd.RequestError)
-    assert "12 tokens and the request has 20" in str(word.error)
+    assert "tokens 0 to 12 and the request has 20" in str(word.error)
+
+
+def test_a_salt_that_is_no_salt_is_aborted(bench: Bench) -> None:
+    bench.prefill.submit(request(cache_salt="tenant"), bench.grant())
+    (word,) = bench.run()
+    assert isinstance(word.error, pd.RequestError)
+    assert "cache_salt must be at most" in str(word.error)
+
+
+def test_a_grant_of_no_tokens_is_aborted(bench: Bench) -> None:
+    grant = bench.grant()
+    bench.prefill.submit(request(), attrs.evolve(grant, tokens=range(len(PROMPT), len(PROMPT))))
+    (word,) = bench.run()
+    assert "tokens 20 to 20 and the request has 20" in str(word.error)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -119,13 +135,40 @@ def test_a_cancel_is_an_aborted_hand_off(bench: Bench, num_steps: int) -> None:
     assert word.status is HandoffStatus.ABORTED
 
 
-def test_unsent_bytes_beyond_the_window_hold_new_prompts(bench: Bench) -> None:
+def test_a_full_decode_holds_its_own_prompts_and_no_others(bench: Bench) -> None:
     """And they go on as soon as the bytes have left."""
-    stuck = Transfer(2)
-    bench.prefill.channel._unsent.add(stuck)
-    bench.prefill.submit(request(), bench.grant())
+    prefill, ours = bench.prefill, bench.prefill.channel
+    full, held, free = bench.grant(room=b"f" * 16), bench.grant(room=b"h" * 16), pd.PagePool(MODEL, SMALL)
+    pages = ours.pool.own(5)
+    ours.accept(full)
+    ours.push(full, layers=range(1), tokens=full.tokens, pages=pages)  # waits for the next layer, and fills the window
+    prefill.submit(request(), held)
+    assert bench.run() == []
+    assert not prefill.wait(0.0)
+    with KVChannel(free, LoopbackTransport(bench.hub)) as other:
+        prefill.connect(other.address)
+        prefill.submit(request(), Bench(prefill, other, bench.hub).grant(room=b"o" * 16))
+        assert prefill.wait(0.0)
+        assert bench.run() == []
+        assert [word.status for word in other.poll()] == [HandoffStatus.LANDED]
+    assert bench.run() == []
+    ours.finish(full, Handoff(room=full.room, writer=prefill.address, status=HandoffStatus.ABORTED))
+    ours.pool.release(pages)
+    assert prefill.wait(0.0)
+    assert {word.room: word.status for word in bench.run()} == {
+        full.room: HandoffStatus.ABORTED,
+        held.room: HandoffStatus.LANDED,
+    }
+
+
+def test_a_prompt_that_waits_for_pages_is_not_overtaken(bench: Bench) -> None:
+    pool = bench.prefill.channel.pool
+    taken = pool.own(pool.num_free - 3)
+    for room, num_tokens in ((b"l" * 16, len(PROMPT)), (b"s" * 16, 4)):
+        bench.prefill.submit(
+            attrs.evolve(request(), request_id=room.hex(), prompt=PROMPT[:num_tokens]), bench.grant(num_tokens, room)
+        )
     assert bench.run() == []
     assert not bench.prefill.wait(0.0)
-    bench.prefill.channel._unsent.discard(stuck)
-    assert bench.prefill.wait(0.0)
-    assert len(bench.run()) == 1
+    pool.release(taken)
+    assert [word.room for word in bench.run()] == [b"l" * 16, b"s" * 16]

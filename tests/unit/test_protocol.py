@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import math
+import random
 from collections import Counter
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -52,42 +56,65 @@ def cells(layers: range, tokens: range) -> set[tuple[int, int]]:
 
 
 class CoverageMachine(RuleBasedStateMachine):
-    """Coverage beside a set of (layer, token)."""
+    """Coverage beside sets of (layer, token). What is announced arrives later, in any order, or never."""
 
     def __init__(self) -> None:
         super().__init__()
         self.coverage = Coverage(LAYERS, TOKENS)
+        self.announced: set[tuple[int, int]] = set()
+        self.coming: list[tuple[range, range]] = []
         self.arrived: set[tuple[int, int]] = set()
 
     @rule(layers=ranges(LAYERS), tokens=ranges(TOKENS))
-    def claim(self, layers: range, tokens: range) -> None:
+    def announce(self, layers: range, tokens: range) -> None:
         new = cells(layers, tokens)
-        if new and new <= cells(LAYERS, TOKENS) and not new & self.arrived:
-            self.coverage.claim(layers, tokens)
-            self.arrived |= new
+        if new and new <= cells(LAYERS, TOKENS) and not new & self.announced:
+            self.coverage.announce(layers, tokens)
+            self.announced |= new
+            self.coming.append((layers, tokens))
         else:
-            with pytest.raises(TransferError, match=r"outside the grant|arrived twice"):
-                self.coverage.claim(layers, tokens)
+            with pytest.raises(TransferError, match=r"outside the grant|announced twice"):
+                self.coverage.announce(layers, tokens)
 
     @rule(data=st.data())
-    @precondition(lambda self: len(self.arrived) < len(LAYERS) * len(TOKENS))
-    def claim_something_missing(self, data: st.DataObject) -> None:
-        layer, token = data.draw(st.sampled_from(sorted(cells(LAYERS, TOKENS) - self.arrived)))
-        self.coverage.claim(range(layer, layer + 1), range(token, token + 1))
-        self.arrived.add((layer, token))
+    @precondition(lambda self: len(self.announced) < len(LAYERS) * len(TOKENS))
+    def announce_something_missing(self, data: st.DataObject) -> None:
+        layer, token = data.draw(st.sampled_from(sorted(cells(LAYERS, TOKENS) - self.announced)))
+        self.announce(range(layer, layer + 1), range(token, token + 1))
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.coming)
+    def arrive(self, data: st.DataObject) -> None:
+        layers, tokens = self.coming.pop(data.draw(st.integers(0, len(self.coming) - 1)))
+        self.coverage.arrive(layers, tokens)
+        self.arrived |= cells(layers, tokens)
 
     @invariant()
     def is_complete_when_everything_arrived(self) -> None:
         assert self.coverage.complete == (self.arrived == cells(LAYERS, TOKENS))
 
+    @invariant()
+    def holds_as_few_ranges_as_there_are(self) -> None:
+        for layer in LAYERS:
+            tokens = [token for token in TOKENS if (layer, token) in self.announced]
+            runs = [token for token in tokens if token - 1 not in tokens]
+            held = self.coverage._announced.get(layer, [])
+            assert [span.start for span in held] == runs
+            assert sorted(token for span in held for token in span) == tokens
+
 
 @attrs.define
 class ModelRoom:
-    """What must be known of a room: who owes a word, what arrived, whether it is spoilt."""
+    """What must be known of a room: who owes a word, what was announced and what arrived, whether it is spoilt."""
 
     writers: tuple[PeerAddress, ...]
+    expected_at: float
     spoken: dict[PeerAddress, HandoffStatus] = attrs.field(factory=dict)
+    announced: set[tuple[int, int]] = attrs.field(factory=set)
+    coming: list[tuple[range, range]] = attrs.field(factory=list)
     arrived: set[tuple[int, int]] = attrs.field(factory=set)
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
     damaged: bool = False
     stopped: bool = False
 
@@ -114,9 +141,14 @@ class ExpectedMachine(RuleBasedStateMachine):
         super().__init__()
         self.expected = Expected(LAYERS)
         self.rooms: dict[bytes, ModelRoom] = {}
-        self.due: list[tuple[bytes, list[HandoffStatus]]] = []
+        self.due: list[tuple[bytes, ModelRoom, list[HandoffStatus]]] = []
         self.settled: Counter[bytes] = Counter()
         self.count = 0
+        self.now = 100.0
+
+    @rule(seconds=st.sampled_from([0.25, 1.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
 
     def new_room(self) -> bytes:
         self.count += 1
@@ -128,7 +160,7 @@ class ExpectedMachine(RuleBasedStateMachine):
         state.spoken[writer] = status
         if not state.silent:
             del self.rooms[room]
-            self.due.append((room, state.verdict()))
+            self.due.append((room, state, state.verdict()))
             return []
         return self.stop(state) if status is ABORTED else []
 
@@ -144,15 +176,15 @@ class ExpectedMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def expect(self, count: int) -> None:
         room = self.new_room()
-        self.expected.expect(grant_of(room, PEERS[:count]))
-        self.rooms[room] = ModelRoom(PEERS[:count])
+        self.expected.expect(grant_of(room, PEERS[:count]), self.now)
+        self.rooms[room] = ModelRoom(PEERS[:count], self.now)
 
     @rule(data=st.data())
     @precondition(lambda self: self.rooms)
     def expect_twice(self, data: st.DataObject) -> None:
         room, state = self.draw_room(data)
         with pytest.raises(TransferError, match=f"room {room.hex()} is expected already"):
-            self.expected.expect(grant_of(room, state.writers))
+            self.expected.expect(grant_of(room, state.writers), self.now)
 
     @rule(data=st.data(), layers=ranges(LAYERS), tokens=ranges(TOKENS))
     @precondition(lambda self: self.rooms)
@@ -162,23 +194,40 @@ class ExpectedMachine(RuleBasedStateMachine):
         new = cells(layers, tokens)
         if writer not in state.silent:
             with pytest.raises(StaleFrame):
-                self.expected.place(peer_key(writer), room, layers, tokens)
-        elif new and new <= cells(LAYERS, TOKENS) and not new & state.arrived:
-            assert self.expected.place(peer_key(writer), room, layers, tokens).room == room
-            state.arrived |= new
+                self.expected.place(peer_key(writer), room, layers, tokens, self.now)
+        elif new and new <= cells(LAYERS, TOKENS) and not new & state.announced:
+            self.announced(room, writer, layers, tokens)
         else:
-            with pytest.raises(TransferError, match=r"outside the grant|arrived twice"):
-                self.expected.place(peer_key(writer), room, layers, tokens)
+            with pytest.raises(TransferError, match=r"outside the grant|announced twice"):
+                self.expected.place(peer_key(writer), room, layers, tokens, self.now)
+
+    def announced(self, room: bytes, writer: PeerAddress, layers: range, tokens: range) -> None:
+        state = self.rooms[room]
+        assert self.expected.place(peer_key(writer), room, layers, tokens, self.now).room == room
+        state.announced |= cells(layers, tokens)
+        state.coming.append((layers, tokens))
+        if state.first_byte_s is None:
+            state.first_byte_s = self.now - state.expected_at
 
     @rule(data=st.data())
     @precondition(lambda self: self.rooms)
     def place_all_that_is_missing(self, data: st.DataObject) -> None:
         room, state = self.draw_room(data)
-        missing = sorted(cells(LAYERS, TOKENS) - state.arrived)
+        missing = sorted(cells(LAYERS, TOKENS) - state.announced)
         for layer, token in data.draw(st.permutations(missing)):
             writer = data.draw(st.sampled_from(state.silent))
-            self.expected.place(peer_key(writer), room, range(layer, layer + 1), range(token, token + 1))
-            state.arrived.add((layer, token))
+            self.announced(room, writer, range(layer, layer + 1), range(token, token + 1))
+
+    @rule(data=st.data(), count=st.integers(1, 18))
+    @precondition(lambda self: any(state.coming for state in self.rooms.values()))
+    def payloads_arrive(self, data: st.DataObject, count: int) -> None:
+        room = data.draw(st.sampled_from(sorted(room for room, state in self.rooms.items() if state.coming)))
+        state = self.rooms[room]
+        for _ in range(min(count, len(state.coming))):
+            layers, tokens = state.coming.pop(data.draw(st.integers(0, len(state.coming) - 1)))
+            assert self.expected.placed(room, layers, tokens, None, self.now) == []
+            state.arrived |= cells(layers, tokens)
+            state.last_byte_s = self.now - state.expected_at
 
     @rule(data=st.data(), status=st.sampled_from([LANDED, LANDED, ABORTED]))
     @precondition(lambda self: self.rooms)
@@ -198,9 +247,10 @@ class ExpectedMachine(RuleBasedStateMachine):
         with pytest.raises(StaleFrame):
             self.expected.said(peer_key(writer), word_of(room, writer))
         with pytest.raises(StaleFrame):
-            self.expected.place(peer_key(writer), room, LAYERS, TOKENS)
+            self.expected.place(peer_key(writer), room, LAYERS, TOKENS, self.now)
         assert not self.expected.stop(room)
-        assert not self.expected.damaged(room, TransferError("digest"))
+        assert not self.expected.placed(room, LAYERS, TOKENS, TransferError("digest"), self.now)
+        assert not self.expected.placed(room, LAYERS, TOKENS, None, self.now)
 
     @rule(data=st.data())
     @precondition(lambda self: self.rooms)
@@ -209,11 +259,14 @@ class ExpectedMachine(RuleBasedStateMachine):
         assert self.expected.stop(room) == [peer_key(peer) for peer in self.stop(state)]
 
     @rule(data=st.data())
-    @precondition(lambda self: self.rooms)
-    def damage(self, data: st.DataObject) -> None:
-        room, state = self.draw_room(data)
+    @precondition(lambda self: any(state.coming for state in self.rooms.values()))
+    def a_payload_is_damaged(self, data: st.DataObject) -> None:
+        room = data.draw(st.sampled_from(sorted(room for room, state in self.rooms.items() if state.coming)))
+        state = self.rooms[room]
+        layers, tokens = state.coming.pop()
         state.damaged = True
-        assert self.expected.damaged(room, TransferError("digest")) == [peer_key(peer) for peer in self.stop(state)]
+        told = self.expected.placed(room, layers, tokens, TransferError("digest"), self.now)
+        assert told == [peer_key(peer) for peer in self.stop(state)]
 
     @rule(peer=st.sampled_from(PEERS))
     def lose(self, peer: PeerAddress) -> None:
@@ -225,11 +278,12 @@ class ExpectedMachine(RuleBasedStateMachine):
     @rule()
     def take(self) -> None:
         words = self.expected.take_settled()
-        for room, verdict in self.due:
+        for room, state, verdict in self.due:
             mine, words = words[: len(verdict)], words[len(verdict) :]
             assert [word.room for word in mine] == [room] * len(verdict)
             assert [word.status for word in mine] == verdict
             assert [word.writer for word in mine] == list(PEERS[: len(verdict)])
+            assert {(word.first_byte_s, word.last_byte_s) for word in mine} == {(state.first_byte_s, state.last_byte_s)}
             assert all((word.error is None) == (word.status is LANDED) for word in mine)
             self.settled[room] += 1
         assert not words
@@ -249,7 +303,7 @@ class AcceptedMachine(RuleBasedStateMachine):
         super().__init__()
         self.accepted = Accepted()
         self.open: dict[bytes, list[PeerAddress]] = {}
-        self.buried: set[bytes] = set()
+        self.buried: set[tuple[PeerAddress, bytes]] = set()
         self.stops: list[bytes] = []
 
     @initialize()
@@ -260,7 +314,7 @@ class AcceptedMachine(RuleBasedStateMachine):
     @rule(room=st.sampled_from(ROOMS), destination=st.sampled_from(PEERS[:2]))
     def accept(self, room: bytes, destination: PeerAddress) -> None:
         grant = attrs.evolve(grant_of(room), destinations=(destination,))
-        if room in self.buried:
+        if (destination, room) in self.buried:
             with pytest.raises(TransferError, match="was aborted before its request arrived"):
                 self.accepted.accept(grant)
         elif room in self.open:
@@ -275,7 +329,7 @@ class AcceptedMachine(RuleBasedStateMachine):
         unheard_of = self.accepted.stop(peer_key(peer), room, TransferError("stop"))
         assert unheard_of == (room not in self.open)
         if unheard_of:
-            self.buried.add(room)
+            self.buried.add((peer, room))
         elif peer in self.open[room]:
             self.stops.append(room)
 
@@ -315,20 +369,56 @@ def test_tokens_may_arrive_in_any_order(order: list[int]) -> None:
     coverage = Coverage(LAYERS, TOKENS)
     for token in order:
         assert not coverage.complete
-        coverage.claim(LAYERS, range(token, token + 1))
+        coverage.announce(LAYERS, range(token, token + 1))
+        coverage.arrive(LAYERS, range(token, token + 1))
     assert coverage.complete
 
 
-def test_a_refused_claim_names_both_rectangles() -> None:
+def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred thousand of them: each looks at about log2 of the ranges there are."""
+    count = 100_000
+    looked_at = Counter[str]()
+
+    def counting_bisect(ranges: list[range], start: int, key: Callable[[range], int]) -> int:
+        def counted(span: range) -> int:
+            looked_at["ranges"] += 1
+            return key(span)
+
+        return bisect.bisect(ranges, start, key=counted)
+
+    monkeypatch.setattr(protocol, "bisect", counting_bisect)
+    coverage = Coverage(range(1), range(count))
+    order = list(range(count))
+    random.Random(5).shuffle(order)
+    for token in order:
+        coverage.announce(range(1), range(token, token + 1))
+        coverage.arrive(range(1), range(token, token + 1))
+    assert coverage.complete
+    assert coverage._announced == {0: [range(count)]}
+    assert looked_at["ranges"] <= count * math.log2(count)
+
+
+def test_a_refused_announcement_leaves_no_trace() -> None:
+    """Also when it is the last of its layers that overlaps."""
+    coverage = Coverage(LAYERS, TOKENS)
+    coverage.announce(range(4, 5), TOKENS[2:3])
+    with pytest.raises(TransferError, match="layer 4 were announced twice"):
+        coverage.announce(LAYERS, TOKENS)
+    coverage.announce(range(2, 4), TOKENS)
+
+
+def test_a_refused_announcement_names_both_rectangles() -> None:
     with pytest.raises(TransferError) as info:
-        Coverage(LAYERS, TOKENS).claim(range(2, 6), range(5, 7))
+        Coverage(LAYERS, TOKENS).announce(range(2, 6), range(5, 7))
     assert all(part in str(info.value) for part in ("[2, 6)", "[5, 7)", "[2, 5)", "[4, 10)"))
 
 
 def test_a_landed_word_without_its_bytes_is_aborted() -> None:
     expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]))
-    expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, TOKENS[:-1])
+    expected.expect(grant_of(ROOMS[0]), 0.0)
+    for span in (TOKENS[:-1], TOKENS[-1:]):
+        expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
+    expected.placed(ROOMS[0], LAYERS, TOKENS[:-1], None, 0.0)  # the last token was announced and is not here
     expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
     (word,) = expected.take_settled()
     assert word.status is ABORTED
@@ -339,13 +429,13 @@ def test_a_room_without_writers_is_refused() -> None:
     """It could never settle, and its pages never come back."""
     expected = Expected(LAYERS)
     with pytest.raises(TransferError, match=f"room {ROOMS[0].hex()} has no writer"):
-        expected.expect(grant_of(ROOMS[0], ()))
-    expected.expect(grant_of(ROOMS[0]))
+        expected.expect(grant_of(ROOMS[0], ()), 0.0)
+    expected.expect(grant_of(ROOMS[0]), 0.0)
 
 
 def test_a_word_is_its_speakers_whatever_it_says() -> None:
     expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0], PEERS[:2]))
+    expected.expect(grant_of(ROOMS[0], PEERS[:2]), 0.0)
     expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[1], ABORTED))
     assert not expected.has_settled, "the second writer has not spoken"
     expected.said(peer_key(PEERS[1]), word_of(ROOMS[0], PEERS[3], ABORTED))
@@ -354,16 +444,17 @@ def test_a_word_is_its_speakers_whatever_it_says() -> None:
 
 def test_the_first_damage_is_the_reason() -> None:
     expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]))
-    for reason in ("first", "second"):
-        expected.damaged(ROOMS[0], TransferError(reason))
+    expected.expect(grant_of(ROOMS[0]), 0.0)
+    for reason, span in (("first", TOKENS[:1]), ("second", TOKENS[1:])):
+        expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
+        expected.placed(ROOMS[0], LAYERS, span, TransferError(reason), 0.0)
     expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
     assert str(expected.take_settled()[0].error) == "first"
 
 
 def test_one_writer_lost_tells_the_others_to_stop() -> None:
     expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0], PEERS[:3]))
+    expected.expect(grant_of(ROOMS[0], PEERS[:3]), 0.0)
     told = expected.lost(peer_key(PEERS[1]), TransferError("lost"))
     assert told == {ROOMS[0]: [peer_key(PEERS[0]), peer_key(PEERS[2])]}
     assert not expected.has_settled
@@ -371,26 +462,36 @@ def test_one_writer_lost_tells_the_others_to_stop() -> None:
 
 def test_a_restarted_peer_is_a_stranger() -> None:
     expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]))
+    expected.expect(grant_of(ROOMS[0]), 0.0)
     restarted = attrs.evolve(PEERS[0], epoch=2)
     with pytest.raises(StaleFrame):
-        expected.place(peer_key(restarted), ROOMS[0], LAYERS, TOKENS)
+        expected.place(peer_key(restarted), ROOMS[0], LAYERS, TOKENS, 0.0)
     moved = attrs.evolve(PEERS[0], endpoints=("tcp://elsewhere:1",))
-    expected.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS)
+    expected.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS, 0.0)
 
 
-def test_tombstones_are_bounded_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tombstones_are_bounded_per_peer_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "MAX_TOMBSTONES", 3)
     accepted = Accepted()
+    decode, other = PEERS[3], PEERS[0]
     rooms = [bytes([n]) * 16 for n in range(5)]
+    assert accepted.stop(peer_key(other), rooms[4], TransferError("stop"))
     for room in rooms:
-        assert accepted.stop(peer_key(PEERS[0]), room, TransferError("stop"))
-    assert len(accepted._tombstones) == 3
+        assert accepted.stop(peer_key(decode), room, TransferError("stop"))
+    assert [len(buried) for buried in accepted._tombstones.values()] == [1, 3]
     for room in rooms[:2]:
         accepted.accept(grant_of(room))
     for room in rooms[2:]:
         with pytest.raises(TransferError, match="was aborted before"):
             accepted.accept(grant_of(room))
+    with pytest.raises(TransferError, match="was aborted before"):
+        accepted.accept(attrs.evolve(grant_of(rooms[4]), destinations=(other,)))
+
+
+def test_one_peers_tombstone_is_none_of_anothers_business() -> None:
+    accepted = Accepted()
+    assert accepted.stop(peer_key(PEERS[0]), ROOMS[0], TransferError("stop"))
+    accepted.accept(grant_of(ROOMS[0]))
 
 
 def test_the_first_error_of_aborted_words() -> None:
@@ -402,3 +503,20 @@ def test_the_first_error_of_aborted_words() -> None:
     assert str(first_error(words)) == "mine"
     silent = [attrs.evolve(words[1], error=None)]
     assert isinstance(first_error(silent), TransferError)
+
+
+def test_a_tombstone_outlives_the_link_over_which_the_abort_came() -> None:
+    accepted = Accepted()
+    decode = peer_key(PEERS[3])
+    assert accepted.stop(decode, ROOMS[0], TransferError("stop"))
+    accepted.lost(decode, TransferError("the link broke, and is dialled again"))
+    with pytest.raises(TransferError, match="was aborted before"):
+        accepted.accept(grant_of(ROOMS[0]))
+
+
+def test_tombstones_of_so_many_peers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_TOMBSTONE_PEERS", 2)
+    accepted = Accepted()
+    for peer, room in zip(PEERS, (*ROOMS, bytes(16)), strict=True):
+        accepted.stop(peer_key(peer), room, TransferError("stop"))
+    assert list(accepted._tombstones) == [peer_key(peer) for peer in PEERS[2:]]

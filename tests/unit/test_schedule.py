@@ -217,12 +217,12 @@ PAGES = st.integers(0, 100)
 
 @given(needed=PAGES, free=PAGES, watermark=PAGES, others=st.integers(1, 5))
 def test_a_grant_leaves_the_watermark_to_the_others(needed: int, free: int, watermark: int, others: int) -> None:
-    assert may_grant(needed, free=free, watermark=watermark, others=others) == (free - needed >= watermark)
+    assert may_grant(needed, available=free, watermark=watermark, others=others) == (free - needed >= watermark)
 
 
 @given(needed=PAGES, free=PAGES, watermark=PAGES)
 def test_alone_a_sequence_may_take_all(needed: int, free: int, watermark: int) -> None:
-    assert may_grant(needed, free=free, watermark=watermark, others=0) == (needed <= free)
+    assert may_grant(needed, available=free, watermark=watermark, others=0) == (needed <= free)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 50)), min_size=1, unique_by=lambda pair: pair[1]))

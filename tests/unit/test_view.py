@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from hypothesis import strategies as st
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
+from pdinfer.kv.segment import CAN_SHARE, PeerSegment
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.testing import random_model
 
@@ -157,10 +161,38 @@ def test_only_page_memory_can_be_copied_from() -> None:
         memory_of().copy_from([], bytearray(), [])  # type: ignore[arg-type]
 
 
-def test_shared_memory_is_shared_and_written_in_place() -> None:
-    memory = memory_of(kind="shared")
-    assert memory.buffer.is_shared()
-    assert not memory_of().buffer.is_shared()
+@pytest.mark.skipif(not CAN_SHARE, reason="segments need Linux")
+@pytest.mark.parametrize("kind", ["auto", "shared"])
+def test_host_memory_is_a_segment_that_others_may_read(kind: str) -> None:
+    memory = memory_of(kind=kind)
+    assert memory.segment is not None
+    assert not memory.buffer.any()
+    peer = PeerSegment(memory.segment.readable(), memory.num_bytes)
+    memory.landing([(0, 2)])[0][:] = b"ab"
+    memory.buffer[2] = ord("c")
+    assert bytes(peer.view[:4]) == contents(memory, [(0, 4)]) == b"abc\0"
+    with pytest.raises(TypeError):
+        peer.view[0] = 1
+    peer.close()
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="segments need Linux")
+def test_a_segment_is_freed_with_its_memory() -> None:
+    descriptors = Path("/proc/self/fd")
+    gc.collect()
+    before = len(os.listdir(descriptors))
+    memory = memory_of()
+    assert len(os.listdir(descriptors)) > before
+    del memory
+    gc.collect()
+    assert len(os.listdir(descriptors)) == before
+
+
+def test_where_no_memory_can_be_shared_it_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdinfer.kv.view.CAN_SHARE", False)
+    memory = memory_of()
+    assert memory.segment is None
+    assert memory_of(kind="shared").buffer.is_shared()
     memory.landing([(0, 2)])[0][:] = b"ab"
     assert contents(memory, [(0, 2)]) == b"ab"
 

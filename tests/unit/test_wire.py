@@ -77,16 +77,20 @@ handoffs = values(
     num_cached_tokens=ints,
     queue_s=floats,
     compute_s=floats,
+    first_byte_s=st.none() | floats,
+    last_byte_s=st.none() | floats,
 )
 fields = tuples(st.tuples(texts, texts, texts))
 versions = st.tuples(ints, ints)
 wire_messages = st.one_of(
-    values(wire.Hello, version=versions, address=addresses, layout=layouts, required=tuples(texts)),
-    values(wire.Welcome, version=versions, address=addresses, layout=layouts),
+    values(wire.Open, version=versions, nonce=st.binary(min_size=16, max_size=16), keyed=st.booleans()),
+    values(wire.Hello, address=addresses, layout=layouts, required=tuples(texts)),
+    values(wire.Welcome, address=addresses, layout=layouts),
     values(wire.Reject, error=errors, fields=fields),
     values(wire.Data, room=blobs, layers=spans(), tokens=spans()),
     values(wire.Finish, handoff=handoffs),
     values(wire.Abort, room=blobs, error=errors),
+    values(wire.Beat, step_age_s=floats),
 )
 
 samplings = values(
@@ -221,6 +225,15 @@ def test_reports_survive_the_trip(message: messages.Report) -> None:
 
 
 @settings(max_examples=40)
+@given(commands, st.data())
+def test_a_message_that_was_altered_is_refused(message: messages.Command, data: st.DataObject) -> None:
+    whole = bytearray(messages.encode(message))
+    whole[data.draw(st.integers(0, len(whole) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(TransferError, match="digest"):
+        messages.decode_command(bytes(whole))
+
+
+@settings(max_examples=40)
 @given(requests, grants)
 def test_packed_values_unpack_to_themselves(request: Request, grant: PageGrant) -> None:
     assert messages.PackedRequest.of(request).unpack() == request
@@ -249,6 +262,12 @@ def test_fields_of_a_later_version_are_ignored() -> None:
     assert (decoded.layers, decoded.tokens) == (range(3), range(4, 9))
 
 
+@pytest.mark.parametrize("nonce", [b"", b"n" * 15, b"n" * 17, "n" * 16, None])
+def test_a_nonce_of_another_size_is_refused(nonce: object) -> None:
+    with pytest.raises(TransferError):
+        wire.decode(msgspec.msgpack.encode({"type": "open", "version": (2, 0), "nonce": nonce, "keyed": False}))
+
+
 def test_what_errors_carry_beside_their_text_has_defaults() -> None:
     for error in (Overloaded("full", retry_after_s=9.0), LayoutMismatch("no", fields=(("a", "b", "c"),))):
         decoded = wire.decode(wire.encode(wire.Abort(b"r", error)))
@@ -256,10 +275,15 @@ def test_what_errors_carry_beside_their_text_has_defaults() -> None:
         assert str(decoded.error) == str(error)
 
 
+def undigested(message: messages.Command | messages.Report) -> bytes:
+    """What the parser behind the digest gets."""
+    return messages.encode(message)[: -messages.DIGEST_BYTES]
+
+
 DECODERS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes], st.SearchStrategy[Any]]] = {
     "wire": (wire.decode, wire.encode, wire_messages),
-    "command": (messages.decode_command, messages.encode, commands),
-    "report": (messages.decode_report, messages.encode, reports),
+    "command": (lambda data: messages.decode_command(messages.digested(data)), undigested, commands),
+    "report": (lambda data: messages.decode_report(messages.digested(data)), undigested, reports),
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.pool import PagePool
+from pdinfer.kv.shm import ShmTransport, same_host_transport
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport
 from pdinfer.kv.view import KVView, PageMemory
@@ -21,10 +23,14 @@ __all__ = [
     "LoopbackHub",
     "LoopbackTransport",
     "Memory",
+    "MooncakeEngine",
+    "MooncakeTransport",
     "PageMemory",
     "PagePool",
     "Receiver",
+    "ShmTransport",
     "SocketTransport",
     "Transfer",
     "Transport",
+    "same_host_transport",
 ]

@@ -9,47 +9,37 @@ One lock guards the state machines; it is never held while the transport is call
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import attrs
-
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.peer import Peer, Write
 from pdinfer.kv.peers import Peers
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
+from pdinfer.kv.pushes import Group, Pushes
+from pdinfer.kv.traffic import Totals
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerAddress
 
-GROUP_BYTES = 4 << 20
-"""Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""
-
-_log = logging.getLogger("pdinfer")
-
-
-@attrs.define
-class _Group:
-    """Pushes of one room, same tokens, consecutive layers, not yet handed to the transport."""
-
-    grant: PageGrant
-    layers: range
-    tokens: range
-    pages: tuple[int, ...]
-    transfer: Transfer
-    ready: list[Callable[[], None]]
+WINDOW_BYTES = 64 << 20
+ANSWER_S = 10.0
+"""How long a writer may take to answer an abort: its engine may be inside a long step. Then its link is closed, which
+proves what the answer would have said, and frees the pages."""
 
 
 class KVChannel:
     """One end of a KV channel over `transport`, for the pages of `pool`.
 
     `address` is what peers need to reach and recognise this end: a new one for every object, so a restarted engine is a
-    new peer. Raises ConfigError or TransferError when the transport cannot start.
+    new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and nobody without it
+    gets further than a first frame. `window_bytes` may be set: past it a peer `is_full`. Raises ConfigError or
+    TransferError when the transport cannot start.
     """
 
     def __init__(
@@ -57,22 +47,24 @@ class KVChannel:
         pool: PagePool,
         transport: Transport,
         *,
+        key: bytes | None = None,
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        self.authenticates = key is not None
+        self.window_bytes = WINDOW_BYTES
         self.pool = pool
         self.transport = transport
         self.random_bytes = random_bytes
         self._clock = clock
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._peers = Peers(transport, pool.layout, self._changed)
+        self._peers = Peers(transport, pool.layout, self._changed, key=key, clock=clock, random_bytes=random_bytes)
         self._expected = Expected(pool.layout.layers)
         self._accepted = Accepted()
-        self._groups: dict[bytes, _Group] = {}
-        self._unsent: set[Transfer] = set()
-        self._last_writes: dict[bytes, Transfer] = {}
-        self._stats = ChannelStats()
+        self._pushes = Pushes(pool.layout, self._changed)
+        self._looked_at = clock()
+        self._totals = Totals()
         self._listeners: list[Callable[[], None]] = []
         self._closed = False
         engine_id, epoch = random_bytes(16), int.from_bytes(random_bytes(7), "little")
@@ -88,18 +80,16 @@ class KVChannel:
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens a link and compares layouts; one end dials, not both. Connecting once more does nothing.
-
-        Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be reached, does not
-        answer in time, or is not the one that `peer` describes.
-        """
+        """Opens a link and compares layouts. Either end may dial, or both; a second call does nothing. A link that
+        breaks is dialled again by itself. With `timeout_s` 0 it does not wait, and goes on dialling until `connected`
+        or for a minute. Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be
+        reached, does not answer in time, or is not the one that `peer` describes."""
         self._peers.connect(peer, timeout_s=timeout_s)
 
     def drop_peer(self, peer: PeerAddress) -> None:
-        """Closes the link; every room the peer still owed a word is settled ABORTED. Unknown peers are ignored."""
-        link = self._peers.link_to(peer_key(peer))
-        if link is not None:
-            self.transport.fence(link)
+        """Closes the link for good; every room the peer still owed a word is settled ABORTED. Unknown peers are
+        ignored."""
+        self._peers.drop(peer_key(peer))
 
     def connected(self, peer: PeerAddress) -> bool:
         """Whether there is an open link to this very peer."""
@@ -107,7 +97,7 @@ class KVChannel:
 
     def shares_pool(self, grant: PageGrant) -> bool:
         """Whether the grant's pages are in this end's own pool, so that computing into them is the transfer."""
-        links = self._links(grant.destinations)
+        links = (self._peers.link_to(peer_key(destination)) for destination in grant.destinations)
         return all(link is not None and link.same_memory for link in links)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
@@ -116,7 +106,7 @@ class KVChannel:
         """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
         error = TransferError("the writer is not connected to this decode")
         with self._lock:
-            self._expected.expect(grant)
+            self._expected.expect(grant, self._clock())
             gone = [writer for writer in grant.writers if not self.connected(writer)]
             told = [self._expected.lost(peer_key(writer), error) for writer in gone]
         for rooms in told:
@@ -133,6 +123,7 @@ class KVChannel:
     def poll(self) -> list[Handoff]:
         """Hand-offs of the rooms settled since the last call, each room's together. Their writers have stopped."""
         with self._lock:
+            self._looked_at = self._clock()
             return self._expected.take_settled()
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
@@ -140,12 +131,13 @@ class KVChannel:
     def accept(self, grant: PageGrant) -> None:
         """Takes on a grant. TransferError when it was aborted before, when its decode is not connected, or when it was
         made for another layout than the one that decode showed in the handshake."""
-        links = self._links(grant.destinations)
-        if None in links or not links:
-            raise TransferError("the grant's decode is not connected to this prefill")
-        if any(self._peers.at(link).layout_id != grant.layout_id for link in links if link is not None):
-            raise TransferError(f"the grant of room {grant.room.hex()} was made for another layout than its decode's")
-        with self._lock:
+        with self._lock:  # one block, so that a link which breaks meanwhile finds the room
+            peers = [self._peers.peer_at(peer_key(destination)) for destination in grant.destinations]
+            if None in peers or not peers:
+                self._accepted.turn_away(grant)
+                raise TransferError("the grant's decode is not connected to this prefill")
+            if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
+                raise TransferError(f"the grant of {grant.room.hex()} was made for another layout than its decode's")
             self._accepted.accept(grant)
 
     def push(
@@ -157,60 +149,49 @@ class KVChannel:
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Sends `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks.
-
-        `ready`, if given, is called by the transport before it reads and may wait for a device. The pages must stay
-        as they are until the Transfer is done. TransferError when the room is not open, ConfigError when the pages do
-        not hold the tokens.
-        """
+        """Sends `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks. The
+        transport calls `ready` before it reads; it may wait for a device. The pages stay as they are until the Transfer
+        is done. TransferError when the room is not open, ConfigError for pages without those tokens."""
         with self._lock:
             if not self._accepted.writable(grant.room):
                 raise TransferError(f"room {grant.room.hex()} is not open for writing")
-            if tokens.stop > len(pages) * self.pool.layout.page_size:
+            size = self.pool.layout.page_size
+            if tokens.stop > len(pages) * size:
                 raise ConfigError(f"tokens up to {tokens.stop} were pushed out of {len(pages)} pages")
-            group = self._groups.get(grant.room)
-            joins = (
-                group is not None
-                and group.layers.stop == layers.start
-                and (group.tokens, group.pages) == (tokens, tuple(pages))
-            )
-        if group is not None and not joins:
-            self._flush(grant.room)
-        if group is None or not joins:
-            group = _Group(grant, layers, tokens, tuple(pages), Transfer(0), [])
-            with self._lock:
-                self._groups[grant.room] = group
-                self._unsent.add(group.transfer)
-        group.layers = range(group.layers.start, layers.stop)
-        group.transfer.num_bytes = self.pool.layout.payload_bytes(group.layers, tokens)
-        if ready is not None:
-            group.ready.append(ready)
-        if group.transfer.num_bytes >= GROUP_BYTES or layers.stop == self.pool.layout.layers.stop:
-            self._flush(grant.room)
-        return group.transfer
+            read = pages[tokens.start // size : -(-tokens.stop // size)]
+            if read and not 0 <= min(read) <= max(read) < self.pool.num_pages:
+                raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self.pool.num_pages}")
+        transfer, groups = self._pushes.add(grant, layers, tokens, pages, ready)
+        self._write(groups)
+        return transfer
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
         """This writer's last word, behind all its pushes. ABORTED is legal at any time. When the Transfer is done,
-        nothing reads the pages that were pushed for this grant."""
-        self._flush(grant.room)
+        nothing reads the pages that were pushed for this grant. ConfigError when the hand-off's state is too long to
+        travel; the room is still open then."""
+        wire.encode(wire.Finish(handoff))
+        self._write(self._pushes.flush(grant.room))
         with self._lock:
             self._accepted.finish(grant.room)
-            last = self._last_writes.pop(grant.room, Transfer(0, done=True))
-        for link in self._links(grant.destinations):
-            if link is not None:
-                self.transport.send(link, wire.encode(wire.Finish(handoff)))
-        return last
+        for destination in grant.destinations:
+            self._tell(peer_key(destination), wire.Finish(handoff))
+        return self._pushes.end(grant.room)
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Accepted rooms that decode gave up or lost since the last call; each still needs `finish` with ABORTED."""
         with self._lock:
+            self._looked_at = self._clock()
             return self._accepted.take_stops()
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes pushed and not yet out of our pages."""
-        with self._lock:
-            return sum(transfer.num_bytes for transfer in self._unsent)
+        return self._pushes.unsent_bytes
+
+    def is_full(self, grant: PageGrant) -> bool:
+        """Whether more than `window_bytes` are on their way to a destination of the grant: it takes them more slowly
+        than they are made, and other peers should not wait for it."""
+        return self._pushes.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
 
     # -- both -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +204,8 @@ class KVChannel:
     @property
     def stats(self) -> ChannelStats:
         """What moved so far."""
-        return self._stats
+        peers = self._peers.stats(self._pushes.inflight(), self.window_bytes)
+        return self._totals.stats(peers)
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener` from any thread whenever there may be news or a transfer is done."""
@@ -236,10 +218,9 @@ class KVChannel:
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until everything pushed has left; tells whether it has."""
-        for room in list(self._groups):
-            self._flush(room)
+        self._write(self._pushes.flush_all())
         with self._changed:
-            return bool(self._changed.wait_for(lambda: not self._unsent, timeout_s))
+            return bool(self._changed.wait_for(lambda: not self._pushes.unsent_bytes, timeout_s))
 
     def close(self) -> None:
         """Closes every link and the transport; open rooms settle ABORTED. A second call does nothing."""
@@ -257,35 +238,39 @@ class KVChannel:
     # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
 
     def opened(self, link: Link) -> None:
-        self._peers.at(link)
+        self._peers.open(self._peers.at(link, dialled=False))
 
     def received(self, link: Link, frame: bytes) -> None:
-        message = wire.decode(frame)
         peer = self._peers.at(link)
-        if peer.address is None:
-            self._peers.greet(peer, message)
+        message = self._peers.read(peer, frame)
+        if message is None:
+            self._answer_turned_away(peer)
+        elif peer.address is None:
+            return
         elif isinstance(message, wire.Finish):
             self._finished(peer_key(peer.address), message.handoff)
         elif isinstance(message, wire.Abort):
-            self._aborted(link, peer_key(peer.address), message)
+            self._aborted(peer, peer_key(peer.address), message)
+        elif isinstance(message, wire.Beat):
+            peer.stepped_at = self._clock() - message.step_age_s
         else:
             raise TransferError(f"a {type(message).__name__} frame does not belong on an open link")
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
-        message = wire.decode(frame)
+        peer = self._peers.at(link)
+        message = wire.decode(peer.unseal(frame))
         if not isinstance(message, wire.Data):
             raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
-        layout = self.pool.layout
-        peer = self._peers.at(link)
         if peer.address is None:
             raise TransferError("a payload came before the handshake")
+        layout, now, key = self.pool.layout, self._clock(), peer_key(peer.address)
         with self._lock:
             try:
-                grant = self._expected.place(peer_key(peer.address), message.room, message.layers, message.tokens)
+                grant = self._expected.place(key, message.room, message.layers, message.tokens, now)
             except StaleFrame:
-                self._count(frames_dropped=1)
+                self._dropped(key)
                 return None
-            peer.placing_since = self._clock()
+            peer.placing[frame] = (message, now)
         if num_bytes != layout.payload_bytes(message.layers, message.tokens):
             raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
         if grant.generations != self.pool.generations(grant.pages):
@@ -299,21 +284,33 @@ class KVChannel:
         )
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
-        message = wire.decode(frame)
-        assert isinstance(message, wire.Data)
+        peer, now = self._peers.at(link), self._clock()
+        assert peer.address is not None
         with self._lock:
-            elapsed = self._clock() - self._peers.at(link).placing_since
+            message, since = peer.placing.pop(frame)
             num_bytes = self.pool.layout.payload_bytes(message.layers, message.tokens)
-            self._count(writes_received=1, bytes_received=num_bytes, receive_s=elapsed)
-            if error is None:
-                return
-            self._count(writes_damaged=1)
-            writers = self._expected.damaged(message.room, error)
-        self._tell_to_stop({message.room: writers}, error)
+            self._totals.writes_received += 1
+            self._totals.bytes_received += num_bytes
+            self._totals.receive_s += now - since
+            self._totals.writes_damaged += error is not None
+            if (traffic := self._peers.traffic(peer_key(peer.address))) is not None:
+                traffic.bytes_received += num_bytes
+                traffic.receive_s += now - since
+            writers = self._expected.placed(message.room, message.layers, message.tokens, error, now)
+        if error is not None:
+            self._tell_to_stop({message.room: writers}, error)
+
+    def tick(self) -> None:
+        now = self._clock()
+        with self._lock:
+            mute = self._expected.unanswered(now, ANSWER_S)
+        for peer in mute:
+            self._peers.give_up(peer, f"it did not stop writing within {ANSWER_S:g} s of being asked to")
+        self._peers.tick(max(0.0, now - self._looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        lost = error or TransferError("the connection was closed")
         with self._lock:
+            lost = self._peers.reason(link) or error or TransferError("the connection was closed")
             address = self._peers.forget(link, lost)
             told = {} if address is None else self._expected.lost(peer_key(address), lost)
             if address is not None:
@@ -323,75 +320,77 @@ class KVChannel:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _links(self, addresses: Iterable[PeerAddress]) -> list[Link | None]:
-        return [self._peers.link_to(peer_key(address)) for address in addresses]
-
     def _finished(self, peer: PeerKey, word: Handoff) -> None:
         with self._lock:
             try:
                 writers = self._expected.said(peer, word)
             except StaleFrame:
-                self._count(frames_dropped=1)
+                self._dropped(peer)
                 return
         self._tell_to_stop({word.room: writers}, word.error or TransferError("another writer aborted"))
         self._notify()
 
-    def _aborted(self, link: Link, peer: PeerKey, message: wire.Abort) -> None:
+    def _aborted(self, peer: Peer, key: PeerKey, message: wire.Abort) -> None:
         error = TransferError(str(message.error))
         with self._lock:
-            unheard_of = self._accepted.stop(peer, message.room, error)
+            unheard_of = self._accepted.stop(key, message.room, error)
         if unheard_of:
-            word = Handoff(room=message.room, writer=self.address, status=HandoffStatus.ABORTED, error=error)
-            self.transport.send(link, wire.encode(wire.Finish(word)))
+            self._say_aborted(peer, message.room, error)
         self._notify()
+
+    def _answer_turned_away(self, peer: Peer) -> None:
+        """After a frame of the handshake: if it opened the link, rooms whose request came before get their answer."""
+        with self._lock:
+            rooms = [] if peer.address is None else self._accepted.linked(peer_key(peer.address))
+        for room in rooms:
+            self._say_aborted(peer, room, TransferError("decode was not connected here when the request came"))
+
+    def _say_aborted(self, peer: Peer, room: bytes, error: TransferError) -> None:
+        word = Handoff(room=room, writer=self.address, status=HandoffStatus.ABORTED, error=error)
+        self._peers.post(peer, wire.Finish(word))
 
     def _tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
         for room, writers in rooms.items():
-            for link in [link for writer in writers if (link := self._peers.link_to(writer)) is not None]:
-                self.transport.send(link, wire.encode(wire.Abort(room, error)))
+            for writer in writers:
+                self._tell(writer, wire.Abort(room, error))
 
-    def _flush(self, room: bytes) -> None:
-        """Hands a room's joined pushes to the transport, one write per destination."""
-        with self._lock:
-            group = self._groups.pop(room, None)
-            if group is None:
-                return
-            # writes of a link leave in order, so the last one of a room speaks for all
-            self._last_writes[room] = group.transfer
-        links = self._links(group.grant.destinations)
-        source = self.pool.layout.spans(
-            self.pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
-        )
-        frame = wire.encode(wire.Data(room, group.layers, group.tokens))
-        self._count(writes_sent=1, bytes_sent=group.transfer.num_bytes)
-        waiting = len(links)
-        problem: TransferError | None = None
+    def _tell(self, key: PeerKey, message: wire.Message) -> None:
+        """Sends to a peer; one that is gone needs no telling, since `closed` has said it on both sides."""
+        peer = self._peers.peer_at(key)
+        if peer is not None:
+            self._peers.post(peer, message)
 
-        def sent(write: Transfer) -> None:
-            nonlocal waiting, problem
-            with self._changed:
-                waiting -= 1
-                problem = problem or write.error
-                if not waiting:
-                    self._unsent.discard(group.transfer)
-                    group.transfer.complete(problem)
-                    self._changed.notify_all()
-            self._notify()
+    def _write(self, groups: Iterable[Group]) -> None:
+        """Hands joined pushes to the transport, one write per destination."""
+        for group in groups:
+            source = self.pool.layout.spans(
+                self.pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
+            )
+            num_bytes = group.transfer.num_bytes
+            with self._lock:
+                self._totals.writes_sent += 1
+                self._totals.bytes_sent += num_bytes
+            for destination in group.grant.destinations:
+                key = peer_key(destination)
 
-        def ready() -> None:
-            for wait in group.ready:
-                wait()
+                def sent(write: Transfer, group: Group = group) -> None:
+                    self._pushes.written(group, write.error)
+                    self._notify()
 
-        for link in links:
-            if link is None:
-                Transfer(0, sent).complete(TransferError("the destination is not connected"))
-            else:
-                self.transport.write(link, frame, source, ready=ready if group.ready else None, then=sent)
+                peer = self._peers.peer_at(key)
+                if peer is None:
+                    Transfer(num_bytes, sent).complete(TransferError("the destination is not connected"))
+                    continue
+                if (traffic := self._peers.traffic(key)) is not None:
+                    traffic.bytes_sent += num_bytes
+                frame = wire.encode(wire.Data(group.grant.room, group.layers, group.tokens))
+                peer.post(self.transport, frame, Write(source, group.wait_ready if group.ready else None, sent))
 
-    def _count(self, **more: float) -> None:
-        with self._lock:
-            values = {name: getattr(self._stats, name) + amount for name, amount in more.items()}
-            self._stats = attrs.evolve(self._stats, **values)
+    def _dropped(self, key: PeerKey) -> None:
+        """Counts a frame that was not acted upon; with the lock held."""
+        self._totals.frames_dropped += 1
+        if (traffic := self._peers.traffic(key)) is not None:
+            traffic.frames_dropped += 1
 
     def _notify(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""One stream socket as a link: what arrives is read straight into our memory, what leaves is read straight from it.
+"""One stream socket as a link: frames in order, and between them writes, whose payloads travel as `Payloads` says.
 
 Both directions are written as generators that yield the buffers the socket must fill or empty next, so that the code
 reads in the order of the bytes while the socket stays non-blocking.
@@ -9,121 +9,196 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 
-import attrs
-import xxhash
-
 from pdinfer.errors import TransferError
-from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, digest_bytes
-from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
+from pdinfer.kv import dial
+from pdinfer.kv.framing import HEADER, IOV_MAX, Buffers, Header, Kind
+from pdinfer.kv.payloads import Message, Payloads
+from pdinfer.kv.transport import Link, Receiver, check_arriving
 
-TURN_STEPS = 16
-"""System calls a link may make before others have their turn; with BATCH_BYTES, 4 MiB."""
-SCRATCH_BYTES = 1 << 16
-
-
-@attrs.define(eq=False)
-class Message:
-    """A frame on its way out, and for a write the payload behind it."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
-
-    def parts(self, memory: Memory) -> Iterator[Buffers]:
-        """What goes on the wire; the memory is read when the part that needs it is asked for."""
-        if self.transfer is None:
-            yield Buffers([memoryview(Header(Kind.FRAME, len(self.frame), 0).packed() + self.frame)])
-            return
-        if self.ready is not None:
-            self.ready()
-        head = Header(Kind.WRITE, len(self.frame), self.transfer.num_bytes).packed() + self.frame
-        digest = xxhash.xxh3_64()
-        yield Buffers([memoryview(head), *memory.read(self.source)], digest)
-        yield Buffers([memoryview(digest_bytes(digest))])
-        self.transfer.complete()
+TURN_BYTES = 4 << 20
+"""About what a link may send or receive before others have their turn."""
+STEP_BYTES = TURN_BYTES >> 6
+"""What a message or a system call costs of a turn, however short it is."""
+MAX_WAITING_BYTES = 64 << 20
+"""Frames that may wait to be sent. A peer for which more wait lives and does not read."""
+AHEAD_BYTES = 1 << 14
+"""Read ahead, so that small messages do not take two system calls each."""
+DIRECT_BYTES = 1 << 16
+"""Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
 
 class Connection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
-    link must be closed. `gone` is set by the transport once `closed` has been called."""
+    link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
+    has been called; `turns` while it has promised another turn."""
 
     def __init__(
         self,
         sock: socket.socket,
         link: Link,
-        memory: Memory,
+        payloads: Payloads,
         receiver: Receiver,
         clock: Callable[[], float],
         *,
         accepted: bool = False,
+        opening: bool = False,
     ) -> None:
         self.sock = sock
         self.link = link
         self.accepted = accepted
+        self.opening = opening
         self.gone = threading.Event()
         self.closed = False
-        self._memory = memory
+        self.turns = False
+        self._payloads = payloads
         self._receiver = receiver
         self._clock = clock
-        self.idle_since = clock()
+        self.idle_since = link.heard_at = clock()
         self._lock = threading.Lock()
         self._queue: deque[Message] = deque()
+        self._waiting_bytes = 0
         self._leaving: Message | None = None
+        self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
         self._incoming = self._messages()
         self._filling = next(self._incoming)
+        self._scratch = memoryview(bytearray(AHEAD_BYTES))
+        self._ahead = self._scratch[:0]
 
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
         """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
-        Any thread."""
+        Any thread. A small message that is alone leaves at once: waking the I/O thread takes longer than sending.
+        TransferError when too much waits."""
         with self._lock:
             if self.closed:
                 return False
-            idle = self._leaving is None and not self._queue
+            idle = not self._busy and not self._queue and not self.opening
+            if idle and self._leaves(message):
+                return True
+            if self._waiting_bytes > MAX_WAITING_BYTES:
+                raise TransferError(f"{self.link.endpoint} does not read: {self._waiting_bytes} bytes wait for it")
+            self._waiting_bytes += len(message.frame)
             self._queue.append(message)
         if idle:
             wake()
         return True
 
+    def _leaves(self, message: Message) -> bool:
+        """Sends a small message from the calling thread; whether all of it went."""
+        if message.transfer is not None:
+            data = self._payloads.whole(message, message.transfer)
+        else:
+            data = _packed(message) if len(message.frame) <= DIRECT_BYTES else None
+        if data is None:
+            return False
+        sent = 0
+        # Any error shows again in the I/O thread, which closes the link.
+        with contextlib.suppress(OSError):
+            sent = self.sock.send(data)
+        message.rest = data[sent:]
+        return sent == len(data)
+
+    def opened(self) -> None:
+        """The socket can be written to, or failed: goes on as a connected one."""
+        try:
+            dial.complete(self.sock)
+        except OSError as error:
+            raise TransferError(f"cannot connect to {self.link.endpoint}: {error}") from error
+        self.link.heard_at = self._clock()
+        with self._lock:
+            self.opening = False
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether what has arrived made something to send."""
+        return self._payloads.wants_turn
+
     def transmit(self) -> bool:
-        """Sends for one turn; whether more waits."""
-        for _ in range(TURN_STEPS):
+        """Sends for one turn; whether more can be sent when the socket takes it."""
+        turn = TURN_BYTES
+        while turn > 0:
+            turn -= STEP_BYTES
             while not self._emptying:
                 part = next(self._outgoing, None)
                 if part is None or self.closed:
                     return False
                 self._emptying = part
+                turn -= part.weight
             try:
-                self._emptying.advance(self.sock.sendmsg(self._emptying.batch()))
+                sent = self._send(self._emptying)
             except (BlockingIOError, InterruptedError):
                 return True
             except OSError as error:
                 raise self._lost(error) from error
+            self._emptying.advance(sent)
+            turn -= sent
         return True
 
-    def receive(self) -> None:
-        """Receives for one turn, calling the receiver for each message that is complete."""
-        for _ in range(TURN_STEPS):
-            try:
-                count = self.sock.recvmsg_into(self._filling.batch())[0]
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                raise self._lost(error) from error
-            if not count:
-                raise TransferError(f"{self.link.endpoint} closed the connection, or died")
-            self._filling.advance(count)
-            while not self._filling:
+    def _send(self, part: Buffers) -> int:
+        batch, _ = part.batch()
+        if not part.descriptors:
+            return self.sock.sendmsg(batch)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", part.descriptors))
+        sent = self.sock.sendmsg(batch, [rights])
+        part.descriptors = ()
+        return sent
+
+    def receive(self) -> bool:
+        """Receives for one turn, calling the receiver for each message that is complete; whether more of what has
+        been read waits for the next turn."""
+        turn = TURN_BYTES
+        while turn > 0:
+            turn -= STEP_BYTES
+            if not self._filling:
                 part = next(self._incoming, None)
-                if part is None:
-                    return
+                if part is None or self.closed:
+                    return False
+                self.link.heard_at = self._clock()
                 self._filling = part
+                turn -= part.weight
+            elif self._ahead:
+                taken = self._filling.fill(self._ahead)
+                self._ahead = self._ahead[taken:]
+            else:
+                try:
+                    count = self._read()
+                except (BlockingIOError, InterruptedError):
+                    return False
+                except OSError as error:
+                    raise self._lost(error) from error
+                turn -= count
+        return bool(self._ahead) or not self._filling
+
+    def _read(self) -> int:
+        """One system call: fills what is asked for, and when that is all taken, reads on."""
+        wanted, room = self._filling.batch()
+        if room == self._filling.num_left and len(wanted) < IOV_MAX:
+            wanted.append(self._scratch)
+        count = self._read_descriptors(wanted) if self._payloads.descriptor_bytes else self.sock.recvmsg_into(wanted)[0]
+        if not count:
+            raise TransferError(f"{self.link.endpoint} closed the connection, or died")
+        if self._filling.payload:
+            self.link.heard_at = self._clock()
+        self._filling.advance(min(count, room))
+        self._ahead = self._scratch[: max(0, count - room)]
+        return count
+
+    def _read_descriptors(self, wanted: list[memoryview]) -> int:
+        room = self._payloads.descriptor_bytes
+        count, ancillary, flags, _ = self.sock.recvmsg_into(wanted, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._payloads.took(list(descriptors))
+        if flags & socket.MSG_CTRUNC:
+            raise TransferError(f"{self.link.endpoint} sent more descriptors than any message has")
+        return count
 
     def shut(self, error: TransferError) -> bool:
         """Closes the socket and fails what has not left; False when that was done before."""
@@ -137,12 +212,13 @@ class Connection:
             # A forked child may still hold the descriptor; the peer must see the end all the same.
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-        for message in dropped:
-            if message.transfer is not None and not message.transfer.done:
-                message.transfer.complete(error)
         # Their views would keep the memory alive, and they refer back to us.
         self._incoming, self._outgoing = iter(()), iter(())
         self._filling, self._emptying = Buffers(), Buffers()
+        self._payloads.shut(error)
+        for message in dropped:
+            if message.transfer is not None and not message.transfer.done:
+                message.transfer.complete(error)
         return True
 
     def _lost(self, error: OSError) -> TransferError:
@@ -152,11 +228,19 @@ class Connection:
         """Every part of every message to send; None when there is nothing to send now."""
         while True:
             with self._lock:
-                self._leaving = self._queue.popleft() if self._queue else None
-            if self._leaving is None:
-                yield None
+                urgent = self._payloads.urgent()
+                message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
+                self._waiting_bytes -= len(message.frame) if message else 0
+                self._busy = urgent is not None or message is not None
+            if message is None:
+                yield urgent
+            elif message.rest or message.transfer is None:
+                yield Buffers([memoryview(message.rest or _packed(message))])
             else:
-                yield from self._leaving.parts(self._memory)
+                for part in self._payloads.outgoing(message, message.transfer):
+                    if urgent := self._payloads.urgent():
+                        yield urgent
+                    yield part
 
     def _messages(self) -> Iterator[Buffers]:
         """Reads messages for ever. A callback may close the link, so each is followed by a look at `closed`."""
@@ -165,42 +249,14 @@ class Connection:
             head = bytearray(HEADER.size)
             yield Buffers([memoryview(head)])
             header = Header.parse(bytes(head))
-            check_arriving(self.link, header.frame_bytes, is_write=header.kind is Kind.WRITE)
-            body = bytearray(header.frame_bytes)
-            yield Buffers([memoryview(body)])
             if header.kind is Kind.FRAME:
-                self._receiver.received(self.link, bytes(body))
+                check_arriving(self.link, header.frame_bytes, is_write=False)
+                frame = bytearray(header.frame_bytes)
+                yield Buffers([memoryview(frame)])
+                self._receiver.received(self.link, bytes(frame))
             else:
-                yield from self._payload(bytes(body), header.payload_bytes, xxhash.xxh3_64(head + body))
+                yield from self._payloads.incoming(header, bytes(head))
 
-    def _payload(self, frame: bytes, num_bytes: int, digest: xxhash.xxh3_64) -> Iterator[Buffers]:
-        """Reads a write's payload to where the receiver wants it, and verifies it."""
-        spans = self._receiver.place(self.link, frame, num_bytes)
-        if self.closed:
-            return
-        if spans is None:
-            yield from self._discard(num_bytes + DIGEST_BYTES)
-            return
-        placed = total_bytes(spans, self._memory)
-        if placed != num_bytes:
-            raise TransferError(f"{self.link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
-        landed = self._memory.landing(spans)
-        yield Buffers(landed, digest)
-        trailer = bytearray(DIGEST_BYTES)
-        yield Buffers([memoryview(trailer)])
-        error = None
-        if trailer == digest_bytes(digest):
-            self._memory.commit(spans, landed)
-        else:
-            error = TransferError(
-                f"a write of {num_bytes} bytes from {self.link.endpoint} did not verify: "
-                f"its digest is {trailer.hex()}, that of what arrived {digest_bytes(digest).hex()}"
-            )
-        self._receiver.placed(self.link, frame, error)
 
-    def _discard(self, num_bytes: int) -> Iterator[Buffers]:
-        scratch = memoryview(bytearray(min(num_bytes, SCRATCH_BYTES)))
-        while num_bytes:
-            step = scratch[:num_bytes]
-            yield Buffers([step])
-            num_bytes -= len(step)
+def _packed(message: Message) -> bytes:
+    return Header(Kind.FRAME, len(message.frame)).packed() + message.frame

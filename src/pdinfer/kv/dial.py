@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
 import os
 import socket
+import stat
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 
 from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.transport import Receiver
 
 TCP = "tcp://"
 UNIX = "unix://"
 BACKLOG = 128
+MAX_KNOWN = 1024
+Addresses = list[tuple[socket.AddressFamily, Any]]
 BUFFER_BYTES = 4 << 20
 
 
 @attrs.define(eq=False)
 class Listener:
-    """A bound, non-blocking socket. `inode` is the socket file it made, so that no other is ever removed."""
+    """A bound, non-blocking socket. `inode` is the socket file it made, so that no other is ever removed; `folder` the
+    directory it made for that file alone."""
 
     sock: socket.socket
     endpoint: str
     path: str | None = None
     inode: tuple[int, int] | None = None
+    folder: str | None = None
 
     def close(self) -> None:
         self.sock.close()
         if self.path is not None and _inode(self.path) == self.inode:
             os.unlink(self.path)
+        if self.folder is not None:
+            with contextlib.suppress(OSError):
+                os.rmdir(self.folder)
 
 
-def check_host(host: str, port: int, *, allow_remote: bool) -> None:
-    """Raises ConfigError for a port that is none, and for a host that others can reach without being asked to."""
+def check_port(port: int) -> None:
+    """Raises ConfigError for a port that is none."""
     if type(port) is not int or not 0 <= port <= 65535:
         raise ConfigError(f"port {port!r} is not a TCP port; use 1 to 65535, or 0 for any free one")
-    if not allow_remote and not _is_local(host):
+
+
+def check_local(host: str, receiver: Receiver) -> None:
+    """Raises ConfigError for a host that other machines can reach, unless `receiver` knows who they are."""
+    if not _is_local(host) and not receiver.authenticates:
         raise ConfigError(
-            f"host {host!r} can be reached from other machines, and KV bytes travel unencrypted; use 127.0.0.1, "
-            f"or say allow_remote=True on a network you trust"
+            f"host {host!r} can be reached from other machines, and KV bytes travel unencrypted; use 127.0.0.1, give "
+            f"every KVChannel the same key, or say allow_remote=True on a network you trust"
         )
 
 
 def listen_tcp(host: str, port: int) -> Listener:
     """Raises ConfigError when the address cannot be had. A wildcard is announced by this machine's name."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
+        family, address = _resolve(host, port, socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
         raise ConfigError(f"cannot listen on host {host!r}: {error}; use an address of this machine") from error
     try:
@@ -65,11 +79,14 @@ def listen_tcp(host: str, port: int) -> Listener:
     return Listener(sock, tcp_endpoint(name, sock.getsockname()[1]))
 
 
-def listen_unix(path: str) -> Listener:
-    """A socket file that only this user can open; raises ConfigError when `path` exists or cannot be made."""
+def listen_unix(path: str, *, scheme: str = UNIX, folder: str | None = None) -> Listener:
+    """A socket file that only this user can open; raises ConfigError when `path` exists or cannot be made. A socket
+    file that a dead process left is replaced."""
     path = os.path.abspath(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
+        if _is_stale(path):
+            os.unlink(path)
         # Nobody can connect before `listen`, so the mode is set in time.
         sock.bind(path)
         os.chmod(path, 0o600)
@@ -81,37 +98,98 @@ def listen_unix(path: str) -> Listener:
             f"of at most 107 bytes, in a directory of yours"
         ) from error
     sock.setblocking(False)
-    return Listener(sock, UNIX + path, path, _inode(path))
+    return Listener(sock, scheme + path, path, _inode(path), folder)
 
 
-def dial(endpoints: Sequence[str], *, timeout_s: float) -> tuple[socket.socket, str]:
-    """A connected, non-blocking socket to the first endpoint that is ours to understand; raises TransferError."""
-    endpoint = next((e for e in endpoints if e.startswith((TCP, UNIX))), None)
+def _is_stale(path: str) -> bool:
+    """Whether a socket file of this user is there and nobody listens at it."""
+    if not os.path.lexists(path):
+        return False
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        return sock.connect_ex(path) == errno.ECONNREFUSED
+
+
+def dial(
+    endpoints: Sequence[str], schemes: Sequence[str], known: dict[str, Addresses], *, timeout_s: float
+) -> tuple[socket.socket, str, OSError | None]:
+    """(non-blocking socket, endpoint, what went wrong) for the first endpoint of one of `schemes`.
+
+    With `timeout_s` 0 the socket is opening, unless something went wrong at once: `complete` it when it can be written
+    to. Else it is connected, or TransferError is raised. A host's name is looked up, which waits for the system's
+    resolver; with `timeout_s` 0 only when `known`, where what was found is kept, does not have it.
+    """
+    endpoint = next((e for e in endpoints if e.startswith(tuple(schemes))), None)
     if endpoint is None:
-        raise TransferError(f"a socket cannot reach {list(endpoints)}; it needs {TCP}host:port or {UNIX}/path")
+        needed = " or ".join(f"{scheme}{'host:port' if scheme == TCP else '/path'}" for scheme in schemes)
+        raise TransferError(f"cannot reach {list(endpoints)}; an endpoint for this transport looks like {needed}")
     try:
-        sock = _dial(endpoint, timeout_s)
-        if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-            sock.close()
-            raise ConnectionRefusedError("nobody listens there; the kernel connected the socket to itself")
+        addresses = known.get(endpoint) if timeout_s <= 0 else None
+        if addresses is None:
+            addresses = known[endpoint] = _addresses(endpoint)
+            while len(known) > MAX_KNOWN:
+                del known[next(iter(known))]
+        if timeout_s > 0:
+            return _connected(addresses, timeout_s), endpoint, None
     except (OSError, ValueError) as error:
         raise TransferError(f"cannot connect to {endpoint} within {timeout_s} s: {error}") from error
-    prepare(sock)
-    return sock, endpoint
-
-
-def _dial(endpoint: str, timeout_s: float) -> socket.socket:
-    if endpoint.startswith(TCP):
-        host, _, port = endpoint.removeprefix(TCP).rpartition(":")
-        return socket.create_connection((host.strip("[]"), int(port)), timeout_s)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    family, address = addresses[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    problem: OSError | None = None
     try:
-        sock.settimeout(timeout_s)
-        sock.connect(endpoint.removeprefix(UNIX))
-    except (OSError, ValueError):
+        sock.connect(address)
+    except BlockingIOError as error:
+        # A Unix socket does not wait for room in the listener's backlog: it says EAGAIN, and is not opening.
+        problem = None if error.errno == errno.EINPROGRESS else error
+    except OSError as error:
+        problem = error
+    except ValueError as error:
         sock.close()
-        raise
-    return sock
+        raise TransferError(f"cannot connect to {endpoint}: {error}") from error
+    return sock, endpoint, problem
+
+
+def complete(sock: socket.socket) -> None:
+    """Makes an opening socket, once it can be written to, a connected one; raises OSError when it failed."""
+    if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(number, os.strerror(number))
+    if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError("nobody listens there; the kernel connected the socket to itself")
+    prepare(sock)
+
+
+def _addresses(endpoint: str) -> Addresses:
+    """Raises ValueError or OSError for an endpoint that leads nowhere."""
+    if not endpoint.startswith(TCP):
+        return [(socket.AF_UNIX, endpoint.partition("://")[2])]
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    return _resolve(host.strip("[]"), int(port))
+
+
+def _resolve(host: str, port: int, flags: int = 0) -> Addresses:
+    """IPv4 before IPv6, whatever the resolver's order, so that both ends of a name choose alike."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
+    return sorted(((family, address) for family, _, _, _, address in found), key=lambda each: each[0])
+
+
+def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
+    for number, (family, address) in enumerate(addresses, start=1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+            complete(sock)
+        except (OSError, ValueError):
+            sock.close()
+            if number == len(addresses):
+                raise
+        else:
+            return sock
+    raise ConnectionError("the name has no address")
 
 
 def prepare(sock: socket.socket) -> None:
@@ -141,7 +219,7 @@ def _is_local(host: str) -> bool:
 
 def _inode(path: str) -> tuple[int, int] | None:
     try:
-        stat = os.lstat(path)
+        found = os.lstat(path)
     except OSError:
         return None
-    return stat.st_dev, stat.st_ino
+    return found.st_dev, found.st_ino

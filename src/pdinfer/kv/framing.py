@@ -1,17 +1,19 @@
 """How messages lie on a byte stream: a fixed header, the frame, and for a write its payload and a digest.
 
-    magic  version  kind  reserved  frame_bytes  payload_bytes │ frame │ payload │ digest
-      4       1      1       2           4             8                              8       little-endian
+    magic  version  kind  flags  frame_bytes  payload_bytes │ frame │ payload │ digest
+      4       1      1      2        4             8                              8       little-endian
 
-The digest is xxh3_64 of the header, frame and payload of a write. It finds bytes that the way or a bug has changed; it
-proves nothing about who sent them.
+The digest is xxh3_64 of the header, frame and payload of a write; it is there when the header's flag DIGESTED is set.
+It finds bytes that the way or a bug has changed; it proves nothing about who sent them.
 """
 
 from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import attrs
 import xxhash
@@ -19,19 +21,28 @@ import xxhash
 from pdinfer.errors import TransferError
 
 MAGIC = b"pdkv"
-VERSION = 1
+VERSION = 2
 HEADER = struct.Struct("<4sBBHIQ")
+DIGESTED = 1
 DIGEST_BYTES = 8
 IOV_MAX = 1024
-BATCH_BYTES = 1 << 18
-"""Bytes per system call: what a core's cache still holds when the digest reads it again."""
+BATCH_BYTES = 4 << 20
+"""Bytes per system call, so that no link keeps the others waiting."""
+DIGESTED_BATCH_BYTES = 1 << 18
+"""The same for bytes that are digested: what a core's cache still holds when the digest reads it again."""
 
 
 class Kind(enum.IntEnum):
-    """What follows a header: a frame alone, or a frame, a payload and its digest."""
+    """What follows a header: a frame alone, or a frame, a payload and its digest. The others belong to payloads that
+    do not travel on the stream, see `mapped`."""
 
     FRAME = 1
     WRITE = 2
+    SHARE = 3
+    MAPPED = 4
+    SPANS = 5
+    DIGEST = 6
+    COPIED = 7
 
 
 @attrs.frozen
@@ -40,24 +51,29 @@ class Header:
 
     kind: Kind
     frame_bytes: int
-    payload_bytes: int
+    payload_bytes: int = 0
+    digested: bool = False
 
     def packed(self) -> bytes:
-        return HEADER.pack(MAGIC, VERSION, self.kind, 0, self.frame_bytes, self.payload_bytes)
+        flags = DIGESTED if self.digested else 0
+        return HEADER.pack(MAGIC, VERSION, self.kind, flags, self.frame_bytes, self.payload_bytes)
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
         """Raises TransferError naming what is wrong; sizes are the caller's to check before it allocates."""
-        magic, version, kind, reserved, frame_bytes, payload_bytes = HEADER.unpack(data)
+        magic, version, kind, flags, frame_bytes, payload_bytes = HEADER.unpack(data)
         if magic != MAGIC:
             raise TransferError(f"not a pdinfer peer: a message starts with {MAGIC!r}, this one with {data!r}")
         if version != VERSION:
             raise TransferError(f"the peer speaks version {version} of the stream format, this end {VERSION}")
-        if kind not in (Kind.FRAME, Kind.WRITE) or reserved:
-            raise TransferError(f"message of unknown kind {kind}, reserved bits {reserved:#06x}")
-        if kind == Kind.FRAME and payload_bytes:
-            raise TransferError(f"a control frame announced a payload of {payload_bytes} bytes; only writes have one")
-        return cls(Kind(kind), frame_bytes, payload_bytes)
+        is_write = kind in (Kind.WRITE, Kind.MAPPED)
+        if kind not in tuple(Kind) or flags & ~DIGESTED or (flags and not is_write):
+            raise TransferError(f"message of unknown kind {kind}, flags {flags:#06x}")
+        if payload_bytes and not is_write:
+            raise TransferError(
+                f"a {Kind(kind).name} message announced a payload of {payload_bytes} bytes; only writes have one"
+            )
+        return cls(Kind(kind), frame_bytes, payload_bytes, bool(flags))
 
 
 def digest_bytes(digest: xxhash.xxh3_64) -> bytes:
@@ -68,39 +84,73 @@ def digest_bytes(digest: xxhash.xxh3_64) -> bytes:
 class Buffers:
     """Host buffers that a socket empties or fills from the front, however the kernel cuts them.
 
-    `digest`, when given, is fed every byte just after the kernel has read or written it. False when nothing is left.
+    `digest`, when given, is fed every byte just after the kernel has read or written it. `descriptors` leave with the
+    first byte. `weight` is how many bytes were moved to make this part, beside its own. With `payload` every byte that
+    arrives shows that the peer is alive; else only the last one does, or a length that was damaged would be waited for
+    as long as the peer says anything. False when nothing is left.
     """
 
-    def __init__(self, views: Iterable[memoryview] = (), digest: xxhash.xxh3_64 | None = None) -> None:
+    def __init__(
+        self,
+        views: Iterable[memoryview] = (),
+        digest: xxhash.xxh3_64 | None = None,
+        *,
+        descriptors: Sequence[int] = (),
+        weight: int = 0,
+        payload: bool = False,
+    ) -> None:
         # The kernel would report a batch of empty buffers as the end of the stream.
-        self._views = [view for view in views if len(view)]
+        self._views = list(filter(len, views))
+        self._ends = list(accumulate(map(len, self._views)))
         self._next = 0
+        self._position = 0
         self._digest = digest
+        self.descriptors = descriptors
+        self.weight = weight
+        self.payload = payload
+        self._batch_bytes = BATCH_BYTES if digest is None else DIGESTED_BATCH_BYTES
 
     def __bool__(self) -> bool:
         return self._next < len(self._views)
 
-    def batch(self) -> list[memoryview]:
-        """The buffers of the next system call: at most IOV_MAX, and BATCH_BYTES in all."""
-        batch = []
-        room = BATCH_BYTES
-        for view in self._views[self._next : self._next + IOV_MAX]:
-            if len(view) >= room:
-                batch.append(view[:room])
-                break
-            batch.append(view)
-            room -= len(view)
-        return batch
+    @property
+    def num_left(self) -> int:
+        """Bytes that are still to be moved."""
+        return self._ends[-1] - self._position if self._ends else 0
+
+    def fill(self, data: memoryview) -> int:
+        """Fills the front with bytes that are here already; how many of `data` were taken."""
+        count = 0
+        while self and count < len(data):
+            view = self._views[self._next]
+            step = min(len(view), len(data) - count)
+            view[:step] = data[count : count + step]
+            self.advance(step)
+            count += step
+        return count
+
+    def batch(self) -> tuple[list[memoryview], int]:
+        """(buffers, bytes in them) for the next system call; there is a limit to both."""
+        limit = self._position + self._batch_bytes
+        stop = min(bisect_left(self._ends, limit, self._next) + 1, self._next + IOV_MAX)
+        batch = self._views[self._next : stop]
+        end = self._ends[self._next + len(batch) - 1]
+        if end > limit:
+            batch[-1] = batch[-1][: limit - end]
+            end = limit
+        return batch, end - self._position
 
     def advance(self, count: int) -> None:
         """Removes `count` bytes from the front."""
-        while count:
+        first = self._next
+        self._position += count
+        self._next = bisect_right(self._ends, self._position, first)
+        taken = self._views[first : self._next]
+        if self:
             view = self._views[self._next]
-            if count < len(view):
-                self._views[self._next] = view[count:]
-                view = view[:count]
-            else:
-                self._next += 1
-            if self._digest is not None:
+            cut = len(view) - (self._ends[self._next] - self._position)
+            taken.append(view[:cut])
+            self._views[self._next] = view[cut:]
+        if self._digest is not None:
+            for view in taken:
                 self._digest.update(view)
-            count -= len(view)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -31,7 +32,8 @@ class Fit(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class KVComponent:
-    """One kind of cached value. `format` names dtype, widths and rope pairing, so that equal text means equal bytes."""
+    """One kind of cached value. `format` names dtype, widths and rope pairing, so that equal text means equal bytes.
+    `layers` are global ids, ascending."""
 
     name: str
     format: str
@@ -39,6 +41,10 @@ class KVComponent:
     width: int
     token_bytes: int
     layers: tuple[int, ...]
+
+    def part_of(self, layers: range) -> range:
+        """Which of its layers, by position, are in `layers`; they ascend."""
+        return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
 @attrs.frozen(kw_only=True)
@@ -92,9 +98,7 @@ class KVLayout:
 
     def payload_bytes(self, layers: range, tokens: range) -> int:
         """Bytes of `tokens` in `layers` over all components."""
-        per_token = sum(
-            component.token_bytes * sum(layer in layers for layer in component.layers) for component in self.components
-        )
+        per_token = sum(component.token_bytes * len(component.part_of(layers)) for component in self.components)
         return per_token * len(tokens)
 
     def spans(self, num_pages: int, *, layers: range, tokens: range, pages: Sequence[int], first_token: int) -> Spans:
@@ -112,10 +116,10 @@ class KVLayout:
         for component in self.components:
             size = component.token_bytes
             region_bytes = num_pages * self.page_size * size
-            for layer in component.layers:
-                if layer in layers:
-                    spans.extend((region + start * size, count * size) for start, count in runs)
-                region += region_bytes
+            for index in component.part_of(layers):
+                first = region + index * region_bytes
+                spans.extend((first + start * size, count * size) for start, count in runs)
+            region += region_bytes * len(component.layers)
         return spans
 
     def _runs(self, tokens: range, pages: Sequence[int], first_token: int) -> Iterator[tuple[int, int]]:

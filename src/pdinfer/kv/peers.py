@@ -1,37 +1,42 @@
-"""Who is at the other end of each link: the handshake, and the book of open links.
+"""Who is at the other end of each link: the handshake, the heartbeats, and the book of open links.
 
-    connecting end ── Hello (who, layout) ──► accepting end
+    connecting end ── Open (nonce) ──────► ◄── Open (nonce) ── accepting end
+                   ── Hello (who, layout) ──►
                    ◄── Welcome or Reject ───
+                   ◄── Beat … Beat ──►
 
-Both ends compare layouts, so either may refuse; no payload moves before both agree.
+Everything behind the two Open frames is sealed (`kv.seal`). Both ends compare layouts, so either may refuse; no payload
+moves before both agree. There is one link per pair of ends: when both dial at once, that of the lesser identity stays.
+A link that breaks is dialled again by the end that dialled it, until its owner drops the peer or the peer has not been
+reached for RELINK_S.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-
-import attrs
+from collections.abc import Callable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.peer import Occupied, Peer, Wanted
 from pdinfer.kv.protocol import PeerKey, peer_key
-from pdinfer.kv.transport import MAX_UNTRUSTED_FRAME_BYTES, Link, Transport
-from pdinfer.types import PeerAddress
+from pdinfer.kv.seal import NONCE_BYTES, check_key
+from pdinfer.kv.traffic import Ledger, Traffic
+from pdinfer.kv.transport import Link, Transport
+from pdinfer.types import PeerAddress, PeerStats
 
-MAX_REASON_CHARACTERS = 320
-"""How much of a reason for refusing travels as text; differences also travel one by one."""
-
-
-@attrs.define(eq=False)
-class Peer:
-    """What is known of the other end of a link: its `address` once it is welcome, else why it is not."""
-
-    link: Link
-    address: PeerAddress | None = None
-    layout_id: bytes = b""
-    refusal: PDInferError | None = None
-    placing_since: float = 0.0
+SILENT_S = 2.2
+"""A link on which nothing arrived for this long is dead: with the tick that notices it, a loss is known within 3 s."""
+MAX_TICK_S = 1.1
+"""Of the time between two ticks no more counts as silence: when it was this end that slept, nobody was heard."""
+HANDSHAKE_S = 10.0
+REDIAL_S = (0.1, 5.0)
+"""Seconds before the first and, doubling, before every later attempt to reach a peer again."""
+RELINK_S = 60.0
+_log = logging.getLogger("pdinfer")
 
 
 class Peers:
@@ -40,118 +45,345 @@ class Peers:
 
     us: PeerAddress
 
-    def __init__(self, transport: Transport, layout: KVLayout, changed: threading.Condition) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        layout: KVLayout,
+        changed: threading.Condition,
+        *,
+        key: bytes | None,
+        clock: Callable[[], float],
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        check_key(key)
         self._transport = transport
         self._layout = layout
         self._changed = changed
+        self._key = key
+        self._clock = clock
+        self._random_bytes = random_bytes
         self._by_link: dict[Link, Peer] = {}
         self._links: dict[PeerKey, Link] = {}
+        self._wanted: dict[PeerKey, Wanted] = {}
+        self._ledger = Ledger()
+        self._ticked_at = clock()
 
-    def at(self, link: Link) -> Peer:
+    # -- the book ---------------------------------------------------------------------------------------------------
+
+    def at(self, link: Link, *, dialled: bool = True) -> Peer:
         """The record of a link, made when it is new."""
         with self._changed:
-            return self._by_link.setdefault(link, Peer(link))
+            if link not in self._by_link:
+                self._by_link[link] = Peer(link, self._random_bytes(NONCE_BYTES), dialled, self._clock())
+            return self._by_link[link]
 
     def link_to(self, key: PeerKey) -> Link | None:
         """The open link to a welcome peer."""
         with self._changed:
             return self._links.get(key)
 
+    def peer_at(self, key: PeerKey) -> Peer | None:
+        """The record of the open link to a welcome peer."""
+        with self._changed:
+            return self._by_link.get(self._links[key]) if key in self._links else None
+
+    def traffic(self, key: PeerKey) -> Traffic | None:
+        """The counts of a peer that was welcome once; for the channel to add to, under its lock."""
+        return self._ledger.get(key)
+
+    def stats(self, inflight: Mapping[PeerKey, int], window_bytes: int) -> tuple[PeerStats, ...]:
+        """A snapshot of every peer that was welcome once; `inflight` are the bytes on their way to each."""
+        with self._changed:
+            return tuple(
+                traffic.stats(
+                    connected=key in self._links,
+                    inflight_bytes=inflight.get(key, 0),
+                    window_bytes=window_bytes,
+                    step_age_s=self._step_age_s(key),
+                )
+                for key, traffic in self._ledger.items()
+            )
+
+    def _step_age_s(self, key: PeerKey) -> float | None:
+        peer = self.peer_at(key)
+        return None if peer is None or peer.stepped_at is None else self._clock() - peer.stepped_at
+
+    # -- connecting -------------------------------------------------------------------------------------------------
+
     def connect(self, address: PeerAddress, *, timeout_s: float) -> None:
         """Opens a link and shakes hands; see `KVChannel.connect`."""
-        if self.link_to(peer_key(address)) is not None:
-            return
-        link = self._transport.connect(address.endpoints, timeout_s=timeout_s)
-        peer = self.at(link)
-        self._transport.send(link, wire.encode(wire.Hello((wire.MAJOR, wire.MINOR), self.us, self._layout)))
+        key, now = peer_key(address), self._clock()
+        if key == peer_key(self.us):
+            raise TransferError("this is the end's own address; a channel has no link to itself")
         with self._changed:
-            self._changed.wait_for(lambda: peer.address or peer.refusal, timeout_s)
-            problem = peer.refusal
-            if problem is None and peer.address is None:
-                problem = TransferError(f"{link.endpoint} did not answer the handshake within {timeout_s} s")
-            elif peer.address is not None and peer_key(peer.address) != peer_key(address):
-                problem = TransferError(f"{link.endpoint} answers as another engine: the peer asked for was restarted")
-        if problem is not None:
-            self._transport.fence(link)
-            with self._changed:
-                self._by_link.pop(link, None)
-            raise problem
+            if key in self._links:
+                return
+            is_new = key not in self._wanted
+            wanted = self._wanted.setdefault(key, Wanted(address, now, math.inf))
+            wanted.address, wanted.lost_at = address, now + timeout_s
+            if timeout_s <= 0:
+                wanted.due = now
+        if timeout_s <= 0:
+            self._redial(wanted, now)
+            return
+        try:
+            self._reach(wanted, timeout_s)
+        except BaseException:
+            if is_new:
+                self._unwant(key)
+            raise
 
-    def greet(self, peer: Peer, message: wire.Message) -> None:
-        """A frame on a link that is not open yet. Anything but a handshake closes it."""
+    def drop(self, key: PeerKey) -> None:
+        """Closes the link to this peer, or what is to become one, and dials it no more."""
+        self._unwant(key)
+        with self._changed:
+            links = [peer.link for peer in self._by_link.values() if peer.key == key]
+        for link in links:
+            self._transport.fence(link)
+
+    def _unwant(self, key: PeerKey) -> None:
+        with self._changed:
+            self._wanted.pop(key, None)
+
+    def _reach(self, wanted: Wanted, timeout_s: float) -> None:
+        """Dials until there is a link to the peer, whichever end's it is."""
+        key, left = peer_key(wanted.address), timeout_s
+        while True:
+            problem = self._answer(self._dial(wanted, left), left)
+            with self._changed:
+                if isinstance(problem, Occupied):
+                    self._changed.wait_for(lambda: key in self._links, REDIAL_S[0])
+                    left -= REDIAL_S[0]
+                if problem is None or key in self._links:
+                    return
+            if not isinstance(problem, Occupied) or left <= 0:
+                raise problem
+
+    def _answer(self, peer: Peer, timeout_s: float) -> PDInferError | None:
+        """Waits for the handshake's end. When it is not a link, says why, and closes what there is of one."""
+        with self._changed:
+            self._changed.wait_for(lambda: not peer.is_pending or peer.key in self._links, timeout_s)
+            if peer.address is not None:
+                return None
+            problem = peer.refusal
+        self._abandon(peer)
+        return problem or TransferError(f"{peer.link.endpoint} did not answer the handshake within {timeout_s} s")
+
+    def _redial(self, wanted: Wanted, now: float) -> None:
+        """Dials, when it is due, without waiting for the answer."""
+        key = peer_key(wanted.address)
+        with self._changed:
+            pending = any(peer.is_pending and peer.key == key for peer in self._by_link.values())
+            if self._wanted.get(key) is not wanted or key in self._links or pending or now < wanted.due:
+                return
+            low, high = REDIAL_S
+            wanted.due = now + min(high, low * 2.0**wanted.attempts)
+            wanted.attempts += 1
+        try:
+            self._dial(wanted, 0.0)
+        except TransferError as error:
+            _log.info("a peer cannot be dialled: %s", error)
+
+    def _dial(self, wanted: Wanted, timeout_s: float) -> Peer:
+        """The peer may be heard before `connect` returns and it is known who should answer. So who dialled is said by
+        whoever comes second: this thread, or the one that reads the peer's first frame."""
+        peer = self.at(self._transport.connect(wanted.address.endpoints, timeout_s=timeout_s))
+        key = peer_key(wanted.address)
+        with self._changed:
+            if key in self._links:
+                self._refuse(peer, Occupied("the peer has dialled this end meanwhile"))
+            elif self._wanted.get(key) is not wanted:
+                self._refuse(peer, TransferError("the peer was dropped while it was dialled"))
+            if peer.refusal is not None:
+                return peer
+            peer.asked_for = wanted.address
+            is_sealed = peer.is_sealed
+        self.open(peer)
+        if is_sealed:
+            self._introduce(peer)
+        return peer
+
+    def _abandon(self, peer: Peer) -> None:
+        """Closes a link that this end dialled in vain."""
+        self._transport.fence(peer.link)
+        with self._changed:
+            self._by_link.pop(peer.link, None)
+
+    # -- the handshake ----------------------------------------------------------------------------------------------
+
+    def open(self, peer: Peer) -> None:
+        """This end's first frame, sent once."""
+        version = (wire.MAJOR, wire.MINOR)
+        peer.open(self._transport, wire.encode(wire.Open(version, peer.nonce, self._key is not None)))
+
+    def read(self, peer: Peer, frame: bytes) -> wire.Message | None:
+        """The message in a frame of an open link; None when the frame was one of the handshake. TransferError when it
+        does not verify, or was sent in spite of a refusal."""
+        if peer.refusal is not None:
+            raise TransferError(f"{peer.link.endpoint} went on after it was refused: {peer.refusal}")
+        if not peer.is_sealed:
+            self._meet(peer, wire.decode(frame))
+            return None
+        if peer.address is not None:
+            return wire.decode(peer.unseal(frame))
+        try:
+            unsealed = peer.unseal(frame)
+        except TransferError as error:
+            self._reject(peer, error)
+            return None
+        self._greet(peer, wire.decode(unsealed))
+        return None
+
+    def _meet(self, peer: Peer, message: wire.Message) -> None:
+        """The first frame of the other end: from here on the link is sealed, and who dialled says who it is."""
+        if not isinstance(message, wire.Open):
+            raise TransferError(f"a link begins with its peer's nonce, not with a {type(message).__name__} frame")
+        self.open(peer)
+        if message.version[0] != wire.MAJOR:
+            self._refuse(
+                peer, TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
+            )
+        elif message.keyed != (self._key is not None):
+            has, lacks = ("the peer", "this end") if message.keyed else ("this end", "the peer")
+            self._refuse(peer, TransferError(f"{has} has a key and {lacks} has none; give both ends the same one"))
+        else:
+            with self._changed:
+                peer.begin_session(message.nonce, self._key)
+                is_asked = peer.asked_for is not None
+            if is_asked:
+                self._introduce(peer)
+
+    def _introduce(self, peer: Peer) -> None:
+        """Says who dialled."""
+        self.post(peer, wire.Hello(self.us, self._layout))
+
+    def _greet(self, peer: Peer, message: wire.Message) -> None:
+        """A sealed frame on a link that is not open yet. Anything but a handshake closes it."""
         if isinstance(message, wire.Reject):
             error = message.error
             if isinstance(error, LayoutMismatch):
                 fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)
                 error = LayoutMismatch(f"the peer refuses: {error}", fields=fields)
-            self._refuse(peer, error)
+            self._refuse(peer, Occupied(str(error)) if message.again else error)
         elif isinstance(message, wire.Hello | wire.Welcome):
-            self._judge(peer, message)
+            try:
+                self._check(peer, message)
+                self._admit(peer, message)
+            except PDInferError as error:
+                self._reject(peer, error)
+            else:
+                peer.flush(self._transport)
         else:
             raise TransferError(f"a {type(message).__name__} frame came before the handshake")
+
+    def post(self, peer: Peer, message: wire.Message) -> None:
+        """Sends a sealed frame."""
+        peer.post(self._transport, wire.encode(message))
+
+    def reason(self, link: Link) -> TransferError | None:
+        """Why this end gave the link up, if it did."""
+        with self._changed:
+            refusal = self._by_link[link].refusal if link in self._by_link else None
+            return refusal if isinstance(refusal, TransferError) else None
 
     def forget(self, link: Link, error: TransferError) -> PeerAddress | None:
         """The link is gone: who was there, if anyone welcome was."""
         with self._changed:
-            peer = self._by_link.pop(link, None)
-            if peer is None:
-                # dialled and lost before `connect` could look: let it find out
-                self._by_link[link] = Peer(link, refusal=error)
-                return None
+            peer = self._by_link.pop(link, None) or Peer(link, b"", dialled=True, since=self._clock())
             peer.refusal = peer.refusal or error
+            if peer.dialled and peer.asked_for is None:
+                self._by_link[link] = peer  # lost before the thread that dials could look: let it find out
+            self._changed.notify_all()
+            if peer.asked_for is not None and isinstance(peer.refusal, LayoutMismatch):
+                self._wanted.pop(peer_key(peer.asked_for), None)
             if peer.address is None or self._links.get(peer_key(peer.address)) is not link:
                 return None
-            del self._links[peer_key(peer.address)]
+            key = peer_key(peer.address)
+            del self._links[key]
+            if key in self._wanted:
+                wanted, now = self._wanted[key], self._clock()
+                wanted.lost_at, wanted.due, wanted.attempts = now, now + REDIAL_S[0], 1
             return peer.address
 
-    def _judge(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
-        asked = isinstance(message, wire.Hello)
-        try:
-            self._check(message)
-            self._admit(peer, message)
-        except PDInferError as error:
-            self._refuse(peer, error)
-            if asked:
-                self._transport.send(peer.link, _reject(error))
-            return
-        if asked:
-            # known here before the peer learns that it is welcome, so that whoever waits for it may use both ends
-            welcome = wire.Welcome((wire.MAJOR, wire.MINOR), self.us, self._layout)
-            self._transport.send(peer.link, wire.encode(welcome))
-
-    def _check(self, message: wire.Hello | wire.Welcome) -> None:
-        if message.version[0] != wire.MAJOR:
-            raise TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
+    def _check(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
+        if isinstance(message, wire.Hello) == peer.dialled:
+            raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
+        if peer.dialled and peer.asked_for is None:
+            raise TransferError("a Welcome frame came before this end said who it is")
         unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
         if unknown:
             raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
+        if peer.asked_for is not None and peer_key(peer.asked_for) != peer_key(message.address):
+            raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
         self._layout.compatible_with(message.layout)
 
     def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
         """One link per identity: were there two, closing either would count as proof that the peer writes no more,
-        while the other still does."""
+        while the other still does. A Welcome is queued first, so that nothing another thread says overtakes it."""
         with self._changed:
             key = peer_key(message.address)
             if key in self._links:
-                raise TransferError("this peer has an open link already; drop that one before opening another")
+                raise Occupied("this peer has an open link already; drop that one before opening another")
+            if isinstance(message, wire.Hello):
+                crossed = any(other.is_pending and other.key == key for other in self._by_link.values())
+                if crossed and peer_key(self.us) < key:
+                    raise Occupied("both ends dial, and it is the other one's link that stays")
+                peer.queue(wire.encode(wire.Welcome(self.us, self._layout)))
             peer.address = message.address
             peer.layout_id = message.layout.layout_id
             peer.link.trusted = True
             self._links[key] = peer.link
+            self._ledger.meet(message.address, self._links)
+            if key in self._wanted:
+                self._wanted[key].attempts = 0
             self._changed.notify_all()
 
     def _refuse(self, peer: Peer, error: PDInferError) -> None:
         with self._changed:
             peer.refusal = error
             self._changed.notify_all()
+        if not isinstance(error, Occupied):
+            _log.warning("the link to %s is refused or given up: %s", peer.link.endpoint, error)
 
+    def _reject(self, peer: Peer, error: PDInferError) -> None:
+        """Refuses, and tells an end that dialled why. It closes the link; if it goes on instead, this end does."""
+        self._refuse(peer, error)
+        if not peer.dialled:
+            peer.post(self._transport, wire.rejection(error, again=isinstance(error, Occupied)))
 
-def _reject(error: PDInferError) -> bytes:
-    """The refusal in a frame that an untrusted link takes: of many long differences the last ones stay unsaid."""
-    fields = error.fields if isinstance(error, LayoutMismatch) else ()
-    short = type(error)(str(error)[:MAX_REASON_CHARACTERS])
-    while True:
-        frame = wire.encode(wire.Reject(short, fields))
-        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES or not fields:
-            return frame
-        fields = fields[:-1]
+    # -- heartbeats -------------------------------------------------------------------------------------------------
+
+    def tick(self, step_age_s: float) -> None:
+        """Beats on every open link, gives up those that are silent, dials those that are missing."""
+        now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
+        with self._changed:
+            passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
+            peers, wanted = list(self._by_link.values()), list(self._wanted.items())
+        for peer in peers:
+            silent_s = peer.silent_s = min(now - peer.link.heard_at, peer.silent_s + passed_s)
+            if peer.address is None:
+                if peer.dialled and peer.refusal is not None:
+                    self._abandon(peer)
+                elif now - peer.since > HANDSHAKE_S:
+                    self._give_up(peer, f"{peer.link.endpoint} did not finish its handshake in {HANDSHAKE_S:g} s")
+            elif silent_s > SILENT_S:
+                reason = f"nothing came from {peer.link.endpoint} for {silent_s:.1f} s"
+                self._give_up(peer, f"{reason}: it hangs, is frozen or cannot be reached")
+            else:
+                peer.post(self._transport, beat)
+        for key, want in wanted:
+            if now - want.lost_at <= RELINK_S or self.link_to(key) is not None:
+                self._redial(want, now)
+            else:
+                _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
+                self._unwant(key)
+
+    def give_up(self, key: PeerKey, reason: str) -> None:
+        """Closes the link to a peer; it may come back over a new one."""
+        peer = self.peer_at(key)
+        if peer is not None:
+            self._give_up(peer, reason)
+
+    def _give_up(self, peer: Peer, reason: str) -> None:
+        self._refuse(peer, TransferError(reason))
+        self._transport.fence(peer.link)

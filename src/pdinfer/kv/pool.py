@@ -1,7 +1,12 @@
 """Who owns which page: the accounting of one pool. No tensors here; the bytes belong to `memory`.
 
-A page is FREE, OWNED (by this engine's own requests) or GRANTED (a peer may be writing it). Returning a page gives it a
-new generation, so that a grant which outlived its pages is recognised.
+A page is FREE, OWNED (by this engine's own requests, any number of them), GRANTED (a peer may be writing it) or CACHED
+(no request uses it, and its tokens are known, so that a later request may). A page that becomes free gets a new
+generation, so that a grant which outlived its pages is recognised.
+
+    FREE ──own──► OWNED ──release──► FREE                      FREE ──grant──► GRANTED ──adopt──► OWNED
+                    │ keep: indexed; from then on                                └────release───► FREE
+                    └──release by the last──► CACHED ──share──► OWNED     CACHED ──evicted or forgotten──► FREE
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transport import Memory
 
 
@@ -23,6 +29,7 @@ class PageState(enum.Enum):
     FREE = "free"
     OWNED = "owned"
     GRANTED = "granted"
+    CACHED = "cached"
 
 
 class CacheShape(Protocol):
@@ -38,8 +45,9 @@ class CacheShape(Protocol):
 class PagePool:
     """The pages of one engine on one rank. Used from the thread that steps the engine.
 
-    `free + owned + granted == num_pages` always holds; every transition that does not fit raises and changes nothing.
-    Raises ConfigError when the pool does not fit the device's memory.
+    `free + owned + granted + cached == num_pages` always holds, a page shared by several requests being owned once;
+    every transition that does not fit raises and changes nothing. Whoever asks for pages gets free ones, and cached
+    ones when those run out. Raises ConfigError when the pool does not fit the device's memory.
     """
 
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:
@@ -47,9 +55,12 @@ class PagePool:
         self.layout = model.kv_layout(config)
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
         self.memory = model.allocate_pages(self.layout, self.num_pages, config.memory)
+        self.prefix_cache = config.prefix_cache
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._states = [PageState.FREE] * self.num_pages
         self._generations = [0] * self.num_pages
+        self._users = [0] * self.num_pages
+        self._index = PrefixIndex()
         self._num_granted = 0
 
     @property
@@ -61,15 +72,27 @@ class PagePool:
         return self._num_granted
 
     @property
+    def num_cached(self) -> int:
+        return self._index.num_resting
+
+    @property
     def num_owned(self) -> int:
-        return self.num_pages - len(self._free) - self._num_granted
+        return self.num_pages - self.num_available - self._num_granted
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had: free ones, and cached ones, which are evicted for it."""
+        return len(self._free) + self._index.num_resting
 
     def own(self, count: int) -> tuple[int, ...]:
-        """Takes free pages for a request of this engine; Overloaded when there are too few."""
-        return self._take(count, PageState.OWNED)
+        """Takes pages for a request of this engine; Overloaded when there are too few."""
+        pages = self._take(count, PageState.OWNED)
+        for page in pages:
+            self._users[page] = 1
+        return pages
 
     def grant(self, count: int) -> tuple[int, ...]:
-        """Takes free pages for a peer to write; they come back through `adopt` or, the writer stopped, `release`."""
+        """Takes pages for a peer to write; they come back through `adopt` or, the writer stopped, `release`."""
         pages = self._take(count, PageState.GRANTED)
         self._num_granted += count
         return pages
@@ -79,22 +102,89 @@ class PagePool:
         self._expect(pages, PageState.GRANTED)
         for page in pages:
             self._states[page] = PageState.OWNED
+            self._users[page] = 1
         self._num_granted -= len(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """Owned pages, or granted ones whose writer is proven to have stopped, become free."""
+        """A request lets go of its pages, given in the order of their tokens: owned ones become cached or free unless
+        another request uses them, granted ones, whose writer is proven to have stopped, free."""
         granted = bool(pages) and 0 <= pages[0] < self.num_pages and self._states[pages[0]] is PageState.GRANTED
         self._expect(pages, PageState.GRANTED if granted else PageState.OWNED)
-        for page in pages:
-            self._states[page] = PageState.FREE
-            self._generations[page] += 1
-            self._free.append(page)
         if granted:
             self._num_granted -= len(pages)
+        for page in reversed(pages):  # what continues a page is evicted before it
+            self._users[page] -= not granted
+            if self._users[page]:
+                continue
+            if page in self._index:
+                self._states[page] = PageState.CACHED
+                self._index.rest(page)
+            else:
+                self._to_free(page)
 
     def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """How often each page has been returned."""
+        """How often each page has become free."""
         return tuple(self._generations[page] for page in pages)
+
+    # -- prefixes ---------------------------------------------------------------------------------------------------
+
+    def chain(self, salt: bytes) -> PrefixChain:
+        """The keys, none yet, of a sequence that shares its pages with those of equal `salt`."""
+        return PrefixChain.of(self.layout.layout_id, salt, self.layout.page_size)
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """The pages that hold the longest known beginning of a sequence with these `keys`; they are nobody's until
+        `share`, which must come before anything else is taken."""
+        return self._index.find(keys)
+
+    def num_unused(self, pages: Sequence[int]) -> int:
+        """How many of these found pages no request uses: `share` takes that many from those available."""
+        return sum(not self._users[page] for page in pages)
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more request uses these found pages, to read; each user releases them."""
+        if any(page not in self._index for page in pages):
+            raise PDInferError(f"a page of {clip(list(pages))} is not in the prefix index")
+        for page in pages:
+            self._users[page] += 1
+            self._states[page] = PageState.OWNED
+            self._index.use(page)
+
+    def is_kept(self, page: int) -> bool:
+        """Whether the page is in the prefix index."""
+        return page in self._index
+
+    def keep(self, keys: Sequence[bytes], pages: Sequence[int]) -> tuple[int, ...]:
+        """Lets later requests find a request's owned pages, the first of its table, which `keys` say to be full and
+        nobody writes any more. Returns the pages to use from now on: where the same tokens are known already, the known
+        page, shared; ours is released."""
+        self._expect(pages, PageState.OWNED)
+        if not self.prefix_cache:
+            return tuple(pages)
+        kept = list(pages)
+        first = len(kept)
+        while first and kept[first - 1] not in self._index:
+            first -= 1
+        for at in range(first, len(kept)):
+            known = self._index.page_of(keys[at])
+            if known is not None:
+                self.share((known,))
+                self.release((kept[at],))
+                kept[at] = known
+            elif self._users[kept[at]] == 1:
+                self._index.add(keys[at], kept[at], kept[at - 1] if at else None)
+            else:
+                break  # forgotten while others use it: they may not use what would be its parent now
+        return tuple(kept)
+
+    def forget(self, pages: Sequence[int]) -> None:
+        """What these pages hold is in doubt: nobody will find them again, nor any page that continues them."""
+        for page in pages:
+            if page in self._index:
+                for rested in self._index.drop(page):
+                    self._to_free(rested)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raises PDInferError unless every page is counted once and in the state that the counts say."""
@@ -103,20 +193,35 @@ class PagePool:
             PageState.FREE: self.num_free,
             PageState.OWNED: self.num_owned,
             PageState.GRANTED: self.num_granted,
+            PageState.CACHED: self.num_cached,
         }
         free = {page for page, state in enumerate(self._states) if state is PageState.FREE}
         if counts != said or set(self._free) != free:
             raise PDInferError(f"page accounting is broken: counted {counts}, recorded {said}")
+        for page, state in enumerate(self._states):
+            used = self._users[page] > 0
+            if used != (state is PageState.OWNED) or (
+                not used and (page in self._index) != (state is PageState.CACHED)
+            ):
+                raise PDInferError(f"page accounting is broken: page {page} is {state.value}")
+        self._index.check(page for page, users in enumerate(self._users) if users)
 
     def _take(self, count: int, state: PageState) -> tuple[int, ...]:
         if count < 0:
             raise PDInferError(f"{count} pages were asked for")
-        if count > len(self._free):
-            raise Overloaded(f"{count} pages asked for, {len(self._free)} of {self.num_pages} are free")
+        if count > self.num_available:
+            raise Overloaded(f"{count} pages asked for, {self.num_available} of {self.num_pages} are free or cached")
+        while len(self._free) < count:
+            self._to_free(self._index.evict())
         pages = tuple(self._free.pop() for _ in range(count))
         for page in pages:
             self._states[page] = state
         return pages
+
+    def _to_free(self, page: int) -> None:
+        self._states[page] = PageState.FREE
+        self._generations[page] += 1
+        self._free.append(page)
 
     def _expect(self, pages: Sequence[int], state: PageState) -> None:
         if len(set(pages)) != len(pages):

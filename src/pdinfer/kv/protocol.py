@@ -15,6 +15,7 @@ that a late submit with it is refused.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
 MAX_TOMBSTONES = 65536
+MAX_TOMBSTONE_PEERS = 1024
 
 PeerKey = tuple[bytes, int, int]
 """(engine_id, epoch, rank): who a peer is, wherever it can be reached."""
@@ -40,11 +42,14 @@ class StaleFrame(TransferError):
 
 @attrs.define
 class Coverage:
-    """Which tokens of which layers have arrived, as disjoint ranges per layer; those in order are joined."""
+    """Which tokens of which layers a room's writers have announced, and how many of them have arrived and verified.
+
+    Per layer the announced tokens are sorted, disjoint ranges; neighbours are joined.
+    """
 
     layers: range
     tokens: range
-    _arrived: dict[int, list[range]] = attrs.field(factory=dict)
+    _announced: dict[int, list[range]] = attrs.field(factory=dict)
     _num_missing: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -52,27 +57,40 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
+        """Whether every token of every layer has arrived."""
         return self._num_missing == 0
 
-    def claim(self, layers: range, tokens: range) -> None:
-        """Marks a rectangle as arrived; TransferError when it leaves the grant or overlaps what came before."""
+    def announce(self, layers: range, tokens: range) -> None:
+        """A rectangle is about to arrive; TransferError when it leaves the grant or overlaps what came before."""
         inside = _within(layers, self.layers) and _within(tokens, self.tokens)
         if not inside or not layers or not tokens:
             raise TransferError(
                 f"layers {_text(layers)} x tokens {_text(tokens)} is outside the grant's layers {_text(self.layers)} "
                 f"x tokens {_text(self.tokens)}"
             )
+        places = []
         for layer in layers:
-            for range_ in self._arrived.get(layer, ()):
-                if tokens.start < range_.stop and range_.start < tokens.stop:
-                    raise TransferError(f"tokens {_text(tokens)} of layer {layer} arrived twice")
-        for layer in layers:
-            ranges = self._arrived.setdefault(layer, [])
-            if ranges and ranges[-1].stop == tokens.start:
-                ranges[-1] = range(ranges[-1].start, tokens.stop)
-            else:
-                ranges.append(tokens)
+            ranges = self._announced.setdefault(layer, [])
+            at = bisect(ranges, tokens.start, key=lambda span: span.start)
+            if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
+                raise TransferError(f"tokens {_text(tokens)} of layer {layer} were announced twice")
+            places.append((ranges, at))
+        for ranges, at in places:
+            _insert(ranges, at, tokens)
+
+    def arrive(self, layers: range, tokens: range) -> None:
+        """An announced rectangle is here and verified."""
         self._num_missing -= len(layers) * len(tokens)
+
+
+def _insert(ranges: list[range], at: int, tokens: range) -> None:
+    """Puts `tokens` between its neighbours, joined to those it touches."""
+    first, last, start, stop = at, at, tokens.start, tokens.stop
+    if at and ranges[at - 1].stop == start:
+        first, start = at - 1, ranges[at - 1].start
+    if at < len(ranges) and ranges[at].start == stop:
+        last, stop = at + 1, ranges[at].stop
+    ranges[first:last] = [range(start, stop)]
 
 
 def _within(inner: range, outer: range) -> bool:
@@ -87,9 +105,13 @@ def _text(span: range) -> str:
 class _Room:
     grant: PageGrant
     coverage: Coverage
+    expected_at: float
+    first_byte_at: float | None = None
+    last_byte_at: float | None = None
     words: dict[PeerKey, Handoff] = attrs.field(factory=dict)
     fault: TransferError | None = None
     stopped: bool = False
+    stopping_since: float | None = None
 
     @property
     def writers(self) -> list[PeerKey]:
@@ -110,26 +132,34 @@ class Expected:
     _rooms: dict[bytes, _Room] = attrs.field(factory=dict)
     _settled: list[Handoff] = attrs.field(factory=list)
 
-    def expect(self, grant: PageGrant) -> None:
+    def expect(self, grant: PageGrant, now: float) -> None:
         """From now on `grant`'s writers may write it."""
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} is expected already")
         if not grant.writers:
             raise TransferError(f"room {grant.room.hex()} has no writer, so it could never settle")
-        self._rooms[grant.room] = _Room(grant, Coverage(self.layers, grant.tokens))
+        self._rooms[grant.room] = _Room(grant, Coverage(self.layers, grant.tokens), now)
 
-    def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range) -> PageGrant:
+    def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
         """A writer announces a payload: the grant that says where it goes. StaleFrame when it may not write."""
         state = self._rooms.get(room)
         if state is None or peer not in state.writers or peer in state.words:
             raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
-        state.coverage.claim(layers, tokens)
+        state.coverage.announce(layers, tokens)
+        if state.first_byte_at is None:
+            state.first_byte_at = now
         return state.grant
 
-    def damaged(self, room: bytes, error: TransferError) -> list[PeerKey]:
-        """Bytes of the room did not verify: it can only end ABORTED."""
+    def placed(
+        self, room: bytes, layers: range, tokens: range, error: TransferError | None, now: float
+    ) -> list[PeerKey]:
+        """An announced payload is here. With an `error` it did not verify, and the room can only end ABORTED."""
         state = self._rooms.get(room)
         if state is None:
+            return []
+        if error is None:
+            state.coverage.arrive(layers, tokens)
+            state.last_byte_at = now
             return []
         state.fault = state.fault or error
         return self.stop(room)
@@ -154,6 +184,18 @@ class Expected:
             return []
         state.stopped = True
         return state.silent()
+
+    def unanswered(self, now: float, patience_s: float) -> list[PeerKey]:
+        """Writers that were asked to stop `patience_s` ago, as far as calls to this have seen, and have not spoken:
+        only taking their access away can settle those rooms."""
+        peers: list[PeerKey] = []
+        for state in self._rooms.values():
+            if state.stopped:
+                if state.stopping_since is None:
+                    state.stopping_since = now
+                if now - state.stopping_since >= patience_s:
+                    peers += state.silent()
+        return list(dict.fromkeys(peers))
 
     def lost(self, peer: PeerKey, error: TransferError) -> dict[bytes, list[PeerKey]]:
         """The peer can write no more: it counts as having said ABORTED in every room it still owes a word. Per room
@@ -184,24 +226,44 @@ class Expected:
             state.fault = TransferError("a hand-off said LANDED but not every granted token had arrived")
         if state.fault is not None:
             words = [attrs.evolve(word, status=HandoffStatus.ABORTED, error=state.fault) for word in words]
-        self._settled += words
+        first_s, last_s = (
+            None if at is None else at - state.expected_at for at in (state.first_byte_at, state.last_byte_at)
+        )
+        self._settled += [attrs.evolve(word, first_byte_s=first_s, last_byte_s=last_s) for word in words]
 
 
 @attrs.define
 class Accepted:
-    """Prefill's side: the rooms it may write, and the rooms it must never write."""
+    """Prefill's side: the rooms it may write, and per decode the rooms it must never write."""
 
     _rooms: dict[bytes, tuple[PeerKey, ...]] = attrs.field(factory=dict)
-    _tombstones: OrderedDict[bytes, None] = attrs.field(factory=OrderedDict)
-    _stops: list[tuple[bytes, TransferError]] = attrs.field(factory=list)
+    _tombstones: dict[PeerKey, OrderedDict[bytes, None]] = attrs.field(factory=dict)
+    _stops: dict[bytes, TransferError] = attrs.field(factory=dict)
+    _owed: OrderedDict[tuple[bytes, PeerKey], None] = attrs.field(factory=OrderedDict)
+
+    def turn_away(self, grant: PageGrant) -> None:
+        """A request came and its decode is not connected, or does not look so yet: where it saw the link first, it has
+        granted the room on that link and waits for a word that only a later `linked` can give."""
+        for destination in grant.destinations:
+            self._owed[grant.room, peer_key(destination)] = None
+        while len(self._owed) > MAX_TOMBSTONES:
+            self._owed.popitem(last=False)
+
+    def linked(self, peer: PeerKey) -> list[bytes]:
+        """There is a link to `peer`: the rooms that were turned away, to be answered ABORTED."""
+        rooms = [room for room, destination in self._owed if destination == peer]
+        for room in rooms:
+            del self._owed[room, peer]
+        return rooms
 
     def accept(self, grant: PageGrant) -> None:
         """A request with this grant was submitted; TransferError when the room was aborted before it arrived."""
-        if grant.room in self._tombstones:
+        destinations = tuple(peer_key(destination) for destination in grant.destinations)
+        if any(grant.room in self._tombstones.get(peer, ()) for peer in destinations):
             raise TransferError(f"room {grant.room.hex()} was aborted before its request arrived")
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} was submitted twice")
-        self._rooms[grant.room] = tuple(peer_key(destination) for destination in grant.destinations)
+        self._rooms[grant.room] = destinations
 
     def writable(self, room: bytes) -> bool:
         return room in self._rooms
@@ -210,31 +272,38 @@ class Accepted:
         """Decode asks to stop. True when the room was never heard of: the answer ABORTED is due at once."""
         destinations = self._rooms.get(room)
         if destinations is None:
-            self._tombstones[room] = None
-            while len(self._tombstones) > MAX_TOMBSTONES:
-                self._tombstones.popitem(last=False)
+            # per peer, so that one which floods us pushes out no room but its own
+            tombstones = self._tombstones.setdefault(peer, OrderedDict())
+            tombstones[room] = None
+            while len(self._tombstones) > MAX_TOMBSTONE_PEERS:
+                del self._tombstones[next(iter(self._tombstones))]
+            while len(tombstones) > MAX_TOMBSTONES:
+                tombstones.popitem(last=False)
             return True
         if peer in destinations:
-            self._stops.append((room, error))
+            self._stops.setdefault(room, error)
         return False
 
     def lost(self, peer: PeerKey, error: TransferError) -> None:
-        """A destination is gone: its rooms need no more work."""
-        self._stops += [(room, error) for room, destinations in self._rooms.items() if peer in destinations]
+        """A destination is gone: its rooms need no more work. It may come back over a new link, and requests that were
+        on their way all the time come after it: tombstones stay."""
+        for room, destinations in self._rooms.items():
+            if peer in destinations:
+                self._stops.setdefault(room, error)
 
     def finish(self, room: bytes) -> None:
         """The last word on the room is said."""
         self._rooms.pop(room, None)
+        self._stops.pop(room, None)
 
     def take_stops(self) -> list[tuple[bytes, TransferError]]:
         """Rooms that someone asked to stop since the last call; each still needs its last word."""
-        stops = [(room, error) for room, error in self._stops if room in self._rooms]
-        self._stops = []
-        return stops
+        stops, self._stops = self._stops, {}
+        return list(stops.items())
 
     @property
     def has_stops(self) -> bool:
-        return any(room in self._rooms for room, _ in self._stops)
+        return bool(self._stops)
 
 
 def first_error(words: Sequence[Handoff]) -> PDInferError:

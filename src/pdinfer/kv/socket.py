@@ -1,45 +1,27 @@
-"""A transport over TCP or Unix sockets: the receiver places the bytes, so nothing can land after a fence.
-
-One I/O thread moves all bytes and makes all calls to the receiver:
-
-    any thread: send, write ── queue ──► pdinfer-kv-io: transmit ──► kernel ──► the peer's pdinfer-kv-io: receive
-                                             ▲ wake-up socket                      ├─ place ─► our memory, in place
-                                                                                   └─ received, placed, closed
-"""
+"""A transport over TCP or Unix sockets: the receiver places the bytes, so nothing can land after a fence."""
 
 from __future__ import annotations
 
-import logging
 import os
-import selectors
-import socket
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from pdinfer.errors import ConfigError, TransferError
+from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
-from pdinfer.kv.connection import Connection, Message
-from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_frame, total_bytes
-
-MAX_UNTRUSTED_LINKS = 64
-UNTRUSTED_IDLE_S = 5.0
-SWEEP_S = 1.0
-CLOSE_S = 5.0
+from pdinfer.kv.payloads import InlinePayloads, Payloads
+from pdinfer.kv.stream import StreamTransport
+from pdinfer.kv.transport import Link, Memory, Receiver
 
 
-class SocketTransport:
+class SocketTransport(StreamTransport):
     """Frames and writes over stream sockets, each write verified by a digest.
 
-    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds.
-    Nothing is encrypted: who may connect is the network's affair until the channel's handshake, so a host that other
-    machines can reach needs `allow_remote=True`. Raises ConfigError for an address that cannot be used.
+    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds. With
+    `digest=False` payloads are not verified, neither those sent nor, when the peer sends none, those received; an end
+    with digests refuses the writes of one without.
 
-    A link that was accepted must complete a message within UNTRUSTED_IDLE_S until it is trusted. Belongs to the
-    process that called `register`: in a forked child every method raises TransferError, except `close`, which does
-    nothing.
+    Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
+    network that is trusted; ConfigError says so when the channel is made, as it does for an address that cannot be had.
     """
 
     def __init__(
@@ -49,258 +31,27 @@ class SocketTransport:
         port: int = 0,
         path: str | os.PathLike[str] | None = None,
         allow_remote: bool = False,
+        digest: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        dial.check_host(host, port, allow_remote=allow_remote)
+        dial.check_port(port)
         if path is not None and (host, port) != ("127.0.0.1", 0):
             raise ConfigError(f"listen on a path ({path!r}) or on a host and port ({host}:{port}), not on both")
-        self._host, self._port = host, port
-        self._path = None if path is None else os.fspath(path)
-        self._clock = clock
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._owned: tuple[Memory, Receiver] | None = None
-        self._connections: dict[Link, Connection] = {}
-        self._commands: deque[Callable[[], None]] = deque()
-        self._running = False
-        self._stopping = False
-        self._woken = False
-        self._accepting = True
 
-    @property
-    def name(self) -> str:
-        return "tcp" if self._path is None else "unix"
+        def payloads(link: Link, memory: Memory, receiver: Receiver) -> Payloads:
+            return InlinePayloads(link, memory, receiver, digest=digest)
+
+        super().__init__(
+            "tcp" if path is None else "unix",
+            listen=lambda: dial.listen_tcp(host, port) if path is None else dial.listen_unix(os.fspath(path)),
+            schemes=(dial.TCP, dial.UNIX),
+            payloads=payloads,
+            clock=clock,
+        )
+        self._host = host if path is None else None
+        self._allow_remote = allow_remote
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Listens and starts the I/O thread; raises ConfigError when the address cannot be had."""
-        if self._owned is not None:
-            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
-        self._listener = dial.listen_tcp(self._host, self._port) if self._path is None else dial.listen_unix(self._path)
-        self._owned = memory, receiver
-        self._pid = os.getpid()
-        self._wake, self._waker = socket.socketpair()
-        self._wake.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ, self._awake)
-        self._selector.register(self._listener.sock, selectors.EVENT_READ, self._accept)
-        self._next_sweep = self._clock() + SWEEP_S
-        self._running = True
-        self._thread = threading.Thread(target=self._run, name="pdinfer-kv-io", daemon=True)
-        self._thread.start()
-        return (self._listener.endpoint,)
-
-    def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
-        """Blocks the caller, not the I/O thread."""
-        memory, receiver = self._registered()
-        self._check_process()
-        sock, endpoint = dial.dial(endpoints, timeout_s=timeout_s)
-        connection = Connection(sock, Link(endpoint), memory, receiver, self._clock)
-        with self._lock:
-            running = self._running
-            if running:
-                self._connections[connection.link] = connection
-        if not running:
-            sock.close()
-            raise TransferError(f"cannot connect to {endpoint}: this transport is closed; make a new one")
-        self._post(lambda: self._watch(connection))
-        return connection.link
-
-    def send(self, link: Link, frame: bytes) -> None:
-        check_frame(frame)
-        self._queue(link, Message(frame))
-
-    def write(
-        self,
-        link: Link,
-        frame: bytes,
-        source: Spans,
-        *,
-        ready: Callable[[], None] | None = None,
-        then: Callable[[Transfer], None] | None = None,
-    ) -> Transfer:
-        """`ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
-        check_frame(frame)
-        memory, _ = self._registered()
-        transfer = Transfer(total_bytes(source, memory), then)
-        if not self._queue(link, Message(frame, transfer, source, ready)):
-            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
-        return transfer
-
-    def fence(self, link: Link) -> None:
-        self._check_process()
-        connection = self._connections.get(link)
-        if connection is None:
-            return
-        if threading.current_thread() is self._thread:
-            self._shut(connection, None)
-            return
-        self._post(lambda: self._shut(connection, None))
-        connection.gone.wait()
-
-    def close(self) -> None:
-        """Raises TransferError when a receiver callback keeps the I/O thread for more than CLOSE_S."""
-        if os.getpid() != self._pid or self._owned is None:
-            return
-        if threading.current_thread() is self._thread:
-            self._stop()
-            return
-        self._post(self._stop)
-        self._thread.join(CLOSE_S)
-        if self._thread.is_alive():
-            raise TransferError(f"the I/O thread is still inside a callback after {CLOSE_S} s; memory may be in use")
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise TransferError(
-                f"this transport belongs to process {self._pid}, not to its forked child {os.getpid()}; "
-                f"make a new one here"
-            )
-
-    def _registered(self) -> tuple[Memory, Receiver]:
-        if self._owned is None:
-            raise ConfigError("register a memory and a receiver first")
-        return self._owned
-
-    def _queue(self, link: Link, message: Message) -> bool:
-        self._check_process()
-        connection = self._connections.get(link)
-        if connection is None:
-            return False
-        return connection.queue(message, lambda: self._post(lambda: self._turn(connection, selectors.EVENT_WRITE)))
-
-    def _post(self, command: Callable[[], None]) -> None:
-        """Runs `command` in the I/O thread soon; after the end of that thread, not at all."""
-        with self._lock:
-            if not self._running:
-                return
-            self._commands.append(command)
-            if self._woken or threading.current_thread() is self._thread:
-                return
-            self._woken = True
-            self._waker.send(b"\0")
-
-    # Everything below runs in the I/O thread.
-
-    def _run(self) -> None:
-        error: TransferError | None = None
-        try:
-            while not self._stopping:
-                self._step()
-        except BaseException as raised:  # a SystemExit out of a callback, too, must not look like an orderly close
-            logging.getLogger("pdinfer").critical("the I/O thread failed; all its links are closed", exc_info=True)
-            error = TransferError(f"the transport's I/O thread failed: {raised!r}; make a new transport")
-        finally:
-            with self._lock:
-                self._running = False
-            for connection in list(self._connections.values()):
-                self._shut(connection, error)
-            self._selector.close()
-            self._wake.close()
-            self._waker.close()
-            self._listener.close()
-
-    def _step(self) -> None:
-        for key, mask in self._selector.select(self._patience()):
-            key.data(mask)
-        for _ in range(len(self._commands)):
-            self._commands.popleft()()
-        if self._clock() >= self._next_sweep:
-            self._sweep()
-
-    def _patience(self) -> float | None:
-        if self._commands:
-            return 0.0
-        return SWEEP_S if self._untrusted() or not self._accepting else None
-
-    def _awake(self, mask: int) -> None:
-        self._wake.recv(1)
-        with self._lock:
-            self._woken = False
-
-    def _untrusted(self) -> list[Connection]:
-        return [c for c in list(self._connections.values()) if c.accepted and not c.link.trusted]
-
-    def _accept(self, mask: int) -> None:
-        try:
-            sock, address = self._listener.sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return
-        except OSError as error:
-            # Out of descriptors: the peer keeps waiting in the backlog, and asking again at once would spin.
-            logging.getLogger("pdinfer").error("cannot accept at %s: %s", self._listener.endpoint, error)
-            self._selector.unregister(self._listener.sock)
-            self._accepting = False
-            return
-        if len(self._untrusted()) >= MAX_UNTRUSTED_LINKS:
-            sock.close()
-            return
-        dial.prepare(sock)
-        endpoint = self._listener.endpoint if self._path is not None else dial.tcp_endpoint(*address[:2])
-        connection = Connection(sock, Link(endpoint), *self._registered(), self._clock, accepted=True)
-        with self._lock:
-            self._connections[connection.link] = connection
-        self._guarded(connection, lambda: self._registered()[1].opened(connection.link))
-        self._watch(connection)
-
-    def _watch(self, connection: Connection) -> None:
-        if not connection.closed:
-            self._selector.register(connection.sock, selectors.EVENT_READ, lambda mask: self._turn(connection, mask))
-
-    def _turn(self, connection: Connection, mask: int) -> None:
-        """Lets one link receive and send a bounded amount, and asks to be called when it can do more."""
-        if connection.closed:
-            return
-        if mask & selectors.EVENT_READ:
-            self._guarded(connection, connection.receive)
-        if mask & selectors.EVENT_WRITE and not connection.closed:
-            self._guarded(connection, lambda: self._transmit(connection))
-
-    def _transmit(self, connection: Connection) -> None:
-        more = connection.transmit()
-        if connection.closed:
-            return
-        key = self._selector.get_key(connection.sock)
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
-        if key.events != events:
-            self._selector.modify(connection.sock, events, key.data)
-
-    def _guarded(self, connection: Connection, work: Callable[[], None]) -> None:
-        """Runs `work`; what it raises closes the link, and is logged unless it is a TransferError."""
-        try:
-            work()
-        except TransferError as error:
-            self._shut(connection, error)
-        except Exception as error:
-            name = connection.link.endpoint
-            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", name)
-            self._shut(connection, TransferError(f"a callback failed, so the link to {name} was closed: {error!r}"))
-
-    def _shut(self, connection: Connection, error: TransferError | None) -> None:
-        if connection.closed:
-            return
-        if connection.sock in self._selector.get_map():
-            self._selector.unregister(connection.sock)
-        connection.shut(error or TransferError(f"the link to {connection.link.endpoint} was closed by this end"))
-        try:
-            self._registered()[1].closed(connection.link, error)
-        except Exception:
-            logging.getLogger("pdinfer").exception("closed(%s) failed", connection.link.endpoint)
-        with self._lock:
-            del self._connections[connection.link]
-        connection.gone.set()
-
-    def _stop(self) -> None:
-        self._stopping = True
-        for connection in list(self._connections.values()):
-            self._shut(connection, None)
-
-    def _sweep(self) -> None:
-        now = self._clock()
-        self._next_sweep = now + SWEEP_S
-        if not self._accepting:
-            self._selector.register(self._listener.sock, selectors.EVENT_READ, self._accept)
-            self._accepting = True
-        for connection in self._untrusted():
-            if now - connection.idle_since > UNTRUSTED_IDLE_S:
-                reason = f"{connection.link.endpoint} sent no whole message for {UNTRUSTED_IDLE_S} s and is not trusted"
-                self._shut(connection, TransferError(reason))
+        if self._host is not None and not self._allow_remote:
+            dial.check_local(self._host, receiver)
+        return super().register(memory, receiver)

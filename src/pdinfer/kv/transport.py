@@ -23,6 +23,8 @@ from pdinfer.kv.layout import Spans
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
+TICK_S = 0.4
+"""How often a transport that crosses a process calls `Receiver.tick`."""
 
 
 @attrs.define(eq=False)
@@ -47,11 +49,13 @@ class Transfer:
 class Link:
     """One connection as both sides of the seam see it. Until the channel sets `trusted`, frames are limited to
     MAX_UNTRUSTED_FRAME_BYTES and writes are refused. `same_memory` is set by a transport whose two ends registered the
-    very same memory, so that equal spans need no copy."""
+    very same memory, so that equal spans need no copy. `heard_at` is when the peer last said something whole, or
+    a byte of a payload came, by the transport's clock; a transport that calls `tick` keeps it."""
 
     endpoint: str
     trusted: bool = False
     same_memory: bool = False
+    heard_at: float = 0.0
 
 
 class Memory(Protocol):
@@ -76,7 +80,13 @@ class Memory(Protocol):
 
 class Receiver(Protocol):
     """A channel as its transport sees it. The calls for one link come one at a time and in order, from the
-    transport's I/O thread or from inside a call to it. A TransferError raised from one closes the link."""
+    transport's I/O thread or from inside a call to it. A TransferError raised from one closes the link.
+
+    `authenticates` says that only peers who prove a shared key get past the handshake; then a transport may listen
+    where other machines reach it without being told that the network is trusted."""
+
+    @property
+    def authenticates(self) -> bool: ...
 
     def opened(self, link: Link) -> None:
         """A peer has connected to us."""
@@ -89,6 +99,11 @@ class Receiver(Protocol):
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         """A placed payload is whole and visible, or did not verify. Not called for a discarded one."""
+
+    def tick(self) -> None:
+        """Called about every TICK_S from the I/O thread of a transport that crosses a process, after it has read what
+        had arrived: the place for heartbeats, and for closing (`fence`) links that were silent for too long. A
+        transport inside one process need not call it: there nobody dies alone."""
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         """The link is gone and nothing of it can land any more. Called exactly once per link. `error` is None when
@@ -109,11 +124,13 @@ class Transport(Protocol):
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         """Opens a link to the first endpoint it understands; raises TransferError with the reason. A peer that speaks
-        first may be heard before this returns."""
+        first may be heard before this returns. With `timeout_s` 0 it does not wait: the link may still be opening (it
+        takes frames already), and one that cannot be opened is `closed` with the reason."""
 
     def send(self, link: Link, frame: bytes) -> None:
         """Queues a control frame behind everything sent before; never blocks. A closed link swallows it. Raises
-        ConfigError for a frame that no transport carries."""
+        ConfigError for a frame that no transport carries, TransferError when more waits than a peer that reads would
+        leave: the caller closes the link."""
 
     def write(
         self,
@@ -156,7 +173,12 @@ def check_arriving(link: Link, frame_bytes: int, *, is_write: bool) -> None:
 
 def total_bytes(spans: Spans, memory: Memory) -> int:
     """The payload that `spans` hold; raises ConfigError when one leaves the memory."""
+    if not spans:
+        return 0
     end = memory.num_bytes
+    offsets, lengths = zip(*spans, strict=True)
+    if min(lengths) >= 0 and min(offsets) >= 0 and max(offsets) <= end - max(lengths):
+        return sum(lengths)  # all of them, without a look at each: a write has thousands
     total = 0
     for offset, length in spans:
         if not (0 <= length <= end and 0 <= offset <= end - length):

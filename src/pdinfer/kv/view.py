@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVLayout, Spans
+from pdinfer.kv.segment import CAN_SHARE, Segment
 from pdinfer.kv.transport import Memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -19,7 +20,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class PageMemory:
     """One flat block of bytes on one device, and typed views of its regions.
 
-    Host memory is read and written in place by transports; device memory goes through host copies.
+    Host memory is read and written in place by transports; device memory goes through host copies. With "auto" and
+    "shared", host memory is a `segment` where the system has them, which other processes can be given to read: a forked
+    child then shares the pages, and must leave them alone. "pinned" memory is not.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, *, device: torch.device, memory: str = "auto") -> None:
@@ -28,11 +31,15 @@ class PageMemory:
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
-        self.buffer = torch.zeros(
-            num_pages * layout.page_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned"
-        )
-        if memory == "shared":
-            self.buffer.share_memory_()  # type: ignore[no-untyped-call]
+        num_bytes = num_pages * layout.page_bytes
+        self.segment: Segment | None = None
+        if CAN_SHARE and device.type == "cpu" and memory != "pinned":
+            self.segment = Segment(num_bytes, "pool")
+            self.buffer = torch.frombuffer(self.segment.map, dtype=torch.uint8)
+        else:
+            self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned")
+            if memory == "shared":
+                self.buffer.share_memory_()  # type: ignore[no-untyped-call]
         self._host = self.buffer.numpy().data if device.type == "cpu" else None
 
     @property

@@ -13,23 +13,35 @@ import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.errors import PDInferError, RequestError, TransferError, error_from_code
+from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, RequestError, TransferError, error_from_code
 from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.seal import MAX_TAG_BYTES, NONCE_BYTES
+from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from pdinfer.types import Handoff, PeerAddress
 
-MAJOR, MINOR = 1, 0
+MAJOR, MINOR = 2, 0
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours this version understands; a peer that requires another one is refused."""
 MAX_ERROR_CHARACTERS = 4096
 """How much of an error's text travels: one that came from a peer is passed on, and must still fit in our own frame."""
+MAX_REASON_BYTES = 320
+"""How much of a reason for refusing travels as text; differences also travel one by one."""
 Room = Annotated[bytes, msgspec.Meta(max_length=16)]
 """A peer's rooms are remembered, so they must not be larger than rooms are."""
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class Open(msgspec.Struct, tag="open"):
+    """First frame of either end, the only one without a tag: what the tags of this session are made of."""
+
+    version: tuple[int, int]
+    nonce: Nonce
+    keyed: bool
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """First frame of who connected: who we are and what our pages mean."""
+    """From who dialled: who we are and what our pages mean."""
 
-    version: tuple[int, int]
     address: PeerAddress
     layout: KVLayout
     required: tuple[str, ...] = ()
@@ -38,16 +50,16 @@ class Hello(msgspec.Struct, tag="hello"):
 class Welcome(msgspec.Struct, tag="welcome"):
     """The answer that opens a link."""
 
-    version: tuple[int, int]
     address: PeerAddress
     layout: KVLayout
 
 
 class Reject(msgspec.Struct, tag="reject"):
-    """The answer that refuses it; `fields` as in LayoutMismatch."""
+    """The answer that refuses it; `fields` as in LayoutMismatch. With `again`, what speaks against it passes soon."""
 
     error: PDInferError
     fields: tuple[tuple[str, str, str], ...] = ()
+    again: bool = False
 
 
 class Data(msgspec.Struct, tag="data"):
@@ -71,7 +83,14 @@ class Abort(msgspec.Struct, tag="abort"):
     error: PDInferError
 
 
-Message = Hello | Welcome | Reject | Data | Finish | Abort
+class Beat(msgspec.Struct, tag="beat"):
+    """Sent by either end all the time: a link without them is dead. `step_age_s` is how long ago the engine behind
+    this end looked at its channel, so that a host that hangs can be told from one that is gone."""
+
+    step_age_s: float
+
+
+Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
@@ -116,8 +135,25 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, de
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message."""
-    return _encoder.encode(message)
+    """The frame of a message, without its tag; ConfigError when it is too long to travel."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES - MAX_TAG_BYTES:
+        raise ConfigError(
+            f"a {type(message).__name__} frame of {len(frame)} bytes is too long to travel: "
+            f"{MAX_FRAME_BYTES - MAX_TAG_BYTES} fit"
+        )
+    return frame
+
+
+def rejection(error: PDInferError, *, again: bool) -> bytes:
+    """A Reject frame that an untrusted link takes: of many long differences the last ones stay unsaid."""
+    fields = error.fields if isinstance(error, LayoutMismatch) else ()
+    short = error_from_code(error.code, str(error).encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
+    while True:
+        frame = encode(Reject(short, fields, again))
+        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES - MAX_TAG_BYTES or not fields:
+            return frame
+        fields = fields[:-1]
 
 
 def decode(frame: bytes) -> Message:

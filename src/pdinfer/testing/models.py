@@ -1,4 +1,4 @@
-"""For tests of pdinfer and of what is built on it: small configurations, random weights, a clock that stands still."""
+"""Small models: configurations for any machine, random weights, checkpoints of them."""
 
 from __future__ import annotations
 
@@ -181,16 +181,3 @@ def write_checkpoint(
     index = {"metadata": {"total_size": sum(t.nbytes for t in source.tensors.values())}, "weight_map": weight_map}
     path.joinpath("model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     return source.tensors
-
-
-@attrs.define
-class VirtualClock:
-    """A clock for engines and pairings that moves only when told to."""
-
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def advance(self, seconds: float) -> None:
-        self.now_s += seconds

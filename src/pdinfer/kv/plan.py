@@ -1,0 +1,109 @@
+"""Who sends which tokens of a grant when several ranks compute it, and the proof that each is sent exactly once.
+
+Plain ranges, no tensors, no peers. Page sizes do not appear: a payload is named by its tokens, and each end finds them
+in its own pages (`KVLayout.spans`), so that a plan holds whatever the two page sizes are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import attrs
+
+from pdinfer.errors import ConfigError
+
+Slices = tuple[tuple[range, ...], ...]
+"""For each rank the token ranges it computes, in rising order."""
+
+
+@attrs.frozen
+class Push:
+    """What one writer, by its index in `PageGrant.writers`, sends: `tokens` of every layer in `layers`."""
+
+    writer: int
+    layers: range
+    tokens: range
+
+
+@attrs.frozen
+class Plan:
+    """Every push of a grant. Raises ConfigError, naming the first gap or overlap, unless the pushes cover each token of
+    each layer once and nothing beside them."""
+
+    layers: range
+    tokens: range
+    pushes: tuple[Push, ...]
+
+    def __attrs_post_init__(self) -> None:
+        for push in self.pushes:
+            if not _within(push.layers, self.layers) or not _within(push.tokens, self.tokens):
+                raise ConfigError(f"{_text(push)} leaves the grant's layers {self.layers} and tokens {self.tokens}")
+        for layer in self.layers:
+            self._check(layer)
+
+    def of(self, writer: int) -> tuple[Push, ...]:
+        """What one writer sends; a writer with nothing to send still says its last word."""
+        return tuple(push for push in self.pushes if push.writer == writer)
+
+    def _check(self, layer: int) -> None:
+        reached = self.tokens.start
+        last = ""
+        pushes = (push for push in self.pushes if layer in push.layers and push.tokens)
+        for push in sorted(pushes, key=lambda push: push.tokens.start):
+            if push.tokens.start > reached:
+                raise ConfigError(f"layer {layer}: nobody sends tokens [{reached}, {push.tokens.start})")
+            if push.tokens.start < reached:
+                raise ConfigError(f"layer {layer}: {_text(push)} overlap {last}")
+            reached, last = push.tokens.stop, _text(push)
+        if reached < self.tokens.stop:
+            raise ConfigError(f"layer {layer}: nobody sends tokens [{reached}, {self.tokens.stop})")
+
+
+def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
+    """Splits a sequence between `cp_size` ranks so that causal attention costs each about the same.
+
+    Cut into 2 * cp_size chunks, rank r takes chunk r and chunk 2 * cp_size - 1 - r: a cheap one near the start and a
+    dear one near the end, as in the training of Llama 3 (arXiv:2407.21783, section 3.3.2). Chunks differ by one token
+    at most; a rank may get nothing when there are few tokens. ConfigError for a size below 1.
+    """
+    if cp_size < 1:
+        raise ConfigError(f"a context-parallel size of {cp_size} was asked for; the least is 1")
+    num_chunks = 2 * cp_size
+    borders = [tokens.start + len(tokens) * index // num_chunks for index in range(num_chunks + 1)]
+    chunks = [range(start, stop) for start, stop in itertools.pairwise(borders)]
+    return tuple(tuple(_joined((chunks[rank], chunks[-1 - rank]))) for rank in range(cp_size))
+
+
+def plan_writers(layers: range, tokens: range, slices: Slices) -> Plan:
+    """What each rank sends when it computed its slice: of all `layers`, the part of its slice that decode lacks, which
+    is `tokens`. ConfigError when the slices leave a gap in `tokens`, or overlap."""
+    pushes = (
+        Push(writer, layers, missing)
+        for writer, ranges in enumerate(slices)
+        for span in ranges
+        if (missing := range(max(span.start, tokens.start), min(span.stop, tokens.stop)))
+    )
+    return Plan(layers, tokens, tuple(pushes))
+
+
+def _joined(ranges: Sequence[range]) -> Iterator[range]:
+    """Without empty ranges, and with neighbours as one."""
+    last: range | None = None
+    for span in filter(None, ranges):
+        if last is None or last.stop != span.start:
+            if last is not None:
+                yield last
+            last = span
+        else:
+            last = range(last.start, span.stop)
+    if last is not None:
+        yield last
+
+
+def _within(inner: range, outer: range) -> bool:
+    return not inner or (outer.start <= inner.start and inner.stop <= outer.stop)
+
+
+def _text(push: Push) -> str:
+    return f"writer {push.writer}'s tokens [{push.tokens.start}, {push.tokens.stop})"

@@ -1,0 +1,152 @@
+"""Which cached page holds which tokens: the prefix index of one pool. Plain values, no tensors, no clock.
+
+A page's key says everything that its latents depend on: the layout (model, weights, page size), who may share them, and
+through the key of the page before it every token up to its own last one. Only full pages have a key.
+
+    root = H(layout_id, salt)        key of page i = H(key of page i - 1, or root; tokens of page i)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+from pdinfer.errors import PDInferError
+
+
+def digest(*fields: bytes) -> bytes:
+    """SHA-256 over `fields`, each behind its length: joined bare, salt "org_1" before "2345" would hash as "org_12345"
+    before nothing. Collisions would serve one user's context to another, so a quick hash will not do."""
+    hashed = hashlib.sha256()
+    for field in fields:
+        hashed.update(len(field).to_bytes(8, "little"))
+        hashed.update(field)
+    return hashed.digest()
+
+
+@attrs.define
+class PrefixChain:
+    """The keys of one sequence's full pages, in order; it grows with the sequence."""
+
+    page_size: int
+    root: bytes
+    keys: list[bytes] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, layout_id: bytes, salt: bytes, page_size: int) -> PrefixChain:
+        """The chain of a sequence without tokens."""
+        return cls(page_size, digest(b"pdinfer prefix 1", layout_id, salt))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds the keys of the pages that `tokens`, the whole sequence so far, fills by now."""
+        size = self.page_size
+        for start in range(len(self.keys) * size, len(tokens) - size + 1, size):
+            page = struct.pack(f"<{size}i", *tokens[start : start + size])
+            self.keys.append(digest(self.keys[-1] if self.keys else self.root, page))
+
+
+@attrs.define(eq=False)
+class _Node:
+    key: bytes
+    parent: int | None
+    children: dict[int, None] = attrs.field(factory=dict)
+
+
+class PrefixIndex:
+    """A tree of pages by key. A page is *resting* while no request uses it; resting pages are evicted, the one that has
+    rested longest first, but none before the pages that continue it: without it they could not be found."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, int] = {}
+        self._nodes: dict[int, _Node] = {}
+        self._resting: OrderedDict[int, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._nodes
+
+    @property
+    def num_resting(self) -> int:
+        return len(self._resting)
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page with this key."""
+        return self._pages.get(key)
+
+    def find(self, keys: Iterable[bytes]) -> tuple[int, ...]:
+        """The pages of the longest beginning of `keys` that is here."""
+        pages = []
+        for key in keys:
+            if (page := self._pages.get(key)) is None:
+                break
+            pages.append(page)
+        return tuple(pages)
+
+    def add(self, key: bytes, page: int, parent: int | None) -> None:
+        """Adds a page in use, which continues `parent`."""
+        if key in self._pages or page in self._nodes or (parent is not None and parent not in self._nodes):
+            raise PDInferError(f"page {page} cannot be indexed: it or its key is there already, or its parent is not")
+        self._pages[key] = page
+        self._nodes[page] = _Node(key, parent)
+        if parent is not None:
+            self._nodes[parent].children[page] = None
+
+    def rest(self, page: int) -> None:
+        """Nothing uses the page any more. Of one sequence's pages the last must come first: see `evict`."""
+        self._resting[page] = None
+
+    def use(self, page: int) -> None:
+        """Somebody uses the page: it will not be evicted."""
+        self._resting.pop(page, None)
+
+    def evict(self) -> int:
+        """Removes the page that has rested longest of those that no other continues. PDInferError when none rests.
+
+        Whoever uses a page uses all before it and lets go of them later, so the first in line is such a page.
+        """
+        for page in self._resting:
+            if not self._nodes[page].children:
+                self._remove(page)
+                return page
+        raise PDInferError("no page can be evicted: none rests that no other continues")
+
+    def drop(self, page: int) -> list[int]:
+        """Removes a page and all that continue it, resting or not; returns those that rested."""
+        found = [page]
+        for current in found:
+            found += self._nodes[current].children
+        rested = [current for current in found if current in self._resting]
+        for current in reversed(found):
+            self._remove(current)
+        return rested
+
+    def check(self, used: Iterable[int]) -> None:
+        """Raises PDInferError unless the tree is whole, `used` and resting pages are all there is, and every page
+        before one in use is in use."""
+        used = {page for page in used if page in self._nodes}
+        keys = {page: key for key, page in self._pages.items()}
+        for page, node in self._nodes.items():
+            parent = None if node.parent is None else self._nodes.get(node.parent)
+            attached = node.parent is None or (parent is not None and page in parent.children)
+            if not attached or keys.get(page) != node.key or (page in used) == (page in self._resting):
+                raise PDInferError(f"the prefix index is broken at page {page}")
+            if page in used and node.parent is not None and node.parent not in used:
+                raise PDInferError(f"page {page} is in use and the page before it, {node.parent}, is not")
+        num_children = sum(len(node.children) for node in self._nodes.values())
+        num_continuing = sum(node.parent is not None for node in self._nodes.values())
+        whole = len(keys) == len(self._nodes) and num_children == num_continuing
+        if not whole or not self._resting.keys() <= self._nodes.keys():
+            raise PDInferError("the prefix index knows pages that it does not hold")
+
+    def _remove(self, page: int) -> None:
+        node = self._nodes.pop(page)
+        del self._pages[node.key]
+        self._resting.pop(page, None)
+        if node.parent is not None:
+            self._nodes[node.parent].children.pop(page, None)

@@ -1,0 +1,124 @@
+"""The page side of a decode engine: what its sequences hold of the pool, and what nobody may have yet."""
+
+from __future__ import annotations
+
+from pdinfer.config import EngineConfig
+from pdinfer.kv.pool import PagePool
+from pdinfer.schedule import may_grant
+from pdinfer.sequence import Sequence
+from pdinfer.types import PageGrant, PeerAddress
+
+
+class PageTables:
+    """Reserves, adopts, grows and returns the pages of sequences; which sequence, the engine decides.
+
+    A sequence shares the known pages of its beginning with others and is granted the rest. Nobody writes a shared page:
+    only full ones are known, and what a sequence writes lies behind them. Granted pages of a room that was given up are
+    *orphans*: they stay granted until `settle`, since its writers may still be writing them.
+    """
+
+    def __init__(self, pool: PagePool, config: EngineConfig) -> None:
+        self._pool = pool
+        self._max_attempts = config.max_attempts
+        self._watermark = max(1, int(pool.num_pages * config.growth_watermark))
+        self._orphans: dict[bytes, tuple[int, ...]] = {}
+
+    @property
+    def num_orphans(self) -> int:
+        """Rooms given up whose writers have not stopped yet."""
+        return len(self._orphans)
+
+    def may_reserve(self, sequence: Sequence, *, num_holding: int) -> bool:
+        """Whether the pool has pages for the sequence's next attempt, beside `num_holding` others that will grow."""
+        known = self._known(sequence)
+        in_use_anyway = len(known) - self._pool.num_unused(known)
+        return may_grant(
+            self._pool.layout.num_pages(sequence.tokens_to_reserve(self._max_attempts)) - in_use_anyway,
+            available=self._pool.num_available,
+            watermark=self._watermark,
+            others=num_holding + len(self._orphans),
+        )
+
+    def reserve(self, sequence: Sequence, room: bytes, destination: PeerAddress) -> PageGrant:
+        """Takes the pages of an attempt: known ones and granted ones for what there is, owned ones for what it may grow
+        to."""
+        layout = self._pool.layout
+        reserved = sequence.tokens_to_reserve(self._max_attempts)
+        sequence.protected = reserved == sequence.max_tokens
+        known = self._known(sequence)
+        self._pool.share(known)
+        granted = self._pool.grant(layout.num_pages(sequence.num_tokens) - len(known))
+        sequence.pages = [*known, *granted]
+        sequence.spare = list(self._pool.own(layout.num_pages(reserved) - len(sequence.pages)))
+        sequence.grant = PageGrant(
+            room=room,
+            request_id=sequence.request_id,
+            writers=sequence.writers,
+            destinations=(destination,),
+            tokens=range(len(known) * layout.page_size, sequence.num_tokens),
+            pages=granted,
+            generations=self._pool.generations(granted),
+            layout_id=layout.layout_id,
+        )
+        return sequence.grant
+
+    def adopt(self, sequence: Sequence) -> None:
+        """The sequence's room has landed: its pages are ours."""
+        assert sequence.grant is not None
+        self._pool.adopt(sequence.grant.pages)
+        sequence.grant = None
+
+    def keep(self, sequence: Sequence) -> None:
+        """Lets other sequences find the pages that are full. Call it when a token has come out of them, behind finite
+        logits: then nobody writes them any more, and what they hold is good."""
+        num_cached = sequence.num_tokens - 1
+        full = num_cached // self._pool.layout.page_size
+        if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
+            sequence.extend_chain()
+            sequence.pages[:full] = self._pool.keep(sequence.keys(num_cached), sequence.pages[:full])
+
+    def forget(self, sequence: Sequence) -> None:
+        """What the sequence's pages hold is in doubt: nobody else shall find them."""
+        self._pool.forget(sequence.pages)
+
+    def extend(self, sequence: Sequence) -> bool:
+        """Makes sure that the sequence's next token has a slot; False when the pool has no page for it."""
+        if self._pool.layout.num_pages(sequence.num_tokens) <= len(sequence.pages):
+            return True
+        if sequence.spare:
+            sequence.pages.append(sequence.spare.pop())
+            return True
+        if not self._pool.num_available:
+            return False
+        sequence.pages += self._pool.own(1)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Returns all pages of a sequence; those of a room only once its writers have stopped."""
+        granted = () if sequence.grant is None else sequence.grant.pages
+        self._pool.release(granted)
+        self._pool.release(sequence.pages[: len(sequence.pages) - len(granted)])
+        self._pool.release(sequence.spare)
+        sequence.pages, sequence.spare, sequence.grant = [], [], None
+
+    def orphan(self, sequence: Sequence) -> PageGrant:
+        """The sequence's room is given up: returns the grant to abort, whose pages wait for `settle`."""
+        grant = sequence.grant
+        assert grant is not None
+        self._orphans[grant.room] = grant.pages
+        del sequence.pages[len(sequence.pages) - len(grant.pages) :]
+        sequence.grant = None
+        self.release(sequence)
+        return grant
+
+    def settle(self, room: bytes) -> bool:
+        """The room's writers have stopped. True when it was an orphan, whose pages are free now."""
+        pages = self._orphans.pop(room, None)
+        if pages is not None:
+            self._pool.release(pages)
+        return pages is not None
+
+    def _known(self, sequence: Sequence) -> tuple[int, ...]:
+        """The pages that hold the sequence's beginning already, short of its last token: prefill must run that one to
+        draw the next, and its page with it, since a shared page is not written again."""
+        return self._pool.find(sequence.keys(sequence.num_tokens - 1))

@@ -1,0 +1,35 @@
+"""For tests of pdinfer and of what is built on it: tiny models, virtual time, and a network that fails on demand.
+
+`Simulation` runs any number of nodes in one thread and in virtual time, `SimNetwork` joins their channels and injects
+faults; everything that happens is drawn from one seed, so a run that went wrong can be had again.
+"""
+
+from __future__ import annotations
+
+from pdinfer.testing.faults import NetworkFaults, Placement
+from pdinfer.testing.models import (
+    FAMILIES,
+    RandomWeights,
+    random_model,
+    tiny_config,
+    tiny_config_dict,
+    write_checkpoint,
+)
+from pdinfer.testing.network import SimChannel, SimNetwork, SimTransport
+from pdinfer.testing.simulation import Simulation, VirtualClock
+
+__all__ = [
+    "FAMILIES",
+    "NetworkFaults",
+    "Placement",
+    "RandomWeights",
+    "SimChannel",
+    "SimNetwork",
+    "SimTransport",
+    "Simulation",
+    "VirtualClock",
+    "random_model",
+    "tiny_config",
+    "tiny_config_dict",
+    "write_checkpoint",
+]

@@ -1,0 +1,389 @@
+"""One side of a simulated link: what waits to leave it, what is on its way to it, and how that arrives.
+
+    write ─► queue ─► (source is read, faults) ─► flight ─► place ─► pieces land ─► placed        two-sided
+    write ─► queue ─► (the peer's slot is written, soon or after an error) ─► flight ─► place ─► copied ─► placed
+
+Everything here happens in events of the simulation, so a frozen node reads, places and answers nothing, and a crashed
+one cleans up nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Protocol
+
+import attrs
+import xxhash
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
+from pdinfer.testing.faults import NetworkFaults, Placement
+from pdinfer.testing.simulation import Simulation
+
+MAX_PIECES = 3
+RESET_SHARE = 0.5
+"""How often a closed link takes along what was still on its way, as a TCP reset does."""
+
+
+class Kind(enum.Enum):
+    """What a parcel is: the news of a new link, a frame, a write, or the end of the link."""
+
+    OPEN = enum.auto()
+    FRAME = enum.auto()
+    WRITE = enum.auto()
+    END = enum.auto()
+
+
+@attrs.define(eq=False)
+class Parcel:
+    """One message. `source` is in the sender's memory, `payload` what was read there, `digest` of both."""
+
+    kind: Kind
+    frame: bytes = b""
+    transfer: Transfer | None = None
+    source: Spans = attrs.field(factory=list)
+    ready: Callable[[], None] | None = None
+    payload: bytes = b""
+    digest: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self.transfer is None else self.transfer.num_bytes
+
+    def complete(self, error: TransferError | None = None) -> None:
+        if self.transfer is not None and not self.transfer.done:
+            self.transfer.complete(error)
+
+
+class Weather(Protocol):
+    """What ends ask of their network."""
+
+    simulation: Simulation
+    faults: NetworkFaults
+    fired: Counter[str]
+    refusals: list[tuple[str, TransferError]]
+
+    def blocked(self, one: str, other: str) -> bool: ...
+
+
+@attrs.define(eq=False)
+class End:
+    """One side of a link, on `node`. `open` until it was closed from here or the end arrived, `gone` with its process;
+    `waiting` counts arrivals that are due and stand behind a payload that is landing, or behind a partition; `untold`
+    are writes whose source was read, which the sender does not know yet. `eager` is a link that someone waits for: its
+    handshake takes no time."""
+
+    network: Weather
+    node: str
+    link: Link
+    memory: Memory
+    receiver: Receiver
+    placement: Placement
+    eager: bool
+    open: bool = True
+    gone: bool = False
+    peer: End = attrs.field(init=False)
+    queue: deque[Parcel] = attrs.field(factory=deque)
+    untold: list[Parcel] = attrs.field(factory=list)
+    inbound: deque[Parcel] = attrs.field(factory=deque)
+    waiting: int = 0
+    landing: bool = False
+    mangled: bool = False
+    last_arrival_s: float = 0.0
+    last_done_s: float = 0.0
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+
+    def send(self, parcel: Parcel) -> None:
+        """Queues a message; on a closed link, or one that leads nowhere, it is swallowed."""
+        if not self.open or self.peer is self:
+            parcel.complete(TransferError(f"the link to {self.link.endpoint} is closed"))
+        elif self.eager and not (self.link.trusted and self.peer.link.trusted):
+            self.peer.deliver(parcel)  # someone waits for this handshake, and nobody could wake him
+        elif parcel.kind is Kind.FRAME and not self.queue:
+            self._fly(parcel)
+        else:
+            self.queue.append(parcel)
+            if len(self.queue) == 1:
+                self._leave_soon()
+
+    def _chance(self, name: str, share: float) -> bool:
+        happens = share > 0 and self.network.simulation.rng.random() < share
+        if happens:
+            self.network.fired[name] += 1
+        return happens
+
+    def _leave_soon(self) -> None:
+        faults, rng = self.network.faults, self.network.simulation.rng
+        delay_s = rng.random() * faults.flight_s[0]
+        if self._chance("late_read", faults.late_read):
+            delay_s = rng.random() * faults.late_s
+        self.network.simulation.later(delay_s, self._leave, node=self.node)
+
+    def _leave(self) -> None:
+        """The first of the queue leaves. Its source is read now, and not before."""
+        if self.gone:
+            return None
+        parcel = self.queue[0]
+        if not self.open:
+            self._pop()
+            parcel.complete(TransferError(f"the link to {self.link.endpoint} was closed"))
+            return None
+        if parcel.ready is not None:
+            try:
+                parcel.ready()
+            except Exception as error:  # noqa: BLE001 - the contract: it closes the link, whatever it is
+                self.shut(TransferError(f"a write's source did not become ready: {error!r}"))
+                return self._leave()
+        if parcel.kind is Kind.WRITE and self.placement is Placement.THROUGH_SLOT:
+            return self._write_slot(parcel)
+        if parcel.kind is Kind.WRITE:
+            self._read(parcel)
+            self._done(parcel)
+        self._pop()
+        self._fly(parcel)
+        return None
+
+    def _pop(self) -> None:
+        self.queue.popleft()
+        if self.queue:
+            self._leave_soon()
+
+    def _read(self, parcel: Parcel) -> None:
+        if not self.link.same_memory:
+            parcel.payload = b"".join(self.memory.read(parcel.source))
+            parcel.digest = xxhash.xxh3_64_intdigest(parcel.frame + parcel.payload)
+
+    def _done(self, parcel: Parcel, error: TransferError | None = None) -> None:
+        """Tells the sender that its memory is no longer read, in the order of the writes."""
+        faults, simulation = self.network.faults, self.network.simulation
+        delay_s = simulation.rng.random() * faults.late_s if self._chance("late_done", faults.late_done) else 0.0
+        self.last_done_s = max(self.last_done_s, simulation.clock.now_s + delay_s)
+
+        self.untold.append(parcel)
+
+        def tell() -> None:
+            if not self.gone:
+                self.untold.remove(parcel)
+                parcel.complete(error)
+
+        simulation.later(self.last_done_s - simulation.clock.now_s, tell, node=self.node)
+
+    def _write_slot(self, parcel: Parcel) -> None:
+        """The one-sided way: no code of the receiver runs when the bytes land, and no code of ours."""
+        faults, simulation = self.network.faults, self.network.simulation
+        delay_s = simulation.rng.uniform(*faults.flight_s)
+        error: TransferError | None = None
+        if self._chance("late_landing", faults.late_landing):
+            delay_s = simulation.rng.random() * faults.late_s
+            error = TransferError(f"a write to {self.link.endpoint} failed; it may still land")
+
+        def land() -> None:
+            if not self.queue:
+                return  # our transport was closed, and its memory is out of the NIC's reach
+            self._read(parcel)
+            self._pop()
+            if self.open and error is None:
+                self._fly(parcel)
+            self._done(parcel, error)
+
+        simulation.later(delay_s, land)
+        if error is not None:
+            self.shut(error)
+
+    def _fly(self, parcel: Parcel) -> None:
+        faults = self.network.faults
+        copies = [parcel]
+        if parcel.kind in (Kind.FRAME, Kind.WRITE):
+            copies = self._mangle(parcel, faults)
+        for copy in copies:
+            self._send_off(copy)
+
+    def _send_off(self, parcel: Parcel) -> None:
+        faults, simulation, peer = self.network.faults, self.network.simulation, self.peer
+        delay_s = simulation.rng.uniform(*faults.flight_s)
+        if self._chance("slow", faults.slow):
+            delay_s = simulation.rng.random() * faults.slow_s
+        peer.last_arrival_s = max(peer.last_arrival_s, simulation.clock.now_s + delay_s)
+        peer.inbound.append(parcel)
+        if len(peer.inbound) > 1 and self._chance("reorder", faults.reorder):
+            peer.inbound[-1], peer.inbound[-2] = peer.inbound[-2], peer.inbound[-1]
+            self.mangled = peer.mangled = True
+        simulation.later(peer.last_arrival_s - simulation.clock.now_s, peer.arrive, node=peer.node)
+
+    def _mangle(self, parcel: Parcel, faults: NetworkFaults) -> list[Parcel]:
+        """What becomes of a message that something on the way has damaged."""
+        rng = self.network.simulation.rng
+        frame, payload = parcel.frame, parcel.payload
+        copies = 1
+        if self._chance("drop", faults.drop):
+            copies = 0
+        elif self._chance("duplicate", faults.duplicate):
+            copies = 2
+        elif self._chance("truncate", faults.truncate):
+            frame = frame[: rng.randrange(1, max(2, len(frame)))]
+        elif self._chance("flip_frame", faults.flip_frame):
+            frame = _flipped(frame, rng.randrange(8 * len(frame)))
+        elif payload and self._chance("flip_payload", faults.flip_payload):
+            return [attrs.evolve(parcel, payload=_flipped(payload, rng.randrange(8 * len(payload))))]
+        if copies == 1 and frame is parcel.frame:
+            return [parcel]
+        self.mangled = self.peer.mangled = True
+        return [attrs.evolve(parcel, frame=frame) for _ in range(copies)]
+
+    # -- arriving ---------------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """A message is due; see `resume`."""
+        self.waiting += 1
+        self.resume()
+
+    def resume(self) -> None:
+        """Takes what is due, in order; nothing while a payload is landing or a partition stands between."""
+        while self.open and self.waiting and self.inbound and not self.landing:
+            if self.network.blocked(self.node, self.peer.node):
+                return
+            self.waiting -= 1
+            self.link.heard_at = self.network.simulation.clock.now_s
+            self.deliver(self.inbound.popleft())
+
+    def deliver(self, parcel: Parcel) -> None:
+        """Calls the receiver; what it refuses by a TransferError closes the link."""
+        self.network.simulation.note(parcel.frame)
+        try:
+            if parcel.kind is Kind.OPEN:
+                self.receiver.opened(self.link)
+            elif parcel.kind is Kind.FRAME:
+                check_arriving(self.link, len(parcel.frame), is_write=False)
+                self.receiver.received(self.link, parcel.frame)
+            elif parcel.kind is Kind.WRITE:
+                self._place(parcel)
+            else:
+                self.ended(TransferError(f"{self.link.endpoint} closed the connection, or died"))
+        except TransferError as error:
+            self._refuse(error)
+
+    def _refuse(self, error: TransferError) -> None:
+        if self.open and not self.mangled:
+            self.network.refusals.append((self.node, error))
+        self.shut(error)
+
+    def _place(self, parcel: Parcel) -> None:
+        check_arriving(self.link, len(parcel.frame), is_write=True)
+        spans = self.receiver.place(self.link, parcel.frame, parcel.num_bytes)
+        if spans is None or not self.open:
+            return
+        if total_bytes(spans, self.memory) != parcel.num_bytes:
+            raise TransferError(f"a write of {parcel.num_bytes} bytes does not fit where it was placed")
+        if self.link.same_memory:
+            if spans != parcel.source:
+                self.memory.copy_from(spans, self.memory, parcel.source)
+            self.receiver.placed(self.link, parcel.frame, None)
+        else:
+            self._land(parcel, spans)
+
+    def _land(self, parcel: Parcel, spans: Spans) -> None:
+        """The payload becomes visible piece by piece, with other events of this node in between."""
+        simulation = self.network.simulation
+        pieces = 1
+        if len(spans) > 1 and self._chance("pieces", self.network.faults.pieces):
+            pieces = simulation.rng.randint(2, MAX_PIECES)
+        borders = sorted(simulation.rng.randrange(len(spans) + 1) for _ in range(pieces - 1))
+        parts = [spans[start:stop] for start, stop in itertools.pairwise([0, *borders, len(spans)])]
+        self.landing = True
+        by_sender = self.placement is Placement.BY_SENDER
+
+        def land(index: int, start: int) -> None:
+            if not self.open and not by_sender:
+                return
+            part = parts[index]
+            stop = start + sum(length for _, length in part)
+            self._write(part, parcel.payload[start:stop])
+            self.link.heard_at = simulation.clock.now_s
+            if index + 1 < len(parts):
+                delay_s = simulation.rng.uniform(*self.network.faults.flight_s)
+                if self._chance("slow", self.network.faults.slow):
+                    delay_s = simulation.rng.random() * self.network.faults.slow_s
+                simulation.later(delay_s, lambda: land(index + 1, stop), node=self.node)
+                return
+            self.landing = False
+            if not self.open:
+                return
+            try:
+                self._verify(parcel)
+            except TransferError as error:
+                self._refuse(error)
+            if len(parts) > 1:
+                self.resume()
+
+        if by_sender and self._chance("late_landing", self.network.faults.late_landing):
+            self.landing = False  # nothing waits for it
+            simulation.later(simulation.rng.random() * self.network.faults.late_s, lambda: land(0, 0))
+            self.peer.shut(TransferError(f"a write to {self.peer.link.endpoint} failed; it may still land"))
+        else:
+            land(0, 0)
+
+    def _write(self, spans: Spans, payload: bytes) -> None:
+        landed = self.memory.landing(spans)
+        start = 0
+        for view in landed:
+            view[:] = payload[start : start + len(view)]
+            start += len(view)
+        self.memory.commit(spans, landed)
+
+    def _verify(self, parcel: Parcel) -> None:
+        error = None
+        if xxhash.xxh3_64_intdigest(parcel.frame + parcel.payload) != parcel.digest:
+            error = TransferError(f"a write of {parcel.num_bytes} bytes from {self.link.endpoint} did not verify")
+        self.receiver.placed(self.link, parcel.frame, error)
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def shut(self, error: TransferError | None) -> None:
+        """Closes the link from this side. The peer learns of it behind what is on its way, which may be lost."""
+        if not self.open:
+            return
+        peer = self.peer
+        if self.network.simulation.rng.random() < RESET_SHARE:
+            peer.inbound.clear()
+        if peer.open and not self.link.same_memory:
+            self._send_off(Parcel(Kind.END))
+        self.ended(error)
+        if self.link.same_memory:  # no page may have two masters for a moment: ends of one pool learn it together
+            peer.ended(TransferError(f"{peer.link.endpoint} closed the link"))
+
+    def ended(self, error: TransferError | None) -> None:
+        if not self.open:
+            return
+        self.open = False
+        # the first is being read at this moment: it is done when `_leave` or the NIC has seen to it
+        dropped = [self.queue.pop() for _ in range(len(self.queue) - 1)]
+        for parcel in reversed(dropped):
+            parcel.complete(error or TransferError(f"the link to {self.link.endpoint} was closed"))
+        self.receiver.closed(self.link, error)
+
+    def finish(self) -> None:
+        """Closes the link with its transport: no memory of ours is read after this."""
+        self.shut(None)
+        self.gone = True
+        for parcel in (*self.untold, *self.queue):
+            parcel.complete(TransferError(f"the transport of the link to {self.link.endpoint} was closed"))
+        self.queue.clear()
+
+    def vanish(self, *, told: bool) -> None:
+        """This side's process is gone. Its kernel tells the peer, unless the whole machine went."""
+        self.gone = True
+        if self.open:
+            self.open = False
+            if told and self.peer.open:
+                self._send_off(Parcel(Kind.END))
+
+
+def _flipped(data: bytes, bit: int) -> bytes:
+    changed = bytearray(data)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)

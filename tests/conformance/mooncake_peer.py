@@ -1,0 +1,52 @@
+"""A process with one Mooncake end, for tests that kill and freeze it: prints its endpoints, and answers "sum" with the
+xxh3_64 of its memory. A write's frame is the offset where it goes."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import xxhash
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.mooncake import MooncakeTransport
+from pdinfer.kv.transport import Link
+from tests.conformance.transport_suite import BytesMemory
+
+
+class Peer:
+    """Places where it is told, and answers."""
+
+    authenticates = False
+
+    def __init__(self, num_bytes: int, slot_bytes: int) -> None:
+        self.memory = BytesMemory(num_bytes)
+        self.transport = MooncakeTransport(slot_bytes=slot_bytes)
+        self.endpoints = self.transport.register(self.memory, self)
+
+    def opened(self, link: Link) -> None:
+        link.trusted = True
+
+    def received(self, link: Link, frame: bytes) -> None:
+        self.transport.send(link, frame + b" %016x" % xxhash.xxh3_64_intdigest(self.memory.data))
+
+    def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans:
+        return [(int(frame), num_bytes)]
+
+    def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
+        self.transport.send(link, frame + (b" damaged" if error else b" placed"))
+
+    def tick(self) -> None:
+        pass
+
+    def closed(self, link: Link, error: TransferError | None) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    peer = Peer(*map(int, sys.argv[1:]))
+    sys.stdout.write(peer.endpoints[0] + "\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    os._exit(0)  # the engine takes a second to go

@@ -1,0 +1,234 @@
+"""Two prefills and two decodes in processes of their own; one is killed, frozen or paused, in every phase of a request.
+
+What it held goes to another or fails by name, soon; what others held does not notice; no page is missing in the end,
+and a new process takes its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import pytest
+
+import pdinfer as pd
+from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from tests.e2e.setups import by_request, greedy, pairwise, prompt_of, reference, tokens_of, wait_until
+from tests.e2e.worker import TRANSPORTS, Worker, Workers
+
+KNOWN_S = 3.0
+"""A loss is known, and acted upon, after so long."""
+WORK_S = 3.0
+"""What is left to compute then takes less, on a busy machine too."""
+PAUSE_S = 1.0
+"""A pause that is none: shorter than the silence of the dead."""
+NUM_TOKENS = 20
+PROMPT_TOKENS = 24
+ROLES = ("prefill", "decode")
+SIGNALS = ("kill", "freeze", "pause")
+PHASES = ("idle", "queued", "prefill", "transfer", "decode")
+CONFIG = pd.EngineConfig(chunked_prefill_size=8, max_running_requests=2)
+
+
+def in_turn(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
+    """Every pair in turn."""
+    if not prefills or not decodes:
+        return None
+    turn = shape.ordinal
+    return Choice(
+        prefill=prefills[turn % len(prefills)].address,
+        decode=decodes[turn // len(prefills) % len(decodes)].address,
+    )
+
+
+def request(number: int) -> pd.Request:
+    """One of several different ones."""
+    sampling = greedy(NUM_TOKENS, ignore_eos=True)
+    return pd.Request(request_id=str(number), prompt=prompt_of(PROMPT_TOKENS, seed=number % 8), sampling=sampling)
+
+
+def expected(name: str) -> tuple[int, ...]:
+    return reference("v3", prompt_of(PROMPT_TOKENS, seed=int(name) % 8), NUM_TOKENS).tokens
+
+
+@attrs.define
+class Fleet:
+    """Two of each, and what their requests said so far. They are slow until `hurry`."""
+
+    workers: Workers
+    transport: str
+    hosts: dict[str, list[Worker]]
+    ports: dict[str, list[Any]]
+    pairing: pd.Pairing
+    events: list[pd.TokenEvent] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, workers: Workers, transport: str) -> Fleet:
+        slow = workers.folder / "slow"
+        slow.touch()
+        taken = iter(workers.take(4))
+        hosts = {role: [next(taken), next(taken)] for role in ROLES}
+        ports = {
+            role: [host.serve(role, transport=transport, config=CONFIG, slow_while=slow) for host in hosts[role]]
+            for role in ROLES
+        }
+        return cls(workers, transport, hosts, ports, pd.Pairing(*ports.values(), policy=in_turn))
+
+    def hurry(self) -> None:
+        (self.workers.folder / "slow").unlink(missing_ok=True)
+
+    def step(self) -> None:
+        self.events += self.pairing.step()
+        self.pairing.wait(0.01)
+
+    def step_until(self, condition: Any, timeout_s: float, what: str) -> None:
+        end = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not happen within {timeout_s} s"
+            self.step()
+
+    @property
+    def streams(self) -> dict[str, list[pd.TokenEvent]]:
+        return by_request(self.events)
+
+    def is_in(self, phase: str, role: str) -> bool:
+        """Whether the first port of `role` is in the middle of that phase with some request."""
+        load = self.ports[role][0].load()
+        has_tokens = len(self.events) >= 4
+        if isinstance(load, PrefillLoad):
+            return {
+                "idle": True,
+                "queued": load.num_queued_requests >= 2,
+                "prefill": load.num_queued_requests > 0 and not load.kv.bytes_sent,
+                "transfer": load.num_queued_requests > 0 and load.kv.bytes_sent > 0,
+                "decode": load.num_tokens > 0 and has_tokens,
+            }[phase]
+        return {
+            "idle": True,
+            "queued": load.num_waiting_requests > 0,
+            "prefill": load.num_granted_requests > 0 and not load.kv.bytes_received,
+            "transfer": load.num_granted_requests > 0 and load.kv.bytes_received > 0,
+            "decode": load.num_running_requests > 0 and has_tokens,
+        }[phase]
+
+    def replace(self, role: str) -> None:
+        """A new process in the place of the first one."""
+        (host,) = self.workers.take(1)
+        port = host.serve(role, transport=self.transport, config=CONFIG)
+        self.pairing.add(port)
+        self.hosts[role][0], self.ports[role][0] = host, port
+
+    def serve_more(self, numbers: Sequence[int]) -> None:
+        """All of them end well, and every port has a part in it."""
+        before = {role: [port.load().num_tokens for port in ports] for role, ports in self.ports.items()}
+        for number in numbers:
+            self.pairing.submit(request(number))
+        self.step_until(lambda: not self.pairing.num_unfinished, KNOWN_S + WORK_S, "the end of all requests")
+        for number in numbers:
+            assert tuple(tokens_of(self.streams[str(number)])) == expected(str(number))
+        for role, ports in self.ports.items():
+            after = [port.load().num_tokens for port in ports]
+            assert all(new > old for new, old in zip(after, before[role], strict=True)), (role, before, after)
+
+    def check_whole(self) -> None:
+        """Every page of every engine can be had again, and nothing is left of any request."""
+
+        def whole(load: Any) -> bool:
+            pages = load.num_free_pages + load.num_cached_pages == load.num_total_pages
+            if isinstance(load, PrefillLoad):
+                return bool(pages and not load.num_queued_requests and not load.unsent_bytes)
+            return bool(pages and not load.num_waiting_requests + load.num_granted_requests + load.num_running_requests)
+
+        for ports in self.ports.values():
+            for port in ports:
+                wait_until(lambda port=port: self.step() or whole(port.load()), KNOWN_S + WORK_S)
+
+    def close(self) -> None:
+        """The processes have closed their engines whole, and can be used again."""
+        started = time.monotonic()
+        self.pairing.close()
+        assert time.monotonic() - started < 5.0
+        for host in [*self.hosts["prefill"], *self.hosts["decode"]]:
+            assert host.stopped() == (0, 0)
+
+
+def strike(victim: Worker, signal: str) -> None:
+    """What happens to a process; a pause is over when this returns."""
+    if signal == "kill":
+        victim.kill()
+    else:
+        victim.freeze()
+    if signal == "pause":
+        time.sleep(PAUSE_S)
+        victim.thaw()
+
+
+def check(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
+    if transport == "mooncake":
+        pytest.importorskip("mooncake")
+    fleet = Fleet.of(workers, transport)
+    victim, address = fleet.hosts[role][0], fleet.ports[role][0].address
+    if phase != "idle":
+        for number in range(8):
+            fleet.pairing.submit(request(number))
+    fleet.step_until(lambda: fleet.is_in(phase, role), 20.0, f"the phase {phase}")
+    held = {name for name, ticket in fleet.pairing._broker.tickets.items() if getattr(ticket, role) == address}
+    assert held or phase == "idle"
+    strike(victim, signal)
+    struck_at = time.monotonic()
+    fleet.hurry()
+    if signal != "pause":
+        fleet.step_until(lambda: fleet.pairing.stats.num_ports_lost == 1, KNOWN_S, "the loss")
+        if role == "decode":
+            assert not held & fleet.pairing._broker.tickets.keys()
+    fleet.step_until(
+        lambda: not fleet.pairing.num_unfinished, struck_at + KNOWN_S + WORK_S - time.monotonic(), "the end"
+    )
+    streams = fleet.streams
+    failed = held if role == "decode" and signal != "pause" else set()
+    for name, stream in streams.items():
+        last, tokens = stream[-1], tuple(tokens_of(stream))
+        assert tokens == expected(name)[: len(tokens)], f"request {name} has wrong tokens"
+        if name in failed:
+            assert last.finish_reason is pd.FinishReason.FAILED
+            assert isinstance(last.error, pd.TransferError)
+            assert str(address) in str(last.error)
+        else:
+            assert (last.finish_reason, len(tokens)) == (pd.FinishReason.LENGTH, NUM_TOKENS), name
+    assert len(streams) == (0 if phase == "idle" else 8)
+    if signal == "freeze":
+        victim.thaw()  # it finds itself given up, whatever it was about to say
+        assert victim.stopped() == (0, 0)
+    if signal != "pause":
+        fleet.replace(role)
+    assert fleet.pairing.stats.num_ports_lost == (signal != "pause")
+    fleet.serve_more(range(8, 12))
+    fleet.check_whole()
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    made = Workers(5)
+    yield made
+    made.close()
+
+
+FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
+SLICE = pairwise(*FACTORS)
+
+
+@pytest.mark.parametrize(("transport", "role", "phase", "signal"), SLICE)
+def test_a_slice(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
+    check(workers, transport, role, phase, signal)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("transport", "role", "phase", "signal"), [row for row in itertools.product(*FACTORS) if row not in SLICE]
+)
+def test_everything_else(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
+    check(workers, transport, role, phase, signal)

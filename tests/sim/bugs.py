@@ -1,0 +1,345 @@
+"""Bugs that others have had, or that we could have, each put back by a patch: the simulation must find every one.
+
+`BUGS` names them; what a bug is, its patch says. The numbers are those of the failures they stand for, where they were
+reported: pages reused under a late writer, failures that one side never tells the other, stale state that passes for
+fresh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+
+from pdinfer.broker import Broker
+from pdinfer.decode import DecodeEngine
+from pdinfer.kv import channel as channels
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.prefix import PrefixIndex
+from pdinfer.kv.protocol import Accepted, Expected
+from pdinfer.kv.pushes import Pushes
+from pdinfer.kv.seal import Seal
+from pdinfer.kv.transport import Transfer
+from pdinfer.page_tables import PageTables
+from pdinfer.prefill import PrefillEngine
+from pdinfer.testing import Placement, SimNetwork, SimTransport
+from tests.sim.plan import TROUBLES, Focus
+from tests.sim.world import World
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+IN_PLACE = (Placement.BY_SENDER,)
+
+
+@attrs.frozen
+class Bug:
+    """A patch that puts it back, and the runs that are likely to meet it."""
+
+    patch: Patch
+    focus: Focus
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(**focus: Any) -> Callable[[Patch], Patch]:
+    """Adds a patch to BUGS under its name."""
+
+    def add(patch: Patch) -> Patch:
+        BUGS[patch.__name__] = Bug(patch, Focus(**focus))
+        return patch
+
+    return add
+
+
+TROUBLED = {"cut": 0.9, "crash": 0.5, "freeze": 0.5}
+SLOW = {"slow": 1.0, "late_read": 0.9, "late_done": 0.5, "pieces": 0.5}
+
+
+def _free_orphans(patch: pytest.MonkeyPatch) -> None:
+    """Pages of a room that was given up are free at once; what its writers say later frees nothing."""
+    orphan = PageTables.orphan
+
+    def orphan_and_free(self: PageTables, sequence: Any) -> Any:
+        grant = orphan(self, sequence)
+        self._pool.release(self._orphans[grant.room])
+        self._orphans[grant.room] = ()
+        return grant
+
+    patch.setattr(PageTables, "orphan", orphan_and_free)
+
+
+@bug(armed={**TROUBLED, **SLOW}, ports=("piped", "local"), cancel_share=0.6)
+def pages_free_at_abort(patch: pytest.MonkeyPatch) -> None:
+    """What decode gives up is free although a writer may still be writing it (sglang#24527, #32564)."""
+    _free_orphans(patch)
+
+
+@bug(armed={**TROUBLED, **SLOW}, ports=("piped", "local"), placements=IN_PLACE, cancel_share=0.6)
+def pages_free_at_abort_under_a_one_sided_writer(patch: pytest.MonkeyPatch) -> None:
+    """The same where writes land in pages by themselves, and nothing looks at generations."""
+    _free_orphans(patch)
+    patch.setattr(PagePool, "generations", lambda self, pages: (0,) * len(pages))
+
+
+@bug(armed={**TROUBLED, **SLOW, "stall": 0.9}, ports=("piped",), cancel_share=0.6, slowness=(8, 30))
+def pages_free_after_a_while(patch: pytest.MonkeyPatch) -> None:
+    """Given up pages are free when a time is over, whatever the writer does (lease reapers)."""
+    grant = DecodeEngine._grant
+
+    def grant_and_reap(self: DecodeEngine) -> None:
+        since = self.__dict__.setdefault("orphaned_at", {})
+        for room, pages in self._tables._orphans.items():
+            if pages and self._clock() - since.setdefault(room, self._clock()) > 0.05:
+                self.channel.pool.release(pages)
+                self._tables._orphans[room] = ()
+        grant(self)
+
+    patch.setattr(DecodeEngine, "_grant", grant_and_reap)
+
+
+@bug(armed={"flip_payload": 1.0}, ports=("piped", "local"))
+def digests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+    """Bytes that did not verify pass for good ones (vllm#52234)."""
+    placed = KVChannel.placed
+    patch.setattr(KVChannel, "placed", lambda self, link, frame, error: placed(self, link, frame, None))
+
+
+@bug(armed={"drop": 1.0, "duplicate": 1.0, "reorder": 1.0, "flip_frame": 1.0}, ports=("piped", "local"))
+def frames_are_not_verified(patch: pytest.MonkeyPatch) -> None:
+    """Frames that were lost, doubled or altered go unseen."""
+    patch.setattr(Seal, "open", lambda self, sealed: sealed[: -self.tag_bytes])
+
+
+@bug(armed={"cut": 1.0, "crash": 0.9}, ports=("piped", "local"))
+def a_lost_writer_settles_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Rooms whose writer is gone wait for its word (sglang#28236, vllm#35943)."""
+    patch.setattr(Expected, "lost", lambda self, peer, error: {})
+
+
+@bug(armed={"cut": 1.0, "crash": 0.9, "freeze": 0.9}, ports=("piped",))
+def a_failed_transfer_never_ends(patch: pytest.MonkeyPatch) -> None:
+    """Prefill's pages wait for bytes that a closed link will never take (vllm#46283)."""
+    written = Pushes.written
+
+    def only_good(self: Pushes, group: Any, error: Any) -> None:
+        if error is None:
+            written(self, group, None)
+
+    patch.setattr(Pushes, "written", only_good)
+
+
+@bug(armed={"slow": 1.0, "stall": 0.5}, ports=("piped",), cancel_share=0.8)
+def an_unknown_room_is_not_answered(patch: pytest.MonkeyPatch) -> None:
+    """An abort that comes before its request is forgotten, and nobody else ends the room (vllm#50754)."""
+    stop = Accepted.stop
+    patch.setattr(Accepted, "stop", lambda self, peer, room, error: stop(self, peer, room, error) and False)
+    patch.setattr(channels, "ANSWER_S", 1e9)
+
+
+@bug(armed={"cut": 1.0, "slow": 1.0}, ports=("piped",))
+def a_request_before_its_link_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    """Decode sees a new link first and grants; prefill drops the request unanswered."""
+    patch.setattr(Accepted, "turn_away", lambda self, grant: None)
+
+
+@bug(armed=SLOW, ports=("piped", "local"), tight=1.0)
+def sources_are_free_before_they_are_read(patch: pytest.MonkeyPatch) -> None:
+    """Prefill's pages go to the next prompt while a transfer still reads them (vllm#21570)."""
+    patch.setattr(Pushes, "end", lambda self, room: Transfer(0, done=True))
+
+
+@bug(armed=SLOW, ports=("piped", "local"), tight=1.0)
+def the_last_write_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
+    """A room's pages return when its last write is done, though an earlier one may not be."""
+
+    def take(self: Pushes, group: Any) -> Any:
+        taken = original(self, group)
+        self._writing[group.grant.room] = 1
+        return taken
+
+    original = Pushes._take
+    patch.setattr(Pushes, "_take", take)
+
+
+@bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped",))
+def rooms_have_the_name_of_their_request(patch: pytest.MonkeyPatch) -> None:
+    """Every attempt of a request has the same room, so the last one's words pass for this one's (sglang#40125)."""
+    open_room = DecodeEngine._open_room
+
+    def reopen(self: DecodeEngine, sequence: Any) -> None:
+        name = sequence.request_id.encode().ljust(16, b"\0")
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(self.channel, "random_bytes", lambda count: name)
+            open_room(self, sequence)
+
+    patch.setattr(DecodeEngine, "_open_room", reopen)
+
+
+@bug(ports=("piped", "local"), cancel_share=0.5)
+def prefill_gives_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    """What prefill aborts it forgets, and decode waits for it (sglang#36033)."""
+    finish = KVChannel.finish
+
+    def mute(self: KVChannel, grant: Any, handoff: Any) -> Transfer:
+        return finish(self, grant, handoff) if handoff.error is None else Transfer(0, done=True)
+
+    patch.setattr(KVChannel, "finish", mute)
+    patch.setattr(channels, "ANSWER_S", 1e9)
+
+
+@bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped", "local"))
+def pages_of_a_failed_attempt_are_known(patch: pytest.MonkeyPatch) -> None:
+    """What an aborted room left in its pages enters the prefix index, and others read it (vllm#50283)."""
+    lose = DecodeEngine._lose
+
+    def keep_and_lose(self: DecodeEngine, sequence: Any, error: Any) -> None:
+        self._tables.adopt(sequence)
+        self._tables.keep(sequence)
+        lose(self, sequence, error)
+
+    patch.setattr(DecodeEngine, "_lose", keep_and_lose)
+
+
+@bug(ports=("piped", "local", "shared"))
+def tenants_share_their_prefixes(patch: pytest.MonkeyPatch) -> None:
+    """The salt does not enter the keys."""
+    chain = PagePool.chain
+    patch.setattr(PagePool, "chain", lambda self, salt: chain(self, b""))
+
+
+@bug(ports=("piped", "local", "shared"), tight=1.0)
+def pages_in_use_are_evicted(patch: pytest.MonkeyPatch) -> None:
+    """Eviction takes the oldest page, whoever uses it (trtllm#12542)."""
+    use = PrefixIndex.use
+    patch.setattr(PrefixIndex, "use", lambda self, page: None if page % 3 else use(self, page))
+
+
+@bug(armed={"slow": 1.0, "stall": 0.9, "freeze": 0.9}, ports=("piped",), cancel_share=0.9)
+def a_grant_that_nobody_waits_for_stays(patch: pytest.MonkeyPatch) -> None:
+    """Decode grants a request that ended meanwhile, and is not told (vllm#41269)."""
+    patch.setattr(Broker, "_ignore", lambda self, event, request_id, decode: None)
+    cancel = DecodeEngine.cancel
+    patch.setattr(DecodeEngine, "cancel", lambda self, request_id: len(self._sequences) % 2 or cancel(self, request_id))
+
+
+@bug(tight=1.0, ports=("piped", "local"))
+def a_retracted_request_forgets_its_output(patch: pytest.MonkeyPatch) -> None:
+    """It comes back as it was submitted (sglang#6857)."""
+    retract = DecodeEngine._retract
+
+    def forget(self: DecodeEngine, sequence: Any) -> None:
+        retract(self, sequence)
+        del sequence.output[len(sequence.request.output) :]
+
+    patch.setattr(DecodeEngine, "_retract", forget)
+
+
+@bug(tight=1.0, ports=("piped", "local"), cancel_share=0.5)
+def a_request_that_ends_keeps_its_spare_pages(patch: pytest.MonkeyPatch) -> None:
+    """Pages reserved for growth are not returned (lmcache#2933)."""
+    release = PageTables.release
+
+    def keep_spare(self: PageTables, sequence: Any) -> None:
+        sequence.spare = []
+        release(self, sequence)
+
+    patch.setattr(PageTables, "release", keep_spare)
+
+
+@bug(ports=("local", "piped"))
+def pages_are_paired_by_position(patch: pytest.MonkeyPatch) -> None:
+    """The first page sent is the first granted one, whatever tokens it holds (sglang#37175)."""
+    spans = KVLayout.spans
+
+    def by_position(
+        self: KVLayout, num_pages: int, *, layers: range, tokens: range, pages: Any, first_token: int
+    ) -> Any:
+        if first_token and tokens.start - first_token >= self.page_size:
+            tokens = range(first_token, first_token + len(tokens))
+        return spans(self, num_pages, layers=layers, tokens=tokens, pages=pages, first_token=first_token)
+
+    patch.setattr(KVLayout, "spans", by_position)
+
+
+@bug(placements=(Placement.THROUGH_SLOT,), armed={"late_landing": 1.0})
+def a_failed_write_lands_in_pages(patch: pytest.MonkeyPatch) -> None:
+    """A one-sided transport that writes pages and not a ring, so that nobody knows when it ends (vllm#44238)."""
+    patch.setattr(SimNetwork, "transport", lambda self, node, placement: SimTransport(self, node, Placement.BY_SENDER))
+
+
+@bug(armed={"slow": 0.8}, cancel_share=0.6)
+def a_second_word_is_news(patch: pytest.MonkeyPatch) -> None:
+    """What a writer says of a room that is over settles it once more (sglang#9817)."""
+    said = Expected.said
+
+    def said_again(self: Expected, peer: Any, word: Any) -> Any:
+        if word.room in self._rooms:
+            return said(self, peer, word)
+        self._settled.append(word)
+        return []
+
+    patch.setattr(Expected, "said", said_again)
+
+
+@bug(armed={"slow": 0.8, "stall": 0.8}, ports=("piped",), cancel_share=0.6)
+def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
+    """A request that comes after its room was aborted is run (vllm#25067)."""
+    accept = Accepted.accept
+
+    def accept_anything(self: Accepted, grant: Any) -> None:
+        self._tombstones.clear()
+        accept(self, grant)
+
+    patch.setattr(Accepted, "accept", accept_anything)
+
+
+@bug(tight=1.0)
+def a_prefix_is_known_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
+    """Prefill's pages are found by others before they are computed (vllm#50283)."""
+    lay_out = PrefillEngine._lay_out
+
+    def lay_out_and_keep(self: PrefillEngine, prompt: Any) -> None:
+        lay_out(self, prompt)
+        if prompt.held == prompt.pages:
+            full = prompt.held[: len(prompt.keys)]
+            prompt.held = prompt.pages = (*self.channel.pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+
+    patch.setattr(PrefillEngine, "_lay_out", lay_out_and_keep)
+
+
+@bug(armed=dict.fromkeys(TROUBLES, 0.0), deadline_share=0.6, max_new=40, steps_s=(0.05,), tight=0.0)
+def the_head_of_the_line_hides_the_others(patch: pytest.MonkeyPatch) -> None:
+    """A reaper that stops at the first request whose time is not over (vllm#58222); the Pairing's own is switched off
+    with it, or it would do the work."""
+    expire = DecodeEngine._expire
+
+    def expire_first(self: DecodeEngine) -> None:
+        first = next(iter(self._sequences.values()), None)
+        if first is not None and first.deadline_at is not None and self._clock() >= first.deadline_at:
+            expire(self)
+
+    patch.setattr(DecodeEngine, "_expire", expire_first)
+    patch.setattr(Broker, "_end_overdue", lambda self: None)
+
+
+@bug(ports=("piped",), armed={"crash": 1.0})
+def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    """The list of ports is shorter, and who waited for the dead one waits on (sglang#31144)."""
+    patch.setattr(Broker, "part_with", lambda self, address, error: self._roster.drop(address))
+
+
+def find(name: str, *, most: int = 2000) -> tuple[int, str]:
+    """The first seed below `most` whose run meets the bug, and how it showed; AssertionError when none does."""
+    found = BUGS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        found.patch(patch)
+        for seed in range(most):
+            try:
+                World(seed, found.focus).run()
+            except Exception as error:  # noqa: BLE001 - any way of noticing will do
+                return seed, f"{type(error).__name__}: {error}"
+    raise AssertionError(f"{most} runs did not meet the bug {name}: the harness is blind to it")

@@ -1,0 +1,273 @@
+"""A model of exact integers: every token is a hash of every cell of KV it was drawn from.
+
+A cell (layer, position) is 8 bytes: a hash of all tokens up to that position, different in each layer. A token is a
+hash of all cells of its context as they lie in the pages. One wrong, stale, missing or foreign cell gives another
+token, and what the tokens must be follows from the request alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import xxhash
+
+from pdinfer.batch import Row
+from pdinfer.config import CacheConfig
+from pdinfer.decode import DecodeEngine
+from pdinfer.kv.layout import KVComponent, KVLayout, Spans
+from pdinfer.kv.pool import PagePool, PageState
+from pdinfer.kv.transport import Memory
+from pdinfer.prefill import PrefillEngine
+from pdinfer.runner import Ready
+from pdinfer.sampling import Sampled
+from pdinfer.types import Request, SamplingParams
+
+CELL = struct.Struct("<Q")
+TOKEN = struct.Struct("<I")
+NUM_LAYERS = 2
+VOCAB_SIZE = 1 << 15
+EOS = 0
+EOS_EVERY = 48
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+class Violation(AssertionError):
+    """A promise that did not hold in a simulated run."""
+
+
+def next_history(history: int, token: int) -> int:
+    """The hash of all tokens up to and including `token`."""
+    return int(xxhash.xxh3_64_intdigest(TOKEN.pack(token), seed=history))
+
+
+def cell(history: int, layer: int) -> bytes:
+    """What a position holds in one layer."""
+    return CELL.pack((history + layer * GOLDEN) & MASK)
+
+
+def token_of(cells: bytes, sampling: SamplingParams) -> int:
+    """The token drawn from these cells, layer by layer in order of position."""
+    digest = xxhash.xxh3_64_intdigest(cells, seed=sampling.seed or 0)
+    return EOS if digest % EOS_EVERY == 0 else 1 + (digest >> 8) % (VOCAB_SIZE - 1)
+
+
+@functools.lru_cache(64)
+def expected_tokens(request: Request) -> tuple[int, ...]:
+    """All tokens that the request must give if it runs to its end."""
+    history, layers = 0, [bytearray() for _ in range(NUM_LAYERS)]
+    output: list[int] = []
+    sampling = request.sampling
+    pending = list(request.prompt)
+    while True:
+        for token in pending:
+            history = next_history(history, token)
+            for layer, cells in enumerate(layers):
+                cells += cell(history, layer)
+        token = token_of(b"".join(layers), sampling)
+        output.append(token)
+        stops = token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos)
+        if stops or len(output) >= sampling.max_new_tokens:
+            return tuple(output)
+        pending = [token]
+
+
+@attrs.frozen
+class FakeConfig:
+    """What engines read of a ModelConfig."""
+
+    max_position_embeddings: int = 512
+    vocab_size: int = VOCAB_SIZE
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+
+@attrs.frozen
+class NoChoices:
+    """What engines read of resolved ops."""
+
+    choices: tuple[Any, ...] = ()
+
+
+class FakeModel:
+    """What engines and pools ask of a Model."""
+
+    config = FakeConfig()
+    resolved = NoChoices()
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        component = KVComponent(
+            name="cell", format="u64", dtype="uint64", width=1, token_bytes=CELL.size, layers=tuple(range(NUM_LAYERS))
+        )
+        return KVLayout(model_id=b"fake", weights_id=b"none", page_size=cache.page_size, components=(component,))
+
+    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
+        raise AssertionError("give num_pages")
+
+    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory:
+        return CellMemory(layout, num_pages)
+
+
+class CellMemory:
+    """A pool's bytes. `pool` is set once there is one; then every write is held to the states of its pages."""
+
+    pool: PagePool
+
+    def __init__(self, layout: KVLayout, num_pages: int) -> None:
+        self.data = bytearray(num_pages * layout.page_bytes)
+        self.view = memoryview(self.data)
+        self.page_size = layout.page_size
+        self.region = num_pages * layout.page_size * CELL.size
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read(self, spans: Spans) -> list[memoryview]:
+        return [self.view[start : start + length] for start, length in spans]
+
+    def landing(self, spans: Spans) -> list[memoryview]:
+        check_landing(self.pool, spans, self.region, CELL.size)
+        return self.read(spans)
+
+    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
+        pass
+
+    def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+        data = b"".join(source.read(source_spans))
+        for view in self.landing(spans):
+            view[:], data = data[: len(view)], data[len(view) :]
+
+
+def check_landing(pool: PagePool, spans: Spans, region: int, token_bytes: int) -> None:
+    """What arrives may only touch pages that are granted."""
+    page_bytes = pool.layout.page_size * token_bytes
+    states = pool._states
+    for start, length in spans:
+        start %= region
+        for page in range(start // page_bytes, (start + length - 1) // page_bytes + 1):
+            if states[page] is not PageState.GRANTED:
+                raise Violation(f"bytes of a peer landed in page {page}, which is {states[page].value}")
+
+
+class CellRunner:
+    """Runs the fake model in a CellMemory. `writable` are the states in which a page may be computed into."""
+
+    def __init__(self, memory: CellMemory, writable: Callable[[], tuple[PageState, ...]]) -> None:
+        self._memory = memory
+        self._writable = writable
+        self._contexts: list[tuple[Sequence[int], int]] = []
+
+    def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
+        histories = [self._histories(row) for row in rows]
+        self._contexts = [(row.pages, row.start + len(row.tokens)) for row in rows]
+        for layer in range(NUM_LAYERS):
+            for row, history in zip(rows, histories, strict=True):
+                self._write(row, history, layer)
+            yield layer, None
+
+    def first_tokens(
+        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
+    ) -> Sampled:
+        contexts = [self._contexts[row] for row in rows]
+        return self._sample(contexts, samplings, positions)
+
+    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
+        for row in rows:
+            history = self._histories(row)
+            for layer in range(NUM_LAYERS):
+                self._write(row, history, layer)
+        return self._sample([(row.pages, row.start + 1) for row in rows], samplings, positions)
+
+    def _histories(self, row: Row) -> list[int]:
+        history = 0
+        if row.start:
+            page, within = divmod(row.start - 1, self._memory.page_size)
+            at = (row.pages[page] * self._memory.page_size + within) * CELL.size
+            (history,) = CELL.unpack_from(self._memory.data, at)
+        histories = []
+        for token in row.tokens:
+            history = next_history(history, token)
+            histories.append(history)
+        return histories
+
+    def _write(self, row: Row, histories: Sequence[int], layer: int) -> None:
+        memory = self._memory
+        page_size, states, writable = memory.page_size, memory.pool._states, self._writable()
+        for position, history in enumerate(histories, row.start):
+            index, within = divmod(position, page_size)
+            page = row.pages[index]
+            if states[page] not in writable or memory.pool.is_kept(page) or memory.pool._users[page] > 1:
+                raise Violation(f"an engine computes into page {page}, which is {states[page].value} or shared")
+            at = layer * memory.region + (page * page_size + within) * CELL.size
+            memory.data[at : at + CELL.size] = cell(history, layer)
+
+    def _sample(
+        self,
+        contexts: Sequence[tuple[Sequence[int], int]],
+        samplings: Sequence[SamplingParams],
+        positions: Sequence[int],
+    ) -> Sampled:
+        tokens = []
+        for (pages, length), sampling, position in zip(contexts, samplings, positions, strict=True):
+            if position != length:
+                raise Violation(f"a token for position {position} is drawn after {length} tokens")
+            tokens.append(token_of(self._cells(pages, length), sampling))
+        return Sampled(tokens, [-1.0] * len(tokens))
+
+    def _cells(self, pages: Sequence[int], length: int) -> bytes:
+        memory = self._memory
+        view, states, page_bytes = memory.view, memory.pool._states, memory.page_size * CELL.size
+        pieces = []
+        used = pages[: -(-length // memory.page_size)]
+        for page in used:
+            if states[page] is PageState.FREE:
+                raise Violation(f"a token is drawn from page {page}, which is free")
+        last = length * CELL.size - (len(used) - 1) * page_bytes
+        for layer in range(NUM_LAYERS):
+            start = layer * memory.region
+            pieces += [view[start + page * page_bytes : start + (page + 1) * page_bytes] for page in used]
+            pieces[-1] = pieces[-1][:last]
+        return b"".join(pieces)
+
+
+class CellPrefill(PrefillEngine):
+    """A prefill engine on the fake model. On a pool shared with decode it computes into granted pages."""
+
+    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+        return CellRunner(memory, lambda: (PageState.OWNED, PageState.GRANTED) if self.shared else (PageState.OWNED,))
+
+    shared = False
+
+
+class CellDecode(DecodeEngine):
+    """A decode engine on the fake model."""
+
+    def make_runner(self, model: Any, memory: Any) -> CellRunner:
+        return CellRunner(memory, lambda: (PageState.OWNED,))
+
+
+class CellBrain:
+    """The fake model for a simulated world."""
+
+    prefill = CellPrefill
+    decode = CellDecode
+
+    def __init__(self) -> None:
+        self.model = FakeModel()
+
+    def watch(self, pool: PagePool) -> None:
+        assert isinstance(pool.memory, CellMemory)
+        pool.memory.pool = pool
+
+    def check_token(self, request: Request, tokens: list[int]) -> None:
+        expected = expected_tokens(request)
+        at = len(tokens) - 1
+        if at >= len(expected) or tokens[at] != expected[at]:
+            raise Violation(f"{request.request_id}: token {at} is {tokens[at]}, expected {expected}")
+
+    def is_whole(self, request: Request, tokens: list[int]) -> bool:
+        return len(tokens) == len(expected_tokens(request))

@@ -1,0 +1,248 @@
+"""Hosts of a simulated world: loops that step, and engines behind a pipe that delays what is said to and by them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from pdinfer.decode import DecodeEngine
+from pdinfer.errors import TransferError
+from pdinfer.prefill import PrefillEngine
+from pdinfer.testing import Simulation
+from pdinfer.types import (
+    DecodeLoad,
+    Event,
+    PageGrant,
+    PeerAddress,
+    PrefillLoad,
+    Request,
+)
+
+LAG_S = 0.002
+"""How long a host that sleeps takes to wake up, at most."""
+POLL_S = 0.1
+BEAT_S = 0.4
+SILENCE_S = 2.4
+PIPE_S = (0.0002, 0.003)
+
+Engine = PrefillEngine | DecodeEngine
+
+
+class Loop:
+    """A host's loop on one node. `turn` does one round and says after how many seconds the next is due, None when only
+    `wake` can start it."""
+
+    def __init__(self, simulation: Simulation, node: str, turn: Callable[[], float | None]) -> None:
+        self._simulation = simulation
+        self._node = node
+        self._turn = turn
+        self._due = float("inf")
+        self._stalled_until = 0.0
+
+    def stall(self, until_s: float) -> None:
+        """No turn before that: the host hangs, while its process answers beats and moves bytes."""
+        self._stalled_until = until_s
+
+    def wake(self) -> None:
+        self._at(self._simulation.clock.now_s + LAG_S * self._simulation.rng.random())
+
+    def _at(self, due: float) -> None:
+        if due < self._due:
+            self._due = due
+            self._simulation.later(due - self._simulation.clock.now_s, partial(self._run, due), node=self._node)
+
+    def _run(self, due: float) -> None:
+        if due == self._due:
+            self._due = float("inf")
+            if due < self._stalled_until:
+                self._at(self._stalled_until)
+                return
+            delay = self._turn()
+            if delay is not None:
+                self._at(self._simulation.clock.now_s + delay)
+
+
+class Pipe:
+    """An ordered stream of messages to a node, each after a delay of its own."""
+
+    def __init__(self, simulation: Simulation, node: str, deliver: Callable[[Any], None]) -> None:
+        self._simulation = simulation
+        self._node = node
+        self._deliver = deliver
+        self._items: deque[Any] = deque()
+        self._last = 0.0
+
+    def send(self, item: Any) -> None:
+        now = self._simulation.clock.now_s
+        self._last = max(self._last, now + self._simulation.rng.uniform(*PIPE_S))
+        self._items.append(item)
+        self._simulation.later(self._last - now, self._arrive, node=self._node)
+
+    def _arrive(self) -> None:
+        self._deliver(self._items.popleft())
+
+
+@attrs.frozen
+class Report:
+    """What a served engine says after a step; None of it for a sign of life."""
+
+    num_seen: int
+    load: Any
+    events: list[Event]
+
+
+class Served:
+    """An engine in a process of its own, as `remote.serve` would host it. `after_step` is called after each step."""
+
+    def __init__(
+        self, simulation: Simulation, node: str, engine: Engine, step_s: float, after_step: Callable[[Engine], None]
+    ) -> None:
+        self.node = node
+        self.engine = engine
+        self.port: Port = Port(simulation, self)
+        self.ended = False
+        self._simulation = simulation
+        self._step_s = step_s
+        self._after_step = after_step
+        self._commands: deque[Callable[[], bool]] = deque()
+        self._num_seen = 0
+        self.loop = Loop(simulation, node, self._turn)
+        self._reports = Pipe(simulation, "host", self.port.hear)
+        self.commands = Pipe(simulation, node, self._take)
+        engine.notify(self.loop.wake)
+        simulation.every(BEAT_S, self._beat, node=node)
+
+    def _take(self, command: Callable[[], bool]) -> None:
+        self._commands.append(command)
+        self.loop.wake()
+
+    def _beat(self) -> None:
+        if not self.ended:
+            self._reports.send(None)
+
+    def _turn(self) -> float | None:
+        if self.ended:
+            return None
+        spoken = bool(self._commands)
+        while self._commands:
+            self._num_seen += self._commands.popleft()()
+        events = self.engine.step()
+        self._after_step(self.engine)
+        busy = self.engine.wait(0.0)
+        if events or spoken or not busy:
+            self._reports.send(Report(self._num_seen, self.engine.load(), events))
+        if busy:
+            return self._step_s * (0.5 + self._simulation.rng.random())
+        return POLL_S if self.engine.num_unfinished else None
+
+    def end(self) -> bool:
+        """What a process does when its client is gone: it closes its engine."""
+        if not self.ended:
+            self.ended = True
+            self.engine.close()
+            self._after_step(self.engine)
+        return False
+
+
+class Port:
+    """The other end of a Served engine: what `remote.PrefillClient` and `DecodeClient` are."""
+
+    def __init__(self, simulation: Simulation, served: Served) -> None:
+        self._simulation = simulation
+        self._served = served
+        self.address = served.engine.address
+        self.limits = served.engine.limits
+        self._load = served.engine.load()
+        self._events: list[Event] = []
+        self._unseen: list[tuple[int, int]] = []
+        self._num_submitted = 0
+        self._listeners: list[Callable[[], None]] = []
+        self._heard_at = simulation.clock.now_s
+        self._lost = self._closed = False
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Takes no time, as the handshake in a simulated network."""
+        if self._lost or not self._simulation.running(self._served.node):
+            raise TransferError("the process at the other end of a port does not answer")
+        self._served.engine.connect(peer, timeout_s=timeout_s)
+
+    def cancel(self, request_id: str) -> None:
+        self._post(partial(self._served.engine.cancel, request_id))
+
+    def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
+        engine = self._served.engine
+        assert isinstance(engine, DecodeEngine)
+        self._post(partial(engine.change_writers, request_id, writers=writers))
+
+    def submit(self, request: Request, grant: PageGrant | None = None, *, writers: Sequence[PeerAddress] = ()) -> None:
+        engine = self._served.engine
+        if isinstance(engine, DecodeEngine):
+            submit = partial(engine.submit, request, writers=writers)
+        else:
+            assert grant is not None
+            submit = partial(engine.submit, request, grant)
+        self._num_submitted += 1
+        self._unseen.append((self._num_submitted, len(request.tokens)))
+        self._post(submit, seen=True)
+
+    def _post(self, command: Callable[[], None], *, seen: bool = False) -> None:
+        def obey() -> bool:
+            command()
+            return seen
+
+        if not self._closed:
+            self._served.commands.send(obey)
+
+    def hear(self, report: Report | None) -> None:
+        self._heard_at = self._simulation.clock.now_s
+        if report is not None:
+            self._load = report.load
+            self._unseen = [unseen for unseen in self._unseen if unseen[0] > report.num_seen]
+            self._events += report.events
+            self.wake()
+
+    def hang_up(self) -> None:
+        """The process is gone, and its kernel says so."""
+        self._lost = True
+        self.wake()
+
+    def step(self) -> list[Event]:
+        if self._simulation.clock.now_s - self._heard_at > SILENCE_S:
+            self._lost = True
+        events, self._events = self._events, []
+        if self._lost and not events:
+            raise TransferError("the process at the other end of a port is gone")
+        return events
+
+    def load(self) -> PrefillLoad | DecodeLoad:
+        tokens = sum(tokens for _, tokens in self._unseen)
+        if isinstance(self._load, PrefillLoad):
+            return attrs.evolve(
+                self._load,
+                num_queued_requests=self._load.num_queued_requests + len(self._unseen),
+                num_queued_tokens=self._load.num_queued_tokens + tokens,
+            )
+        return attrs.evolve(
+            self._load,
+            num_waiting_requests=self._load.num_waiting_requests + len(self._unseen),
+            num_waiting_tokens=self._load.num_waiting_tokens + tokens,
+        )
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+
+    def wake(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._events) or self._lost
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._served.commands.send(self._served.end)

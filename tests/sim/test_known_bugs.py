@@ -1,0 +1,20 @@
+"""The harness can fail: each known bug, put back, is met by a run; the same runs are clean without it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.bugs import BUGS, find
+from tests.sim.world import World
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(BUGS) >= 12
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_that_is_put_back_is_found(name: str) -> None:
+    seed, how = find(name)
+    assert how
+    for clean in range(max(0, seed - 5), seed + 1):
+        World(clean, BUGS[name].focus).run()

@@ -1,0 +1,396 @@
+"""One simulated run: real engines, channels, pools and a real Pairing, a network that fails, and an oracle.
+
+    World(seed).run() raises Violation when a promise did not hold.
+
+While faults last only safety is asked: no wrong token, no page in two hands, no second end, no exception. Then all is
+healed, and within HEAL_S of virtual time every request must have ended and every page be free.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter, defaultdict
+from functools import partial
+from typing import Any, Protocol
+
+import attrs
+
+from pdinfer.config import CacheConfig
+from pdinfer.decode import DecodeEngine
+from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.kv import pushes
+from pdinfer.kv.pool import PagePool
+from pdinfer.pairing import Pairing
+from pdinfer.prefill import PrefillEngine
+from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
+from pdinfer.types import FinishReason, Request, TokenEvent
+from tests.sim import reach
+from tests.sim.fakes import CellBrain, Violation
+from tests.sim.plan import Arrival, Focus, Plan, Trouble, draw, focus_of
+from tests.sim.ports import Engine, Loop, Served
+
+HEAL_S = 60.0
+PROMPT_S = 0.25
+RETRY_S = 0.5
+HOST = "host"
+
+
+class Brain(Protocol):
+    """A model, engines for it, and what they must say."""
+
+    model: Any
+    prefill: type[PrefillEngine]
+    decode: type[DecodeEngine]
+
+    def watch(self, pool: PagePool) -> None:
+        """Holds what is written into the pool to its accounting."""
+
+    def check_token(self, request: Request, tokens: list[int]) -> None:
+        """Raises Violation when the last of `tokens` is not what the request must give."""
+
+    def is_whole(self, request: Request, tokens: list[int]) -> bool:
+        """Whether `tokens` are all that the request must give; raises Violation when they are not right."""
+
+
+class WatchedChannel(SimChannel):
+    """A channel that holds its engine to its last words."""
+
+    def push(self, grant, **more):
+        if grant.room in self._spoken:
+            raise Violation("a room is written after its writer's last word")
+        return super().push(grant, **more)
+
+    def finish(self, grant, handoff):
+        self._spoken.add(grant.room)
+        return super().finish(grant, handoff)
+
+    def _say_aborted(self, peer, room, error):
+        self._spoken.add(room)
+        super()._say_aborted(peer, room, error)
+
+    @functools.cached_property
+    def _spoken(self) -> set[bytes]:
+        return set()
+
+
+@attrs.define(eq=False)
+class Stream:
+    """What one request has given so far."""
+
+    arrival: Arrival
+    tokens: list[int] = attrs.field(factory=list)
+    end: TokenEvent | None = None
+    cancelled_at: float | None = None
+
+
+class World:
+    """One run, drawn from `seed` within `focus`, of engines that think with `brain`."""
+
+    def __init__(self, seed: int, focus: Focus | None = None, brain: Brain | None = None) -> None:
+        self.simulation = Simulation(seed)
+        self.plan: Plan = draw(self.simulation.rng, focus or focus_of(seed))
+        self.network = SimNetwork(self.simulation, self.plan.faults)
+        self.counts: Counter[str] = Counter()
+        self.reached: Counter[str] = Counter()
+        self.streams: dict[str, Stream] = {}
+        self.served: dict[str, Served] = {}
+        self.engines: dict[str, Engine] = {}
+        self.brain: Brain = brain or CellBrain()
+        self._caches: dict[str, CacheConfig] = {}
+        self._sick_until = 0.0
+        self._salts: dict[PagePool, dict[tuple[int, int], bytes]] = defaultdict(dict)
+        self._healed = False
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        plan = self.plan
+        for role, caches in (("p", plan.prefills), ("d", plan.decodes)):
+            for number, cache in enumerate(caches):
+                self._caches[f"{role}{number}"] = cache
+        if plan.ports == "shared":
+            pool = self._pool(self._caches["d0"])
+            for name in ("p0", "d0"):
+                self.engines[name] = self._engine(name, pool)
+            self.engines["p0"].shared = True
+        else:
+            for name, cache in self._caches.items():
+                self.engines[name] = self._engine(name, self._pool(cache))
+        ports = {name: self._port(name) for name in self.engines}
+        self.pairing = Pairing(
+            [port for name, port in ports.items() if name[0] == "p"],
+            [port for name, port in ports.items() if name[0] == "d"],
+            config=plan.pairing,
+            clock=self.simulation.clock,
+            random_bytes=self.simulation.random_bytes,
+        )
+        self._host = Loop(self.simulation, HOST, self._host_turn)
+        self.pairing._inbox.listen(self._host.wake)
+
+    def _pool(self, cache: CacheConfig) -> PagePool:
+        pool = PagePool(self.brain.model, cache)
+        self.brain.watch(pool)
+        return pool
+
+    def _engine(self, name: str, pool: PagePool) -> Engine:
+        channel = WatchedChannel(pool, self.network, name, placement=self.plan.placement, key=self.plan.key)
+        kind = self.brain.prefill if name[0] == "p" else self.brain.decode
+        return kind(self.brain.model, channel, self.plan.engine, clock=self.simulation.clock)
+
+    def _port(self, name: str):
+        engine = self.engines[name]
+        if self.plan.ports != "piped":
+            return engine
+        step_s = self.plan.step_s * (self.plan.prefill_slowness if name[0] == "p" else 1)
+        self.served[name] = Served(self.simulation, name, engine, step_s, self._check_engine)
+        return self.served[name].port
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> World:
+        """The whole run; raises Violation, or whatever an engine raised."""
+        errors = _Errors()
+        logger = logging.getLogger("pdinfer")
+        logger.addHandler(errors)
+        grouping = pushes.GROUP_BYTES
+        pushes.GROUP_BYTES = self.plan.group_bytes
+        try:
+            self._build()
+            for arrival in self.plan.arrivals:
+                self.simulation.later(arrival.at_s, partial(self._submit, arrival))
+            for trouble in self.plan.troubles:
+                self.simulation.later(trouble.at_s, partial(self._strike, trouble))
+            last_s = max([arrival.at_s for arrival in self.plan.arrivals] + [t.at_s for t in self.plan.troubles])
+            self.simulation.run(timeout_s=last_s + 0.001)
+            self.simulation.run(lambda: not self.pairing.num_unfinished, timeout_s=2.0)
+            self._heal()
+            if not self.simulation.run(self._idle, timeout_s=HEAL_S):
+                raise Violation(f"not idle {HEAL_S:g} s after everything was healed: {self._unrest()}")
+            self._judge()
+            errors.check(quiet=self.plan.quiet)
+        finally:
+            pushes.GROUP_BYTES = grouping
+            logger.removeHandler(errors)
+        return self
+
+    def _submit(self, arrival: Arrival) -> None:
+        request = arrival.request
+        try:
+            self.pairing.submit(request)
+        except (Overloaded, RequestError):
+            self.counts["not taken"] += 1
+            return
+        self.streams[request.request_id] = Stream(arrival)
+        if request.deadline_s is not None:
+            self.simulation.later(request.deadline_s + PROMPT_S, partial(self._overdue, request.request_id))
+        if arrival.cancel_s is not None:
+            self.simulation.later(arrival.cancel_s - arrival.at_s, partial(self._cancel, request.request_id))
+
+    def _cancel(self, request_id: str) -> None:
+        stream = self.streams[request_id]
+        if stream.end is None:
+            self.counts["cancel"] += 1
+            stream.cancelled_at = self.simulation.clock.now_s
+            self.pairing.cancel(request_id)
+            self.simulation.later(PROMPT_S, partial(self._cancelled, stream))
+
+    def _cancelled(self, stream: Stream) -> None:
+        if stream.end is None and self._sick_until < stream.cancelled_at:
+            raise Violation(f"{stream.arrival.request.request_id} has not ended {PROMPT_S} s after its cancel")
+
+    def _overdue(self, request_id: str) -> None:
+        stream = self.streams[request_id]
+        if stream.end is None and self._sick_until < stream.arrival.at_s:
+            raise Violation(f"{request_id} has not ended {PROMPT_S} s after its deadline")
+
+    def _host_turn(self) -> float | None:
+        for event in self.pairing.step():
+            self._hear(event)
+        if self.plan.ports != "piped":
+            for engine in self.engines.values():
+                self._check_engine(engine)
+        if self.pairing.wait(0.0):
+            return self.plan.step_s * (0.5 + self.simulation.rng.random())
+        return 0.1 if self.pairing.num_unfinished else None
+
+    # -- trouble ----------------------------------------------------------------------------------------------------
+
+    def _strike(self, trouble: Trouble) -> None:
+        if self._healed:
+            return
+        names = list(self._caches)
+        one = names[trouble.one % len(names)]
+        others = [name for name in names if name[0] != one[0]]
+        other = others[trouble.other % len(others)]
+        self._sick_until = max(self._sick_until, self.simulation.clock.now_s + trouble.lasts_s + 3.0)
+        later = self.simulation.later
+        if trouble.kind == "cut":
+            self.network.cut(one, other)
+        elif trouble.kind == "partition":
+            self.network.partition(one, other)
+            later(trouble.lasts_s, self.network.heal)
+        elif trouble.kind == "freeze" and self.simulation.running(one):
+            self.counts["freeze"] += 1
+            self.simulation.freeze(one)
+            later(trouble.lasts_s, partial(self._thaw, one))
+        elif trouble.kind == "stall" and self.simulation.running(one):
+            self.counts["stall"] += 1
+            self.served[one].loop.stall(self.simulation.clock.now_s + trouble.lasts_s)
+        elif trouble.kind == "crash" and self.simulation.alive(one):
+            self._crash(one)
+            later(trouble.lasts_s, partial(self._restart, one))
+
+    def _thaw(self, name: str) -> None:
+        if self.simulation.alive(name):
+            self.simulation.thaw(name)
+
+    def _crash(self, name: str) -> None:
+        self.counts["crash"] += 1
+        self.simulation.crash(name)
+        self.simulation.later(0.001, self.served[name].port.hang_up, node=HOST)
+
+    def _restart(self, name: str) -> None:
+        """A new process takes the place of one that died or was given up."""
+        if self.simulation.alive(name) and not self.served[name].ended:
+            return
+        self.simulation.crash(name)
+        self.simulation.restart(name)
+        self.counts["restart"] += 1
+        self.engines[name] = self._engine(name, self._pool(self._caches[name]))
+        self._join(self._port(name))
+
+    def _join(self, port) -> None:
+        """Connecting may find other ports lost and end their requests: a host looks for events after it in any case."""
+        try:
+            self.pairing.add(port)
+        except PDInferError:
+            self.counts["join again"] += 1
+            self.simulation.later(RETRY_S, partial(self._join, port))
+        self._host.wake()
+
+    def _heal(self) -> None:
+        self._healed = True
+        self.network.faults = NetworkFaults()
+        self.network.heal()
+        for name, served in self.served.items():
+            self._thaw(name)
+            served.loop.stall(0.0)
+            served.loop.wake()
+
+    # -- the oracle -------------------------------------------------------------------------------------------------
+
+    def _check_engine(self, engine: Engine) -> None:
+        pool = engine.channel.pool
+        pool.check()
+        if pool.num_free + pool.num_cached + pool.num_owned + pool.num_granted != pool.num_pages:
+            raise Violation(f"pages are lost: {pool._states}")
+        if isinstance(engine, PrefillEngine):
+            holders = [(prompt.request, prompt.pages) for prompt in engine._active]
+        else:
+            holders = [(sequence.request, sequence.pages) for sequence in engine._running]
+        sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
+        reach.request_states(*sides, self.reached)
+        reach.room_states(*sides, self.reached)
+        salts = self._salts[pool]
+        for request, pages in holders:
+            for page, generation in zip(pages, pool.generations(pages), strict=True):
+                if salts.setdefault((page, generation), request.cache_salt) != request.cache_salt:
+                    raise Violation(f"{request.request_id} reads page {page}, which was made under another salt")
+
+    def _hear(self, event: TokenEvent) -> None:
+        stream = self.streams.get(event.request_id)
+        name = event.request_id
+        self.simulation.note(repr((name, event.index, event.token, event.finish_reason)).encode())
+        if stream is None:
+            raise Violation(f"an event of a request that was not taken: {event}")
+        if stream.end is not None:
+            raise Violation(f"{name} has ended with {stream.end.finish_reason} and goes on: {event}")
+        if event.index != len(stream.tokens):
+            raise Violation(f"{name}: index {event.index} comes after {len(stream.tokens)} tokens")
+        if event.token is not None:
+            stream.tokens.append(event.token)
+            self.brain.check_token(stream.arrival.request, stream.tokens)
+        if event.finish_reason is not None:
+            stream.end = event
+            self.counts[f"end {event.finish_reason.value}"] += 1
+            self._check_end(stream, event)
+
+    def _check_end(self, stream: Stream, event: TokenEvent) -> None:
+        name, reason = event.request_id, event.finish_reason
+        whole = self.brain.is_whole(stream.arrival.request, stream.tokens)
+        deadline_s = stream.arrival.request.deadline_s
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            fair = whole
+        elif reason is FinishReason.CANCELLED:
+            fair = stream.cancelled_at is not None
+        elif reason is FinishReason.DEADLINE:
+            fair = deadline_s is not None and self.simulation.clock.now_s >= stream.arrival.at_s + deadline_s - 1e-9
+        else:
+            fair = not self.plan.quiet
+        if not fair:
+            raise Violation(f"{name} ended with {reason} after {stream.tokens}: {event.error}")
+
+    def _idle(self) -> bool:
+        # what a call other than `step` has ended is told by the next step
+        told = all(stream.end is not None for stream in self.streams.values())
+        return (
+            told
+            and not self.pairing.num_unfinished
+            and all(not self._unrest_of(name) for name, engine in self.engines.items() if self._lives(name))
+        )
+
+    def _lives(self, name: str) -> bool:
+        served = self.served.get(name)
+        return self.simulation.alive(name) and (served is None or not served.ended)
+
+    def _unrest_of(self, name: str) -> str:
+        engine = self.engines[name]
+        pool = engine.channel.pool
+        if not engine.num_unfinished and not pool.num_granted and not pool.num_owned:
+            return ""
+        return (
+            f"{name}: {engine.num_unfinished} unfinished, of {pool.num_pages} pages {pool.num_granted} granted, "
+            f"{pool.num_owned} owned"
+        )
+
+    def _unrest(self) -> str:
+        ended = [name for name, stream in self.streams.items() if stream.end is None]
+        rest = [unrest for name in self.engines if self._lives(name) and (unrest := self._unrest_of(name))]
+        return f"unfinished {ended}; {'; '.join(rest)}"
+
+    def _judge(self) -> None:
+        open_ = [name for name, stream in self.streams.items() if stream.end is None]
+        if open_:
+            raise Violation(f"the pairing is done and {open_} have not ended")
+        # an engine that was started again at the address of a dead one is refused by who looks for the dead one
+        unsound = [(node, error) for node, error in self.network.refusals if "answers as another" not in str(error)]
+        if unsound:
+            raise Violation(f"a sound link was closed: {unsound}")
+        for name in self.engines:
+            if not self._lives(name) and self.simulation.alive(name):
+                unrest = self._unrest_of(name)
+                if unrest:
+                    raise Violation(f"a closed engine holds pages: {unrest}")
+
+
+class _Errors(logging.Handler):
+    """Collects what engines log as exceptions: none is expected, whatever fails around them. While nothing fails, a
+    writer that was asked to stop must say so."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.exceptions: list[logging.LogRecord] = []
+        self.mute: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            self.exceptions.append(record)
+        elif "did not stop writing" in (text := record.getMessage()):
+            self.mute.append(text)
+
+    def check(self, *, quiet: bool) -> None:
+        for record in self.exceptions:
+            raise Violation(f"an engine logged an exception: {record.getMessage()}") from record.exc_info[1]
+        if quiet and self.mute:
+            raise Violation(f"nothing was wrong with a writer, and yet: {self.mute}")

@@ -1,0 +1,44 @@
+"""What the docs name exists, and the numbers they give are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from pdinfer.kv.pool import PageState
+from pdinfer.kv.wire import Message
+
+ROOT = Path(__file__).parent.parent
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMED_TESTS = sorted(
+    {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text("utf-8"))}
+)
+NUMBERS = re.findall(r"^\| `(kv\.\w+)\.(\w+)` \| ([\d.]+) \|", PROTOCOL, re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", NAMED_TESTS)
+def test_a_test_that_is_named_exists(name: str) -> None:
+    path, _, function = name.partition("::")
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(("module", "name", "value"), NUMBERS)
+def test_a_number_is_that_of_the_code(module: str, name: str, value: str) -> None:
+    assert getattr(importlib.import_module(f"pdinfer.{module}"), name) == float(value)
+
+
+def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> None:
+    frames = set(re.findall(r"^\| `(\w+)` \| (?:both|who|a writer|decode)", PROTOCOL, re.MULTILINE))
+    assert frames == {kind.__struct_config__.tag for kind in Message.__args__}
+    pages = PROTOCOL[PROTOCOL.index("### A page") : PROTOCOL.index("## A link")]
+    assert set(re.findall(r"^\| ([A-Z]+) \|", pages, re.MULTILINE)) == {state.name for state in PageState}
+    promised = {int(number) for number in re.findall(r"^\| C(\d+) \|", PROTOCOL, re.MULTILINE)}
+    assert promised == {*range(1, 6), *range(7, 14), 15, 18, 19, 20}
+    assert len(NUMBERS) == len(re.findall(r"^\| `kv\.", PROTOCOL, re.MULTILINE)) > 0
+    assert NAMED_TESTS

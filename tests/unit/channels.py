@@ -1,0 +1,164 @@
+"""What tests of the channel share: ends that can reach each other, rooms between them, and frames of our making."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+import attrs
+import torch
+
+from pdinfer.config import CacheConfig
+from pdinfer.errors import TransferError
+from pdinfer.kv import wire
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.layout import KVComponent, KVLayout, Spans
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.peer import Peer, Write
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.protocol import peer_key
+from pdinfer.kv.socket import SocketTransport
+from pdinfer.kv.transport import Transfer, Transport
+from pdinfer.kv.view import PageMemory
+from pdinfer.types import Handoff, HandoffStatus, PageGrant
+
+LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
+LAYERS = range(3)
+NUM_PAGES = 24
+TIMEOUT_S = 10.0
+rooms = itertools.count(1)
+
+
+@attrs.frozen(kw_only=True)
+class SmallModel:
+    """What a pool needs of a model: a latent of two values per token in three layers."""
+
+    model_id: bytes = b"model"
+    weights_id: bytes = b"weights"
+    dtype: str = "float16"
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        part = KVComponent(name="latent", format="f", dtype=self.dtype, width=2, token_bytes=4, layers=tuple(LAYERS))
+        return KVLayout(
+            model_id=self.model_id, weights_id=self.weights_id, page_size=cache.page_size, components=(part,)
+        )
+
+    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
+        return NUM_PAGES
+
+    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
+        return PageMemory(layout, num_pages, device=torch.device("cpu"))
+
+
+def pool_of(page_size: int = 4, **model: object) -> PagePool:
+    return PagePool(SmallModel(**model), CacheConfig(page_size=page_size))  # type: ignore[arg-type]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.001)
+
+
+@attrs.define
+class Case:
+    """Makes ends that can reach each other, fills their pages, and knows what must arrive where."""
+
+    kind: str
+    hub: LoopbackHub = attrs.field(factory=LoopbackHub)
+    open: list[KVChannel] = attrs.field(factory=list)
+
+    def end(self, pool: PagePool | None = None, *, key: bytes | None = None) -> KVChannel:
+        transport: Transport = SocketTransport() if self.kind == "tcp" else LoopbackTransport(self.hub)
+        self.open.append(KVChannel(pool or pool_of(), transport, key=key))
+        return self.open[-1]
+
+    def close(self) -> None:
+        for end in self.open:
+            end.close()
+
+    def pair(self, prefill_pages: int = 4, decode_pages: int = 4) -> tuple[KVChannel, KVChannel]:
+        """Prefill and decode, connected; in the kind "shared" they hold one pool."""
+        prefill = self.end(pool_of(prefill_pages))
+        decode = self.end(prefill.pool if self.kind == "shared" else pool_of(decode_pages))
+        prefill.connect(decode.address)
+        return prefill, decode
+
+    def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
+        """An expected room whose pages are in no particular order."""
+        pool = decode.pool
+        pool.release(pool.own(3))
+        pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
+        grant = PageGrant(
+            room=next(rooms).to_bytes(16, "big"),
+            request_id="r",
+            writers=tuple(writer.address for writer in writers),
+            destinations=(decode.address,),
+            tokens=tokens,
+            pages=pages,
+            generations=pool.generations(pages),
+            layout_id=pool.layout.layout_id,
+        )
+        decode.expect(grant)
+        return grant
+
+    def room(
+        self, prefill_pages: int = 4, decode_pages: int = 4, tokens: range = range(4, 14)
+    ) -> tuple[KVChannel, KVChannel, PageGrant, tuple[int, ...]]:
+        """A pair, a room between them that prefill has accepted, and prefill's pages with what is to be pushed."""
+        prefill, decode = self.pair(prefill_pages, decode_pages)
+        grant = self.grant(decode, prefill, tokens=tokens)
+        pages = self.source(prefill, grant)
+        prefill.accept(grant)
+        return prefill, decode, grant, pages
+
+    def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
+        """Prefill's pages for every token up to the grant's end, random where they will be read."""
+        if self.kind == "shared":
+            # page i of a push holds tokens from i * page_size: those before the grant are somebody else's
+            pages = (-1,) * (grant.tokens.start // prefill.pool.layout.page_size) + grant.pages
+        else:
+            pages = prefill.pool.own(prefill.pool.layout.num_pages(grant.tokens.stop))
+        for offset, length in self.at(prefill, grant.tokens, pages, 0):
+            prefill.pool.memory.buffer[offset : offset + length].random_(1, 255)
+        return pages
+
+    def at(self, end: KVChannel, tokens: range, pages: tuple[int, ...], first_token: int) -> list[tuple[int, int]]:
+        layout = end.pool.layout
+        return layout.spans(end.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=first_token)
+
+    def sent(self, prefill: KVChannel, tokens: range, pages: tuple[int, ...]) -> bytes:
+        return b"".join(prefill.pool.memory.read(self.at(prefill, tokens, pages, 0)))
+
+    def arrived(self, decode: KVChannel, grant: PageGrant) -> bytes:
+        return b"".join(decode.pool.memory.read(self.at(decode, grant.tokens, grant.pages, grant.tokens.start)))
+
+    def push_all(self, prefill: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> list[Transfer]:
+        tokens = grant.tokens
+        return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
+
+
+def word(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:
+    error = TransferError("gave up") if status is ABORTED else None
+    return Handoff(room=grant.room, writer=writer.address, status=status, error=error, **more)  # type: ignore[arg-type]
+
+
+def record(end: KVChannel, peer: KVChannel) -> Peer:
+    there = end._peers.peer_at(peer_key(peer.address))
+    assert there is not None
+    return there
+
+
+def say(end: KVChannel, peer: KVChannel, message: wire.Message, source: Spans | None = None) -> None:
+    """Sends a frame of our making, and a payload, past the rules of the end that says it."""
+    write = None if source is None else Write(source, None, lambda _: None)
+    record(end, peer).post(end.transport, wire.encode(message), write)
+
+
+def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
+    words: list[Handoff] = []
+    until(lambda: words.extend(decode.poll()) or len(words) >= count)
+    assert len(words) == count
+    return words

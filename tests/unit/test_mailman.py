@@ -1,0 +1,216 @@
+"""Messages between processes when the other end stands still, reads nothing, or is gone: nobody waits, and it shows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+
+import pytest
+
+from pdinfer import mailman, messages
+from pdinfer.mailman import Mailman
+from pdinfer.messages import Beat, Cancel, Close, Command, Report
+
+SOON_S = 1.0
+"""What does not wait for the other end takes less, on a busy machine too."""
+BEAT = messages.encode(Beat())
+
+
+class Office:
+    """A mailman at one end of a pipe; the test holds the other."""
+
+    def __init__(self) -> None:
+        self.ours, theirs = Pipe()
+        self.delivered: list[Report | None] = []
+        self.lost = threading.Event()
+        self.mailman: Mailman[Report] = Mailman(theirs, messages.decode_report, self._take)
+
+    def _take(self, message: Report | None) -> None:
+        self.delivered.append(message)
+        if message is None:
+            self.lost.set()
+
+    def hear(self) -> Command:
+        """The next message that is no beat."""
+        while isinstance(message := messages.decode_command(self.ours.recv_bytes()), Beat):
+            pass
+        return message
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    made = Office()
+    yield made
+    made.mailman.close()
+    assert not any(thread.name == "pdinfer-remote" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beats and silences a sixth as long."""
+    for name in ("TICK_S", "BEAT_S", "SILENT_S"):
+        monkeypatch.setattr(mailman, name, getattr(mailman, name) / 6)
+
+
+def check_ends(connection: Connection) -> None:
+    """Behind what was sent the other process sees the end."""
+    messages_left = 1000
+    try:
+        while messages_left:
+            connection.recv_bytes()
+            messages_left -= 1
+    except (EOFError, OSError):
+        return
+    raise AssertionError("the connection goes on")
+
+
+def test_messages_arrive_in_order_and_beats_between_them(office: Office) -> None:
+    for number in range(100):
+        office.mailman.post(Cancel(str(number)))
+    assert [office.hear() for _ in range(100)] == [Cancel(str(number)) for number in range(100)]
+    started = time.monotonic()
+    for _ in range(3):
+        assert isinstance(messages.decode_command(office.ours.recv_bytes()), Beat)
+    assert time.monotonic() - started < 3 * mailman.BEAT_S + SOON_S
+
+
+def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(office: Office) -> None:
+    office.ours.send_bytes(BEAT)
+    started = time.monotonic()
+    assert office.lost.wait(10.0)
+    assert mailman.SILENT_S - 0.01 < time.monotonic() - started < 3.0
+    assert office.delivered == [Beat(), None]
+    assert office.mailman.loss == "was silent for 2.4 s"
+    check_ends(office.ours)  # it finds itself given up when it wakes
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_end_that_never_spoke_may_be_loading_its_model(office: Office) -> None:
+    assert not office.lost.wait(2 * mailman.SILENT_S)
+    assert office.mailman.loss is None
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_end_that_goes_on_speaking_is_not_lost(office: Office) -> None:
+    for _ in range(10):
+        office.ours.send_bytes(BEAT)
+        assert not office.lost.wait(mailman.SILENT_S / 6)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after SIGSTOP and SIGCONT: the clock has moved on by minutes when the first tick comes."""
+    office.ours.send_bytes(BEAT)
+    time.sleep(0.1)
+    real = time.monotonic
+    monkeypatch.setattr(mailman, "time", SimpleNamespace(monotonic=lambda: real() + 600.0))
+    assert not office.lost.wait(mailman.SILENT_S / 2)
+    office.ours.send_bytes(BEAT)
+    assert not office.lost.wait(mailman.SILENT_S / 2)
+    assert office.lost.wait(10.0)
+
+
+@pytest.mark.parametrize("word", ["message", "half a message", "nothing"])
+def test_what_died_is_lost_at_once_and_its_last_words_are_heard(office: Office, word: str) -> None:
+    if word == "message":
+        office.ours.send_bytes(BEAT)
+    elif word == "half a message":
+        with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+            pipe.write((100).to_bytes(4, "big") + bytes(50))
+    office.ours.close()
+    assert office.lost.wait(SOON_S)
+    assert office.delivered == ([Beat(), None] if word == "message" else [None])
+    assert office.mailman.loss == "is gone"
+
+
+def test_last_words_are_heard_though_sending_finds_out_first(office: Office) -> None:
+    take = office._take
+
+    def slowly(message: Report | None) -> None:
+        time.sleep(0.002)
+        take(message)
+
+    office.mailman._deliver = slowly
+    for _ in range(20):
+        office.ours.send_bytes(BEAT)
+    office.ours.close()
+    office.mailman.post(Cancel("nobody reads this"))
+    assert office.lost.wait(SOON_S)
+    assert office.delivered == [Beat()] * 20 + [None]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(office: Office) -> None:
+    """Reading and sending are both stuck then."""
+    office.ours.send_bytes(BEAT)
+    with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+        pipe.write((100).to_bytes(4, "big") + bytes(50))
+    for _ in range(64):
+        office.mailman.post(Cancel("x" * (1 << 16)))
+    started = time.monotonic()
+    assert office.lost.wait(10.0)
+    assert time.monotonic() - started < SOON_S
+
+
+def test_posting_to_an_end_that_does_not_read_never_waits(office: Office) -> None:
+    office.ours.send_bytes(BEAT)
+    started = time.monotonic()
+    for _ in range(200):
+        office.mailman.post(Cancel("x" * (1 << 16)))
+    assert time.monotonic() - started < SOON_S
+    assert not office.lost.is_set()
+
+
+def test_more_than_the_bound_waiting_means_lost(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailman, "MAX_UNSENT_BYTES", 4 << 20)
+    for _ in range(60):
+        office.mailman.post(Cancel("x" * (1 << 16)))
+    assert not office.lost.is_set()
+    for _ in range(10):
+        office.mailman.post(Cancel("x" * (1 << 16)))
+    assert office.lost.is_set()
+    assert office.delivered == [None]
+    assert "does not read" in str(office.mailman.loss)
+    assert not office.mailman._outgoing
+
+
+def test_closing_says_the_last_word_and_twice_is_once(office: Office) -> None:
+    office.mailman.close(Close())
+    office.mailman.close(Close())
+    assert office.hear() == Close()
+    with pytest.raises(EOFError):
+        office.ours.recv_bytes()
+    office.mailman.post(Cancel("late"))
+    assert office.delivered == [None]  # for whoever waits for an answer
+
+
+@pytest.mark.parametrize("stuck", ["sending", "reading", "both", "neither"])
+def test_closing_takes_no_longer_than_a_second(office: Office, stuck: str) -> None:
+    if stuck in ("reading", "both"):
+        with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+            pipe.write((100).to_bytes(4, "big") + bytes(50))
+    if stuck in ("sending", "both"):
+        for _ in range(64):
+            office.mailman.post(Cancel("x" * (1 << 16)))
+        time.sleep(0.1)
+    started = time.monotonic()
+    closers = [threading.Thread(target=office.mailman.close, args=(Close(),)) for _ in range(2)]
+    for closer in closers:
+        closer.start()
+    for closer in closers:
+        closer.join()
+    assert time.monotonic() - started < SOON_S
+    check_ends(office.ours)
+
+
+def test_the_beat_tells_what_it_is_asked_to() -> None:
+    ours, theirs = Pipe()
+    made = Mailman(theirs, messages.decode_report, lambda _: None, lambda: Beat(1.5))
+    assert messages.decode_report(ours.recv_bytes()) == Beat(1.5)
+    made.close()
