@@ -37,6 +37,7 @@ LAYERS = (
     ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
+    ("model_config",),
     ("hf_config", "tensor_header", "rope"),
     ("files",),
     ("checks",),
