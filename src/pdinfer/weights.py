@@ -74,7 +74,7 @@ def load_model(
     dtype = dtype or DTYPES[config.dtype]
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
-    resolved = resolve_ops(target, forced=providers)
+    resolved = resolve_ops(target, dtype, forced=providers)
 
     def build(source: Destinations, weights_id: bytes) -> Model:
         return Model.build(

@@ -32,10 +32,10 @@ def for_every_provider(test: Any) -> Any:
     return every_provider(every_device(every_dtype(test)))
 
 
-def op_of(provider: str, name: str, device: str) -> Any:
+def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
     """The op as `provider` does it; skips the test where it cannot run or does not offer it."""
     try:
-        return getattr(resolve_ops(torch.device(device), forced={name: provider}).ops, name)
+        return getattr(resolve_ops(torch.device(device), dtype, forced={name: provider}).ops, name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
 
@@ -69,7 +69,7 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
     x, weight = draw(rows, width).to(dtype), draw(width, seed=1).to(dtype)
     x[1:2] *= 1000
     x[2:3] = 0
-    got = op_of(provider, "rms_norm", device)(x.to(device), weight.to(device), 1e-6)
+    got = op_of(provider, "rms_norm", device, dtype)(x.to(device), weight.to(device), 1e-6)
     assert_rounded_once(got, reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
 
 
@@ -77,7 +77,7 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
 @pytest.mark.parametrize(("rows", "sizes"), [*product((0, 1, 5), ((1, 1), (7, 13), (48, 97)))])
 def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).to(dtype), draw(sizes[1], sizes[0], seed=1).to(dtype)
-    got = op_of(provider, "linear", device)(x.to(device), weight.to(device))
+    got = op_of(provider, "linear", device, dtype)(x.to(device), weight.to(device))
     assert_close(got, reference.linear(x.double(), weight.double()), dtype)
 
 
@@ -86,7 +86,7 @@ def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes
 def test_gated_silu(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = draw(rows, 2 * width).to(dtype)
     x[1:2] *= 100
-    got = op_of(provider, "gated_silu", device)(x.to(device))
+    got = op_of(provider, "gated_silu", device, dtype)(x.to(device))
     assert_rounded_once(got, reference.gated_silu(x.double()), dtype)
 
 
@@ -96,7 +96,7 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
     x = draw(rows, heads, width + 3).to(dtype).to(device)[..., 3:]  # in models it is a slice too
     before = x.clone()
     angles = draw(rows, width // 2, seed=1) * 100
-    got = op_of(provider, "rotate", device)(x, angles.cos().to(device), angles.sin().to(device))
+    got = op_of(provider, "rotate", device, dtype)(x, angles.cos().to(device), angles.sin().to(device))
     assert torch.equal(x, before)
     assert_rounded_once(got, reference.rotate(x.cpu().double(), angles.cos(), angles.sin()), dtype)
 
@@ -112,7 +112,7 @@ def test_grouped_mlp(
     gate_up = (draw(len(counts), 2 * width, hidden, seed=1) * hidden**-0.5).to(dtype)
     down = (draw(len(counts), hidden, width, seed=2) * width**-0.5).to(dtype)
     counts_E = torch.tensor(counts)
-    got = op_of(provider, "grouped_mlp", device)(x.to(device), counts_E, gate_up.to(device), down.to(device))
+    got = op_of(provider, "grouped_mlp", device, dtype)(x.to(device), counts_E, gate_up.to(device), down.to(device))
     assert_close(got, reference.grouped_mlp(x.double(), counts_E, gate_up.double(), down.double()), dtype)
 
 
@@ -128,7 +128,7 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
     pages = expected.to(device, copy=True)
     for slot, row in zip(slots.tolist(), latent, strict=True):
         expected[slot // page_size, slot % page_size] = row
-    assert op_of(provider, "store_latent", device)(pages, slots.to(device), latent.to(device)) is None
+    assert op_of(provider, "store_latent", device, dtype)(pages, slots.to(device), latent.to(device)) is None
     assert torch.equal(pages.cpu(), expected)
 
 
@@ -182,7 +182,7 @@ class Attention:
         return op(to(q_latent), to(q_rope), pages, self.table.to(pages.device), lens, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
-        op = op_of(provider, name, device)
+        op = op_of(provider, name, device, self.dtype)
         pages = (self.pages if pages is None else pages).to(device)
         before = pages.clone()
         result = (self.prefill if name == "mla_prefill" else self.decode)(op, pages, lambda x: x.to(device))
@@ -322,34 +322,34 @@ def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
-    assert [(choice.op, choice.provider) for choice in resolve_ops(CPU).choices] == [(op, "torch") for op in OP_NAMES]
+    assert [(choice.op, choice.provider) for choice in resolve_ops(CPU, torch.float32).choices] == [(op, "torch") for op in OP_NAMES]
 
 
 def test_one_name_forces_all_ops() -> None:
-    resolved = resolve_ops(CPU, forced="reference")
+    resolved = resolve_ops(CPU, torch.float32, forced="reference")
     assert {choice.provider for choice in resolved.choices} == {"reference"}
     assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in OP_NAMES)
 
 
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_one_op_is_forced_alone(op: str) -> None:
-    resolved = resolve_ops(CPU, forced={op: "reference"})
+    resolved = resolve_ops(CPU, torch.float32, forced={op: "reference"})
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {op}
     assert getattr(resolved.ops, op) is getattr(reference, op)
 
 
 @pytest.mark.parametrize("forced", ["cuda-magic", {"linear": "cuda-magic"}], ids=["all", "one"])
 def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
-    with pytest.raises(BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are torch, reference"):
-        resolve_ops(CPU, forced=forced)
+    with pytest.raises(BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, torch, reference"):
+        resolve_ops(CPU, torch.float32, forced=forced)
 
 
 @pytest.fixture
 def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two preferred providers: one cannot run here, one has nothing but `linear`."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    absent.unavailable = lambda device: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
-    partial.unavailable = lambda device: None  # type: ignore[attr-defined]
+    absent.unavailable = lambda device, dtype: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
+    partial.unavailable = lambda device, dtype: None  # type: ignore[attr-defined]
     partial.linear = reference.linear  # type: ignore[attr-defined]
     for module in (absent, partial):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -359,7 +359,7 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("newcomers")
 def test_each_provider_passed_over_has_a_reason() -> None:
-    choices = {choice.op: choice for choice in resolve_ops(CPU).choices}
+    choices = {choice.op: choice for choice in resolve_ops(CPU, torch.float32).choices}
     assert choices["linear"].provider == "partial"
     assert choices["linear"].refusals == ("absent: needs a quantum device, got cpu",)
     assert choices["route"].provider == "torch"
@@ -377,7 +377,7 @@ def test_each_provider_passed_over_has_a_reason() -> None:
 )
 def test_a_forced_provider_that_cannot_run_says_why(forced: Any, sentence: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        resolve_ops(CPU, forced=forced)
+        resolve_ops(CPU, torch.float32, forced=forced)
     assert str(caught.value) == sentence
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None: plain torch runs everywhere."""
     return None
 

@@ -20,7 +20,7 @@ SCORE_BLOCK_BYTES = 32 << 20
 route = reference.route
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None: eager torch runs on every device."""
     return None
 
