@@ -17,7 +17,7 @@ from pdinfer import messages
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
-from pdinfer.hf_config import check_generation
+from pdinfer.hf_config import check_generation, eos_ids
 from pdinfer.kv import wire
 from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.kv.layout import Spans
@@ -81,7 +81,9 @@ def config(data: bytes) -> None:
 
 
 def generation(data: bytes) -> None:
-    check_generation(parse_json(data, "generation_config.json", ConfigError))
+    raw = parse_json(data, "generation_config.json", ConfigError)
+    check_generation(raw)
+    eos_ids(raw.get("eos_token_id"))
 
 
 def tensors(data: bytes) -> None:
