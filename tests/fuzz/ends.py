@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import cache
 
 import attrs
@@ -30,12 +30,15 @@ from tests.conformance.transport_suite import BytesMemory, SegmentMemory
 MEMORY_BYTES = 8192
 MAX_TURNS = 1000
 """More than any input of some thousand bytes can ask for."""
+MAX_PIECES = 4
 WAIT_S = 10.0
 SOURCE_BYTES = 4096
 OUR_WRITE: Spans = [(0, 100), (200, 50)]
 RING = Offer("peer:1", 1 << 40, 64, 2)
 """What a peer of ours offers that behaves so far."""
 RING_FRAME_HEAD = 3
+Rights = tuple[int, int, "array[int]"]
+"""Descriptors beside a message, as `sendmsg` takes them."""
 
 
 class Host:
@@ -118,7 +121,7 @@ def stream(data: bytes) -> None:
 def mapped(data: bytes) -> None:
     """Bytes and descriptors on a socket whose payloads lie in shared memory. The first byte is as in `stream`; the
     second: 7 which descriptors come, 8 a write of ours is under way, 16 it is staged in a ring, 32 the peer takes its
-    memory back, 64 the descriptors come late."""
+    memory back, 64 the descriptors come with the second piece and not the first, 128 also with every later one."""
     flags, more, data = (data[0], data[1], data[2:]) if len(data) > 1 else (0, 0, b"")
     link = Link("shm://peer", trusted=bool(flags & 1))
     shown = _shown(revoked=bool(more & 32))
@@ -137,8 +140,11 @@ def mapped(data: bytes) -> None:
             ours.complete()
         return made
 
-    descriptors = shown.choices[more & 7]
-    _converse(host, link, connection, data, cut=flags >> 2, descriptors=descriptors, late=bool(more & 64))
+    chosen = shown.choices[more & 7]
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", chosen))] if chosen else []
+    first = more >> 6 & 1
+    last = MAX_PIECES if more & 128 else first
+    _converse(host, link, connection, data, cut=flags >> 2, rights=rights, having=range(first, last + 1))
     assert ours.done, "pages are kept for a link that is closed"
 
 
@@ -194,11 +200,11 @@ def _converse(
     data: bytes,
     *,
     cut: int,
-    descriptors: Sequence[int] = (),
-    late: bool = False,
+    rights: Sequence[Rights] = (),
+    having: Container[int] = (),
 ) -> None:
-    """The peer says `data` in pieces and is gone; this end must then close the link with a TransferError, whatever it
-    was in the middle of, and keep nothing."""
+    """The peer says `data` in pieces, with `rights` beside those `having` them, and is gone; this end must then close
+    the link with a TransferError, whatever it was in the middle of, and keep nothing."""
     num_open = _num_descriptors()
     theirs, ours = socket.socketpair()
     ours.setblocking(False)
@@ -206,8 +212,8 @@ def _converse(
         connection = connect(ours)
         host.close = lambda: _close(connection, host, TransferError("closed from inside"))
         try:
-            for piece, rights in _pieces(data, cut, descriptors, late=late):
-                theirs.sendmsg([piece], rights)
+            for number, piece in enumerate(_pieces(data, cut)):
+                theirs.sendmsg([piece], rights if number in having else [])
                 _read(connection)
                 if connection.closed:
                     break
@@ -224,16 +230,10 @@ def _converse(
     assert _num_descriptors() <= num_open, "descriptors were left open"
 
 
-def _pieces(
-    data: bytes, cut: int, descriptors: Sequence[int], *, late: bool
-) -> Iterator[tuple[bytes, list[tuple[int, int, array[int]]]]]:
-    """At most four of them, so that there are not more system calls than parsing."""
-    size = max(len(data) // 4, cut) + 1 if cut else len(data)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
-    for start in range(0, len(data), size or 1):
-        due = bool(start) == late
-        yield data[start : start + size], rights if due else []
-        rights = [] if due else rights
+def _pieces(data: bytes, cut: int) -> Iterator[bytes]:
+    """At most MAX_PIECES, so that there are not more system calls than parsing; 0 does not cut."""
+    size = max(len(data) // MAX_PIECES, cut) + 1 if cut else len(data) or 1
+    return (data[start : start + size] for start in range(0, len(data), size))
 
 
 def _read(connection: Connection) -> None:

@@ -204,9 +204,11 @@ def _mapped_seeds() -> tuple[bytes, ...]:
         b"\x01\x18" + share + write(b"w\1", pages, between=copied) + _frame(b"!"),
         b"\x01\x20" + share + write(b"w\1", pages),
         b"\x05\x40" + _frame(b"some words") + share + write(b"-w", pages),
+        b"\x03\x00" + share + write(b"w\2", [(0, 17), (100, 5), (200, 17)]),
         b"\x01\x00" + share + write(b"!", pages),
         b"\x00\x00" + _frame(b"t") + share + write(b"?", pages),
         *(bytes((1, choice)) + share for choice in range(1, 8)),
+        b"\x05\x80" + share,
     )
 
 
