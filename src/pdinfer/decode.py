@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -18,8 +18,8 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
-from pdinfer.sampling import Draw, Drawn
-from pdinfer.schedule import check_request, youngest
+from pdinfer.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.schedule import youngest
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.types import (
     DecodeLoad,
@@ -57,9 +57,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, channel, config, clock=clock)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
@@ -156,7 +157,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
-            check_request(request, [self.limits])
+            processor = self._take(request)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
         except PDInferError as error:
@@ -172,6 +173,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
             chain=self.channel.pool.chain(request.cache_salt),
+            processor=processor,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
@@ -322,21 +324,16 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         for sequence, new in zip(batch, drawn, strict=True):
             if new.error is None:
                 self._append(sequence, new)
+            elif isinstance(new.error, RequestError):
+                self._end(sequence, FinishReason.FAILED, new.error)
             else:
                 self._fail(sequence, new.error)
         self._worked(len(batch), started)
 
     def _forward(self, batch: Seq[Sequence]) -> list[Drawn]:
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        return self._runner.decode(rows, [self._draw(sequence) for sequence in batch])
-
-    def _draw(self, sequence: Sequence) -> Draw:
-        return Draw(
-            sampling=sequence.request.sampling,
-            prompt=sequence.request.prompt,
-            output=sequence.output,
-            eos_token_ids=self.model.config.eos_token_ids,
-        )
+        draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
+        return self._runner.decode(rows, draws)
 
     def _append(self, sequence: Sequence, new: Drawn) -> None:
         """A new token: emitted, and perhaps the last. The KV that it came from is good."""
