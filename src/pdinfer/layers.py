@@ -19,6 +19,9 @@ class WeightSource(Protocol):
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor called `name`, in the model's dtype unless `dtype` says otherwise."""
 
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        """As `take`, or None where a tensor called `name` is neither promised nor there."""
+
     def into(self, name: str, destination: Tensor) -> None:
         """Fills `destination`, a slice of a larger tensor, from the tensor called `name`."""
 
@@ -43,18 +46,20 @@ class Linear:
 
 @attrs.frozen
 class RMSNorm:
-    """Root-mean-square norm over the last axis."""
+    """Root-mean-square norm over the last axis, and the bias that INT8 checkpoints may add to tame outliers."""
 
     weight_D: Tensor
     eps: float
     ops: Ops
+    bias_D: Tensor | None = None
 
     @classmethod
     def build(cls, source: WeightSource, name: str, size: int, eps: float, ops: Ops) -> RMSNorm:
-        return cls(source.take(f"{name}.weight", size), eps, ops)
+        return cls(source.take(f"{name}.weight", size), eps, ops, source.find(f"{name}.bias", size))
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.ops.rms_norm(x_TD, self.weight_D, self.eps)
+        y_TD = self.ops.rms_norm(x_TD, self.weight_D, self.eps)
+        return y_TD if self.bias_D is None else y_TD + self.bias_D
 
 
 @attrs.frozen

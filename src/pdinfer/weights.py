@@ -4,7 +4,7 @@ and at no time is there more than the model and one tensor."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import attrs
 import torch
@@ -15,8 +15,10 @@ from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Int8Static, Weight, dequantize
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.schemes import StoredWeights
 from pdinfer.topology import Topology
 
 Device = str | torch.device
@@ -27,16 +29,21 @@ MAX_NAMED = 10
 
 @attrs.define
 class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where."""
+    """A WeightSource that allocates on `device` and remembers which name belongs where. `present` are the names that a
+    checkpoint holds."""
 
     device: torch.device
     dtype: torch.dtype
+    present: Container[str] = ()
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         self.tensors[name] = tensor
         return tensor
+
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        return self.take(name, *shape) if name in self.present else None
 
     def into(self, name: str, destination: Tensor) -> None:
         self.tensors[name] = destination
@@ -82,25 +89,19 @@ def load_model(
         )
 
     with Checkpoint.open(checkpoint) as files:
-        plan = Destinations(torch.device("meta"), dtype)
+        plan = Destinations(torch.device("meta"), dtype, files.tensors)
         build(plan, b"")
-        wanted = _matched(files, plan.tensors)
+        stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
+        wanted = _matched(stored, plan.tensors)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors.values())
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
-        destinations = Destinations(target, dtype)
+        destinations = Destinations(target, dtype, files.tensors)
         model = build(destinations, files.sample_digest())
-        done, total = 0, sum(info.num_bytes for info in wanted)
+        sizes = {info.name: sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted}
+        done, total = 0, sum(sizes.values())
         for info in wanted:
-            stored = files.read(info)
-            if check_finite and not bool(torch.isfinite(stored).all()):
-                bad = int((~torch.isfinite(stored)).sum())
-                raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")
-            destination = destinations.tensors[info.name].copy_(stored)
-            if check_finite and destination.dtype != stored.dtype and not bool(torch.isfinite(destination).all()):
-                raise CheckpointError(
-                    f"{info.file}: tensor {info.name} overflows {dtype}; load it as bfloat16 or float32"
-                )
-            done += info.num_bytes
+            _fill(destinations.tensors[info.name], stored.read(info.name), info, check_finite)
+            done += sizes[info.name]
             if progress is not None:
                 progress(done, total)
         _check_tied(files, config, model)
@@ -119,23 +120,30 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(files: Checkpoint, expected: Mapping[str, Tensor]) -> list[TensorInfo]:
-    """The tensors to load, in file order; raises with the first names that are missing or of another shape."""
+def _matched(stored: StoredWeights, expected: Mapping[str, Tensor]) -> list[TensorInfo]:
+    """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
+    files = stored.files
     missing = [name for name in expected if name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
         )
-    wrong = []
-    for name, tensor in expected.items():
-        info = files.tensors[name]
-        if info.shape != tuple(tensor.shape):
-            wrong.append(f"{name} is {list(info.shape)} in {info.file}, the config says {list(tensor.shape)}")
-        elif info.dtype not in DTYPES.values():
-            wrong.append(f"{name} is {info.dtype} in {info.file}, supported are {', '.join(DTYPES)}")
+    wrong = [
+        complaint for name, tensor in expected.items() for complaint in stored.complaints(name, tuple(tensor.shape))
+    ]
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
+
+
+def _fill(destination: Tensor, value: Weight, info: TensorInfo, check_finite: bool) -> None:
+    if isinstance(value, Int8Static) and bool(value.bias.any()):
+        raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which floats cannot keep here")
+    dequantize(value, destination)
+    if check_finite and destination.dtype != torch.float32 and not bool(torch.isfinite(destination).all()):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name} overflows {destination.dtype}; load it as bfloat16 or float32"
+        )
 
 
 def _check_tied(files: Checkpoint, config: ModelConfig, model: Model) -> None:

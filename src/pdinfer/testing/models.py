@@ -116,6 +116,9 @@ class RandomWeights:
         self.tensors[name] = tensor
         return tensor
 
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        return None
+
     def into(self, name: str, destination: Tensor) -> None:
         destination.copy_(self._draw(name, tuple(destination.shape)))
         self.tensors[name] = destination
