@@ -230,7 +230,7 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids, number formats."""
+        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and formats."""
         names = [field.name for field in attrs.fields(ModelConfig)]
         lines = [
             f"{name}={_canonical(getattr(self, name))}"

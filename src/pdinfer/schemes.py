@@ -11,6 +11,7 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -54,6 +55,14 @@ class Companion:
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
 
 
+FORMATS: Mapping[Scheme, type] = MappingProxyType(
+    {
+        Scheme.FLOAT: Tensor,
+        Scheme.FP8_BLOCKS: FP8Blocks,
+        Scheme.INT8_DYNAMIC: Int8Dynamic,
+        Scheme.INT8_STATIC: Int8Static,
+    }
+)
 NUMBERS: Mapping[Scheme, tuple[torch.dtype, ...]] = {
     Scheme.FLOAT: FLOATS,
     Scheme.FP8_BLOCKS: (torch.float8_e4m3fn,),

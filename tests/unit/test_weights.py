@@ -191,7 +191,7 @@ def test_values_that_are_not_finite_are_refused_unless_allowed(folder: Path, nam
     model = load_model(folder, check_finite=False)
     held = {
         EMBED: model.embed_VD,
-        EXPERT: model.blocks[1].mlp.experts.down_EDI,
+        EXPERT: model.blocks[1].mlp.experts.down,
         BIAS: model.blocks[2].mlp.router.bias_E,
     }
     assert int((~held[name].isfinite()).sum()) == 2
@@ -258,7 +258,7 @@ def test_weights_are_converted_and_routers_stay_exact(tmp_path: Path, stored: st
         (model.embed_VD, EMBED),
         (model.lm_head_VD, HEAD),
         (model.norm.weight_D, NORM),
-        (model.blocks[1].mlp.experts.down_EDI[7], EXPERT),
+        (model.blocks[1].mlp.experts.down[7], EXPERT),
     ):
         assert held.dtype == dtype
         assert torch.equal(held, tensors[name].to(dtype))

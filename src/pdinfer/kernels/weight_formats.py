@@ -10,7 +10,7 @@ modelslim (https://gitee.com/ascend/msit).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
@@ -74,7 +74,62 @@ class Int8Static:
         return ((self.output_offset + undone) * self.output_scale).float()
 
 
-Weight = Tensor | FP8Blocks | Int8Dynamic | Int8Static
+@attrs.frozen(eq=False, kw_only=True)
+class FloatWithBias:
+    """What an `Int8Static` is worth: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
+
+    numbers: Tensor
+    bias: Tensor
+
+
+Quantized = FP8Blocks | Int8Dynamic | Int8Static
+Weight = Tensor | FloatWithBias | Quantized
+
+
+def empty(
+    kind: type, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False
+) -> Weight:
+    """An uninitialised weight of class `kind` (Tensor for floats of `dtype`) and of `shape` (experts, parts, rows of a
+    part, columns); see the class for the shapes of its tensors."""
+    experts, parts, rows, columns = shape
+
+    def new(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(experts, parts * rows, columns, dtype=dtype, device=device)
+
+    if kind is FP8Blocks:
+        scale = new(-(-rows // BLOCK), -(-columns // BLOCK))
+        return FP8Blocks(numbers=new(rows, columns, torch.float8_e4m3fn), scale=scale, ue8m0=ue8m0, parts=parts)
+    if kind is Int8Dynamic:
+        return Int8Dynamic(numbers=new(rows, columns, torch.int8), scale=new(rows, 1))
+    if kind is Int8Static:
+        return Int8Static(
+            numbers=new(rows, columns, torch.int8),
+            scale=new(rows, 1),
+            input_scale=new(1, 1),
+            input_offset=new(1, 1),
+            output_scale=new(rows, 1),
+            output_offset=new(rows, 1, torch.int32),
+        )
+    numbers = new(rows, columns, dtype)
+    return FloatWithBias(numbers=numbers, bias=new(rows, 1, dtype)) if kind is FloatWithBias else numbers
+
+
+def part(weight: Weight, index: int, parts: int) -> Weight:
+    """A view of one of the `parts` matrices that lie one below the other in `weight`."""
+    view = map_tensors(weight, lambda tensor: tensor.chunk(parts, -2)[index])
+    return attrs.evolve(view, parts=1) if isinstance(view, FP8Blocks) else view
+
+
+def expert(weight: Weight, index: int) -> Weight:
+    """A view of one expert's weight in a stack of them."""
+    return map_tensors(weight, lambda tensor: tensor[index])
+
+
+def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Weight]]:
+    """Each name with a view of its matrix in `stack`, which holds as many experts as there are lists of names."""
+    for index, parts in enumerate(names):
+        for at, name in enumerate(parts):
+            yield name, part(expert(stack, index), at, len(parts))
 
 
 def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
@@ -90,9 +145,21 @@ def tensors_of(weight: Weight) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else [tensor for _, tensor in _named_tensors(weight)]
 
 
-def _named_tensors(weight: FP8Blocks | Int8Dynamic | Int8Static) -> list[tuple[str, Tensor]]:
+def _named_tensors(weight: FloatWithBias | Quantized) -> list[tuple[str, Tensor]]:
     fields = [(field.name, getattr(weight, field.name)) for field in attrs.fields(type(weight))]
     return [(name, value) for name, value in fields if isinstance(value, Tensor)]
+
+
+def assign(destination: Weight, value: Weight) -> None:
+    """Writes `value` into the tensors of `destination`, which is of the same format or of floats."""
+    if isinstance(destination, Tensor):
+        dequantize(value, destination)
+    elif isinstance(destination, FloatWithBias) and isinstance(value, Int8Static):
+        dequantize(value, destination.numbers)
+        destination.bias.copy_(value.bias)
+    else:
+        for into, tensor in zip(tensors_of(destination), tensors_of(value), strict=True):
+            into.copy_(tensor)
 
 
 def dequantize(weight: Weight, out: Tensor) -> None:
@@ -100,12 +167,18 @@ def dequantize(weight: Weight, out: Tensor) -> None:
     if isinstance(weight, Tensor):
         out.copy_(weight)
     elif isinstance(weight, FP8Blocks):
-        scale_of_row = weight.scale_of_row
-        for block in range(scale_of_row.shape[-1]):
-            columns = slice(block * BLOCK, (block + 1) * BLOCK)
-            out[..., columns] = e4m3_to_float(weight.numbers[..., columns]).mul_(scale_of_row[..., block, None])
+        dequantize_fp8(weight.numbers, weight.scale_of_row, out)
+    elif isinstance(weight, FloatWithBias):
+        out.copy_(weight.numbers)
     else:
         out.copy_(weight.numbers.float().mul_(weight.scale))
+
+
+def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:
+    """As `dequantize`, of some rows [..., rows, I] and their scales [..., rows, ceil(I / 128)]."""
+    for block in range(scale_of_row.shape[-1]):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        out[..., columns] = e4m3_to_float(numbers[..., columns]).mul_(scale_of_row[..., block, None])
 
 
 def e4m3_to_float(numbers: Tensor) -> Tensor:
