@@ -32,6 +32,7 @@ LAYERS = (
     ("runner",),
     ("schedule", "sampling", "weights", "policy", "inbox"),
     ("model",),
+    ("mtp",),
     ("block",),
     ("mla", "moe"),
     ("layers", "batch"),
@@ -51,6 +52,7 @@ LAYERS = (
 _VIEW = frozenset({"kv.view", "kv.layout"})
 ONLY = {
     "model": {"kv": _VIEW},
+    "mtp": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
     "moe": {"kv": _VIEW},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import attrs
 import torch
@@ -17,6 +18,7 @@ from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.mtp import copy_names
 from pdinfer.topology import Topology
 
 Device = str | torch.device
@@ -55,12 +57,14 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
+    mtp: bool = False,
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
     `dtype` defaults to the stored one. `weights`: "auto", "stored" or "float"; for the float checkpoints that are
     supported all three mean the same. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
+    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
@@ -74,21 +78,28 @@ def load_model(
     dtype = dtype or DTYPES[config.dtype]
     if dtype not in DTYPES.values():
         raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
+    if mtp and not config.num_nextn_predict_layers:
+        raise ConfigError(f"mtp=True was asked for and {os.fspath(checkpoint)} has no MTP layer; leave it out")
     resolved = resolve_ops(target, forced=providers)
 
-    def build(source: Destinations, weights_id: bytes) -> Model:
-        return Model.build(
-            config, source, resolved, device=target, dtype=dtype, topology=topology, weights_id=weights_id
-        )
-
     with Checkpoint.open(checkpoint) as files:
+        build = partial(
+            Model.build,
+            config,
+            resolved=resolved,
+            device=target,
+            dtype=dtype,
+            topology=topology,
+            mtp=mtp,
+            mtp_copies=_own_copies(files, config) if mtp else (),
+        )
         plan = Destinations(torch.device("meta"), dtype)
-        build(plan, b"")
-        wanted = _matched(files, plan.tensors)
+        build(plan)
+        wanted = _matched(files, plan.tensors, config)
         needed = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors.values())
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
         destinations = Destinations(target, dtype)
-        model = build(destinations, files.sample_digest())
+        model = build(destinations, weights_id=files.sample_digest())
         done, total = 0, sum(info.num_bytes for info in wanted)
         for info in wanted:
             stored = files.read(info)
@@ -107,6 +118,18 @@ def load_model(
     return model
 
 
+def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
+    """Of the embedding and head that the files hold for the MTP layer, those that are not the main model's again."""
+    embed = "model.embed_tokens.weight"
+    mains = (embed, embed if config.tie_word_embeddings else "lm_head.weight")
+    pairs = [(copy, main) for copy, main in zip(copy_names(config), mains, strict=True) if copy in files.tensors]
+    return [
+        copy
+        for copy, main in pairs
+        if main in files.tensors and not torch.equal(files.read(files.tensors[copy]), files.read(files.tensors[main]))
+    ]
+
+
 def _checked_device(device: Device) -> torch.device:
     try:
         target = torch.device(device)
@@ -119,12 +142,13 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(files: Checkpoint, expected: Mapping[str, Tensor]) -> list[TensorInfo]:
+def _matched(files: Checkpoint, expected: Mapping[str, Tensor], config: ModelConfig) -> list[TensorInfo]:
     """The tensors to load, in file order; raises with the first names that are missing or of another shape."""
     missing = [name for name in expected if name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
+            + _without_mtp(missing, config)
         )
     wrong = []
     for name, tensor in expected.items():
@@ -136,6 +160,13 @@ def _matched(files: Checkpoint, expected: Mapping[str, Tensor]) -> list[TensorIn
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
+
+
+def _without_mtp(missing: list[str], config: ModelConfig) -> str:
+    layer = f"model.layers.{config.num_hidden_layers}."
+    if not all(name.startswith(layer) for name in missing):
+        return ""
+    return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"
 
 
 def _check_tied(files: Checkpoint, config: ModelConfig, model: Model) -> None:

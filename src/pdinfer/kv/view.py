@@ -14,6 +14,8 @@ from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.segment import CAN_SHARE, Segment
 from pdinfer.kv.transport import Memory
 
+LATENTS = ("latent", "mtp.latent")
+"""Components that hold what attention reads: of the main layers, and of the MTP layer behind them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -99,8 +101,10 @@ class KVView:
     """The cache as one step's attention sees it: every region, addressed by the batch's page table and slots."""
 
     latents: tuple[Tensor, ...]
-    """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key."""
+    """Per layer, that of MTP last, [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated
+    key."""
 
     @classmethod
     def of(cls, memory: PageMemory) -> KVView:
-        return cls(tuple(memory.pages("latent", layer) for layer in memory.layout.layers))
+        latents = [component for component in memory.layout.components if component.name in LATENTS]
+        return cls(tuple(memory.pages(component.name, layer) for component in latents for layer in component.layers))
