@@ -18,7 +18,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
-from pdinfer.sampling import Sampled
+from pdinfer.sampling import Draw, Drawn
 from pdinfer.schedule import check_request, youngest
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.types import (
@@ -221,10 +221,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._running.append(sequence)
         first = next((word for word in words if word.token is not None), None)
         vocab_size = self.model.config.vocab_size
-        if first is None or first.token is None or not 0 <= first.token < vocab_size:
+        if first is None or first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
             self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
             return
-        self._append(sequence, first.token, first.logprob)
+        self._append(sequence, Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs))
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
@@ -313,35 +313,42 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             return
         started = self._clock()
         try:
-            sampled = self._forward(batch)
+            drawn = self._forward(batch)
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
                 self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
             return
-        for sequence, token, logprob in zip(batch, sampled.tokens, sampled.logprobs, strict=True):
-            if logprob != logprob:
-                self._fail(sequence, PDInferError("the model's logits are not finite"))
+        for sequence, new in zip(batch, drawn, strict=True):
+            if new.error is None:
+                self._append(sequence, new)
             else:
-                self._append(sequence, token, logprob)
+                self._fail(sequence, new.error)
         self._worked(len(batch), started)
 
-    def _forward(self, batch: Seq[Sequence]) -> Sampled:
+    def _forward(self, batch: Seq[Sequence]) -> list[Drawn]:
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        positions = [sequence.num_tokens for sequence in batch]
-        return self._runner.decode(rows, [sequence.request.sampling for sequence in batch], positions)
+        return self._runner.decode(rows, [self._draw(sequence) for sequence in batch])
 
-    def _append(self, sequence: Sequence, token: int, logprob: float | None) -> None:
+    def _draw(self, sequence: Sequence) -> Draw:
+        return Draw(
+            sampling=sequence.request.sampling,
+            prompt=sequence.request.prompt,
+            output=sequence.output,
+            eos_token_ids=self.model.config.eos_token_ids,
+        )
+
+    def _append(self, sequence: Sequence, new: Drawn) -> None:
         """A new token: emitted, and perhaps the last. The KV that it came from is good."""
-        sequence.output.append(token)
+        sequence.output.append(new.token)
         self._tables.keep(sequence)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
-        reason = sequence.ends_with(token, self.model.config.eos_token_ids)
+        reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
         if reason is None:
-            self._events.append(sequence.event(token=token, logprob=logprob))
+            self._events.append(sequence.event(new))
         else:
-            self._end(sequence, reason, token=token, logprob=logprob)
+            self._end(sequence, reason, new=new)
 
     def _fail(self, sequence: Sequence, error: PDInferError) -> None:
         """Ends a request whose computation failed; what it leaves behind is used by nobody."""
@@ -354,8 +361,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         reason: FinishReason,
         error: PDInferError | None = None,
         *,
-        token: int | None = None,
-        logprob: float | None = None,
+        new: Drawn | None = None,
     ) -> None:
         """The one final event, and everything the request held goes back."""
         del self._sequences[sequence.request_id]
@@ -366,4 +372,4 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._tables.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        self._events.append(sequence.event(token=token, logprob=logprob, finish_reason=reason, error=error))
+        self._events.append(sequence.event(new, finish_reason=reason, error=error))

@@ -15,6 +15,7 @@ from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
+from pdinfer.sampling import Draw, Drawn
 from pdinfer.schedule import check_request, plan_chunk
 from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PrefillLoad, Request
 
@@ -259,13 +260,21 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
-        positions = [prompt.num_computed for prompt in prompts]
-        sampled = self._runner.first_tokens(rows, [prompt.request.sampling for prompt in prompts], positions)
-        for prompt, token, logprob in zip(prompts, sampled.tokens, sampled.logprobs, strict=True):
-            if logprob != logprob:
-                self._fail([prompt], PDInferError("the model's logits are not finite"))
+        drawn = self._runner.first_tokens(rows, [self._draw(prompt) for prompt in prompts])
+        for prompt, first in zip(prompts, drawn, strict=True):
+            if first.error is None:
+                self._finish(prompt, first)
             else:
-                self._finish(prompt, token=token, logprob=logprob)
+                self._fail([prompt], first.error)
+
+    def _draw(self, prompt: _Prompt) -> Draw:
+        request = prompt.request
+        return Draw(
+            sampling=request.sampling,
+            prompt=request.prompt,
+            output=request.output,
+            eos_token_ids=self.model.config.eos_token_ids,
+        )
 
     def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
@@ -273,14 +282,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self.channel.pool.forget(prompt.pages)
         self._abort(prompts, error)
 
-    def _finish(
-        self,
-        prompt: _Prompt,
-        *,
-        token: int | None = None,
-        logprob: float | None = None,
-        error: PDInferError | None = None,
-    ) -> None:
+    def _finish(self, prompt: _Prompt, first: Drawn | None = None, *, error: PDInferError | None = None) -> None:
         """This prompt's last word; its pages return when nothing reads them any more."""
         now = self._clock()
         started = prompt.started_at or now
@@ -289,8 +291,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             writer=self.address,
             status=HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED,
             error=error,
-            token=token,
-            logprob=logprob,
+            token=first.token if first else None,
+            logprob=first.logprob if first else None,
+            top_logprobs=first.top_logprobs if first else (),
             num_cached_tokens=prompt.num_cached,
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,

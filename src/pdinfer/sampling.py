@@ -8,23 +8,46 @@ however large the vocabulary; a draw from the cumulative distribution would have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.types import SamplingParams
+from pdinfer.errors import PDInferError
+from pdinfer.types import SamplingParams, TopLogprobs
+
+LogitsProcessor = Callable[[Sequence[int], Sequence[int], Tensor], Tensor]
+"""`(prompt, output, logits_V) -> logits_V`, float32 [vocab]: a pure function of the tokens so far and their logits."""
 
 
-@attrs.frozen
-class Sampled:
-    """One token per row with the log-softmax of the raw logits at it; a row with NaN logits has a NaN log-probability
-    and its token means nothing."""
+@attrs.frozen(kw_only=True)
+class Draw:
+    """What a row's next token depends on beside its logits: the request's parameters and its tokens so far.
+    `eos_token_ids` are the model's."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    sampling: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+    eos_token_ids: Sequence[int] = ()
+    processor: LogitsProcessor | None = None
+
+    @property
+    def position(self) -> int:
+        """The index of the drawn token in its sequence."""
+        return len(self.prompt) + len(self.output)
+
+
+@attrs.frozen(kw_only=True)
+class Drawn:
+    """A token, the log-softmax of the raw logits at it and at the best others; with an `error` the token means
+    nothing."""
+
+    token: int
+    logprob: float
+    top_logprobs: TopLogprobs = ()
+    error: PDInferError | None = None
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
@@ -63,24 +86,31 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-    """Draws one token per row of float32 `logits_BV`. `positions[b]` is the index of the drawn token in its sequence.
+def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """Draws one token per row of float32 `logits_BV`.
 
     Reading the result on the host syncs the device, once.
     """
-    if not params:
-        return Sampled([], [])
+    if not draws:
+        return []
     tokens_B = logits_BV.argmax(-1)
-    drawn = [row for row, param in enumerate(params) if param.temperature > 0]
+    drawn = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
     if drawn:
         rows = torch.tensor(drawn, device=logits_BV.device)
-        chosen = logits_BV if len(drawn) == len(params) else logits_BV[rows]
-        tokens_B[rows] = _draw(chosen, [params[row] for row in drawn], [positions[row] for row in drawn])
+        chosen = logits_BV if len(drawn) == len(draws) else logits_BV[rows]
+        tokens_B[rows] = _draw(chosen, [draws[row] for row in drawn])
     logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
-    return Sampled(tokens_B.tolist(), logprobs_B.tolist())
+    return [_drawn(*pair) for pair in zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)]
 
 
-def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+def _drawn(token: int, logprob: float) -> Drawn:
+    error = None if logprob == logprob else PDInferError("the model's logits are not finite")
+    return Drawn(token=token, logprob=logprob, error=error)
+
+
+def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    params = [draw.sampling for draw in draws]
+
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).to(logits_BV)[:, None]
 
@@ -92,7 +122,7 @@ def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequen
         # relative to the best token, whose scaled logit is 0
         floor = column([np.log(param.min_p) if param.min_p > 0 else -np.inf for param in params])
         scaled_BV = scaled_BV.masked_fill(scaled_BV < floor, -torch.inf)
-    seeds = [param.seed or 0 for param in params]
+    seeds, positions = [param.seed or 0 for param in params], [draw.position for draw in draws]
     return (scaled_BV + gumbel_noise(seeds, positions, scaled_BV.shape[1], scaled_BV.device)).argmax(-1)
 
 

@@ -9,6 +9,7 @@ import attrs
 
 from pdinfer.errors import PDInferError
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.sampling import Drawn
 from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 
@@ -114,18 +115,18 @@ class Sequence:
 
     def event(
         self,
+        new: Drawn | None = None,
         *,
-        token: int | None = None,
-        logprob: float | None = None,
         finish_reason: FinishReason | None = None,
         error: PDInferError | None = None,
     ) -> TokenEvent:
-        """What to tell the host: a token (already appended), the end, or both. The end carries the usage."""
+        """What to tell the host: a new token (already appended), the end, or both. The end carries the usage."""
         return TokenEvent(
             request_id=self.request_id,
-            token=token,
-            index=len(self.output) - (token is not None),
-            logprob=logprob,
+            token=new.token if new else None,
+            index=len(self.output) - (new is not None),
+            logprob=new.logprob if new else None,
+            top_logprobs=new.top_logprobs if new else (),
             finish_reason=finish_reason,
             error=error,
             usage=None if finish_reason is None else self.usage,

@@ -14,6 +14,9 @@ import attrs
 
 from pdinfer.errors import PDInferError
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, log-probability) pairs, the best first."""
+
 
 class FinishReason(enum.Enum):
     """Why a request ended. STOP and LENGTH carry a token; the other three come with `token=None`."""
@@ -135,7 +138,7 @@ class Handoff:
     error: PDInferError | None = None
     token: int | None = None
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     state: tuple[NamedState, ...] = ()
     num_cached_tokens: int = 0
     queue_s: float = 0.0
@@ -195,7 +198,7 @@ class TokenEvent:
     token: int | None
     index: int
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     finish_reason: FinishReason | None = None
     error: PDInferError | None = None
     usage: Usage | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdinfer.sampling import Sampled, gumbel_noise, sample
+from pdinfer.sampling import Draw, gumbel_noise, sample
 from pdinfer.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -29,14 +30,23 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def at(position: int, param: SamplingParams) -> Draw:
+    """The draw of the token at `position`."""
+    return Draw(sampling=param, prompt=range(position), output=())
+
+
+def tokens_of(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    draws = [at(position, param) for position, param in zip(positions, params, strict=True)]
+    return [drawn.token for drawn in sample(logits_BV, draws)]
+
+
 def draw(logits_V: Tensor, param: SamplingParams, position: int = 0) -> int:
-    return sample(logits_V[None], [param], [position]).tokens[0]
+    return tokens_of(logits_V[None], [param], [position])[0]
 
 
 def drawn_set(logits_V: Tensor, param: SamplingParams, draws: int = 2000) -> set[int]:
     """All tokens that come up over many positions."""
-    sampled = sample(logits_V.expand(draws, -1), [param] * draws, range(draws))
-    return set(sampled.tokens)
+    return set(tokens_of(logits_V.expand(draws, -1), [param] * draws, range(draws)))
 
 
 # Distribution
@@ -48,7 +58,7 @@ def test_draws_follow_the_softmax(over: str, temperature: float) -> None:
     numbers = range(DRAWS)
     seeds, positions = ([11] * DRAWS, numbers) if over == "positions" else (numbers, [11] * DRAWS)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
-    tokens = sample(LOGITS.expand(DRAWS, -1), params, list(positions)).tokens
+    tokens = tokens_of(LOGITS.expand(DRAWS, -1), params, list(positions))
     expected = (LOGITS.double() / temperature).softmax(-1) * DRAWS
     counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS))
     assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_7
@@ -60,8 +70,8 @@ def test_neighbouring_draws_are_independent(over: str) -> None:
     logits = torch.tensor([0.5, 0.0, -0.5])
     numbers, same = range(DRAWS), [11] * DRAWS
     seeds, positions = (same, numbers) if over == "positions" else (numbers, same)
-    sampled = sample(logits.expand(DRAWS, -1), [SamplingParams(seed=seed) for seed in seeds], list(positions))
-    first, second = torch.tensor(sampled.tokens).view(-1, 2).T
+    tokens = tokens_of(logits.expand(DRAWS, -1), [SamplingParams(seed=seed) for seed in seeds], list(positions))
+    first, second = torch.tensor(tokens).view(-1, 2).T
     expected = torch.outer(logits.double().softmax(-1), logits.double().softmax(-1)).flatten() * len(first)
     counts = torch.bincount(first * 3 + second, minlength=9)
     assert float(((counts - expected) ** 2 / expected).sum()) < 26.1  # once in a thousand, 8 degrees of freedom
@@ -131,8 +141,8 @@ def test_seeds_have_64_bits(seed: int) -> None:
 
 def test_temperature_zero_takes_the_largest() -> None:
     logits = random_logits(5)
-    sampled = sample(logits, [SamplingParams(temperature=0, seed=3, top_k=2, top_p=0.1)] * 5, range(5))
-    assert sampled.tokens == logits.argmax(-1).tolist()
+    tokens = tokens_of(logits, [SamplingParams(temperature=0, seed=3, top_k=2, top_p=0.1)] * 5, range(5))
+    assert tokens == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-6, 1e-30, 1e-45, 5e-324])
@@ -143,11 +153,11 @@ def test_a_tiny_temperature_takes_the_largest_too(temperature: float, filters: d
     logits = logits[top[:, 0] - top[:, 1] > 0.3]
     params = [SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(len(logits))]
     assert len(logits) > 30
-    assert sample(logits, params, range(len(logits))).tokens == logits.argmax(-1).tolist()
+    assert tokens_of(logits, params, range(len(logits))) == logits.argmax(-1).tolist()
 
 
 def test_nothing_to_sample_is_nothing_sampled() -> None:
-    assert sample(torch.empty(0, VOCAB), [], []) == Sampled([], [])
+    assert sample(torch.empty(0, VOCAB), []) == []
 
 
 @pytest.mark.parametrize(
@@ -161,9 +171,9 @@ def test_nothing_to_sample_is_nothing_sampled() -> None:
 )
 def test_logprobs_are_of_the_raw_logits(param: SamplingParams) -> None:
     logits = random_logits(20, seed=2)
-    sampled = sample(logits, [param] * 20, range(20))
-    expected = logits.double().log_softmax(-1)[torch.arange(20), torch.tensor(sampled.tokens)]
-    assert sampled.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    drawn = sample(logits, [at(position, param) for position in range(20)])
+    expected = logits.double().log_softmax(-1)[torch.arange(20), torch.tensor([one.token for one in drawn])]
+    assert [one.logprob for one in drawn] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 # Batches
@@ -187,23 +197,22 @@ def test_the_batch_and_its_order_change_no_token(seed: int, rows: int) -> None:
     positions = [rng.randrange(10**6) for _ in range(rows)]
     alone = [draw(logits[row], params[row], positions[row]) for row in range(rows)]
     order = rng.sample(range(rows), rng.randint(1, rows))
-    together = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
-    assert together.tokens == [alone[row] for row in order]
+    together = tokens_of(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert together == [alone[row] for row in order]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_spoilt_row_has_no_logprob_and_leaves_the_others_alone(bad: float) -> None:
-    logits, positions = random_logits(3, seed=3), [4, 5, 6]
+def test_a_spoilt_row_is_an_error_and_leaves_the_others_alone(bad: float) -> None:
+    logits = random_logits(3, seed=3)
     params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.7, top_k=9)]
-    expected = sample(logits, params, positions)
+    draws = [at(position, param) for position, param in enumerate(params, 4)]
+    expected = sample(logits, draws)
     for spoilt in range(3):
         batch = logits.clone()
         batch[spoilt, 7] = bad
-        sampled = sample(batch, params, positions)
-        assert math.isnan(sampled.logprobs[spoilt])
-        assert 0 <= sampled.tokens[spoilt] < VOCAB
-        for row in {0, 1, 2} - {spoilt}:
-            assert (sampled.tokens[row], sampled.logprobs[row]) == (expected.tokens[row], expected.logprobs[row])
+        drawn = sample(batch, draws)
+        assert "not finite" in str(drawn[spoilt].error)
+        assert [drawn[row] == expected[row] for row in range(3)] == [row != spoilt for row in range(3)]
 
 
 # Filters
@@ -257,8 +266,8 @@ def test_filters_do_not_leave_their_row(param: SamplingParams) -> None:
     plain = SamplingParams(seed=9)
     batch = LOGITS.expand(2, -1)
     for position in range(50):
-        both = sample(batch, [plain, param], [position, position])
-        assert both.tokens == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
+        both = tokens_of(batch, [plain, param], [position, position])
+        assert both == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
 
 
 def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
