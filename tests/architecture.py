@@ -30,6 +30,7 @@ LAYERS = (
     ("page_tables",),
     ("engine", "sequence"),
     ("runner",),
+    ("speculation",),
     ("schedule", "sampling", "weights", "policy", "inbox"),
     ("model",),
     ("mtp",),

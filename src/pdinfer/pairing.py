@@ -84,8 +84,10 @@ class Pairing:
         policy: Policy = least_tokens,
     ) -> Pairing:
         """One process, one model, one pool that both engines share: pages change hands without a copy."""
-        given = checkpoint_or_model
-        model = given if isinstance(given, Model) else load_model(given, device=device, dtype=dtype)
+        model = checkpoint_or_model
+        if not isinstance(model, Model):
+            mtp = engine is not None and engine.num_draft_tokens > 0
+            model = load_model(model, device=device, dtype=dtype, mtp=mtp)
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
         prefill, decode = PrefillEngine(model, prefill_end, engine), DecodeEngine(model, decode_end, engine)
