@@ -30,9 +30,11 @@ LAYERS = (
     ("page_tables",),
     ("engine", "sequence"),
     ("runner",),
+    ("speculation",),
     ("schedule", "sampling", "weights", "policy", "inbox"),
     ("schemes",),
     ("model",),
+    ("mtp",),
     ("block",),
     ("mla", "dsa", "moe"),
     ("layers", "batch"),
@@ -52,6 +54,7 @@ LAYERS = (
 _VIEW = frozenset({"kv.view", "kv.layout", "kv.formats"})
 ONLY = {
     "model": {"kv": _VIEW},
+    "mtp": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
     "dsa": {"kv": _VIEW},

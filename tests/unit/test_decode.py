@@ -35,17 +35,17 @@ def last_events(pairing: pd.Pairing) -> dict[str, pd.TokenEvent]:
 def test_logits_that_are_not_finite_end_their_request_alone(
     pairing: pd.Pairing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = pd.Model.head
+    unembed = pd.Model.unembed
     calls = []
 
-    def damaged(model: pd.Model, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        logits = head(model, hidden, rows)
-        calls.append(len(rows))
+    def damaged(model: pd.Model, state: torch.Tensor) -> torch.Tensor:
+        logits = unembed(model, state)
+        calls.append(len(state))
         if len(calls) == 4:
             logits[1, 5] = torch.nan
         return logits
 
-    monkeypatch.setattr(pd.Model, "head", damaged)
+    monkeypatch.setattr(pd.Model, "unembed", damaged)
     ends = last_events(pairing)
     assert [ends[n].finish_reason for n in "012"] == [
         pd.FinishReason.LENGTH,
