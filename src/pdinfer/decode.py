@@ -21,7 +21,7 @@ from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Draw, Drawn
 from pdinfer.schedule import check_request, youngest
 from pdinfer.sequence import Sequence, SequenceState
-from pdinfer.speculation import Draft, DraftCounts, check_drafter
+from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -110,8 +110,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
-            num_draft_tokens=self._drafted.num_draft_tokens,
-            num_accepted_tokens=self._drafted.num_accepted_tokens,
+            **attrs.asdict(self._drafted),
             accept_length=self._accept_length,
         )
 
@@ -304,7 +303,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
         self._tables.release(sequence)
-        sequence.draft = Draft()
         self._queue(sequence)
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
@@ -338,17 +336,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
-            sequence.draft.num_tokens = self._num_drafts(sequence)
+            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         draws = [self._draw(sequence) for sequence in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
-
-    def _num_drafts(self, sequence: Sequence) -> int:
-        """How many tokens may be drafted: none that could not be used, and none without a slot."""
-        if sequence.draft.state is None:
-            return 0
-        wanted = min(self.config.num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
-        return next((n for n in range(wanted) if not self._tables.extend(sequence, n + 1)), wanted)
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """What one step gave a sequence: all of it, or as far as its end."""
