@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -18,8 +18,8 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
-from pdinfer.sampling import Draw, Drawn
-from pdinfer.schedule import check_request, youngest
+from pdinfer.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.schedule import youngest
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
@@ -58,9 +58,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, channel, config, clock=clock)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -162,7 +163,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
-            check_request(request, [self.limits])
+            processor = self._take(request)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
         except PDInferError as error:
@@ -178,6 +179,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
             chain=self.channel.pool.chain(request.cache_salt),
+            processor=processor,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
@@ -338,7 +340,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         for sequence in batch:
             sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [self._draw(sequence) for sequence in batch]
+        draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
@@ -347,24 +349,17 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
-        for new in drawn:
-            if new.error is not None:
-                self._fail(sequence, new.error)
-                return
-            if not self._append(sequence, new):
-                return
-        self._tables.trim(sequence)
-
-    def _draw(self, sequence: Sequence) -> Draw:
-        return Draw(
-            sampling=sequence.request.sampling,
-            prompt=sequence.request.prompt,
-            output=sequence.output,
-            eos_token_ids=self.model.config.eos_token_ids,
-        )
+        if all(self._append(sequence, new) for new in drawn):
+            self._tables.trim(sequence)
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:
-        """A new token is emitted; whether more may follow it."""
+        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        if isinstance(new.error, RequestError):
+            self._end(sequence, FinishReason.FAILED, new.error)
+            return False
+        if new.error is not None:
+            self._fail(sequence, new.error)
+            return False
         sequence.output.append(new.token)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -15,8 +15,8 @@ from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
-from pdinfer.sampling import Draw, Drawn
-from pdinfer.schedule import check_request, plan_chunk
+from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.schedule import plan_chunk
 from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
 
 _log = logging.getLogger("pdinfer")
@@ -34,6 +34,7 @@ class _Prompt:
     arrival: int
     submitted_at: float
     num_pushed: int
+    processor: LogitsProcessor | None = None
     keys: list[bytes] = attrs.field(factory=list)
     pages: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
@@ -67,9 +68,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, channel, config, clock=clock)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
         self._queue: list[_Prompt] = []
         self._active: list[_Prompt] = []
@@ -147,7 +149,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 _log.info("prefill dropped a request: %s", error)
                 continue
             try:
-                check_request(request, [self.limits])
+                prompt.processor = self._take(request)
                 if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                     raise RequestError(
                         f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
@@ -262,21 +264,19 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
-        drawn = self._runner.first_tokens(rows, [self._draw(prompt) for prompt in prompts])
+        requests = [prompt.request for prompt in prompts]
+        draws = [
+            self._draw(request.sampling, request.prompt, request.output, prompt.processor)
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        drawn = self._runner.first_tokens(rows, draws)
         for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
             if first.error is None:
                 self._finish(prompt, first, state)
+            elif isinstance(first.error, RequestError):
+                self._finish(prompt, error=first.error)  # its own doing: what was computed is good
             else:
                 self._fail([prompt], first.error)
-
-    def _draw(self, prompt: _Prompt) -> Draw:
-        request = prompt.request
-        return Draw(
-            sampling=request.sampling,
-            prompt=request.prompt,
-            output=request.output,
-            eos_token_ids=self.model.config.eos_token_ids,
-        )
 
     def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import cached_property
 
 import attrs
 
 from pdinfer.errors import PDInferError
 from pdinfer.kv.prefix import PrefixChain
-from pdinfer.sampling import Drawn
+from pdinfer.sampling import Drawn, LogitsProcessor
 from pdinfer.speculation import Draft, DraftCounts
 from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
@@ -37,6 +40,7 @@ class Sequence:
     deadline_at: float | None
     output: list[int]
     chain: PrefixChain
+    processor: LogitsProcessor | None = None
     state: SequenceState = SequenceState.WAITING
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
@@ -56,6 +60,12 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
         return -self.request.priority, self.arrival
+
+    @cached_property
+    def prompt(self) -> Seq[int]:
+        """The request's; packed where every step reads all of it, which takes long for a tuple of ints."""
+        penalized = self.request.sampling.repetition_penalty != 1
+        return array("q", self.request.prompt) if penalized else self.request.prompt
 
     @property
     def num_tokens(self) -> int:

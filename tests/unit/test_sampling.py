@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdinfer.sampling import Draw, gumbel_noise, sample
+from pdinfer.errors import PDInferError, RequestError
+from pdinfer.sampling import Draw, LogitsProcessor, gumbel_noise, sample
 from pdinfer.types import SamplingParams
+from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -83,23 +86,6 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
     deviation = math.pi / math.sqrt(6 * noise.numel())
     assert abs(float(noise.mean()) - EULER) < 4 * deviation
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
-
-
-def plain_noise(seed: int, position: int, token: int) -> float:
-    """The documented hash in Python's own integers: SplitMix64's finalizer twice, then lowbias32 with two keys."""
-
-    def mixed(x: int) -> int:
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return x ^ x >> 31
-
-    golden = 0x9E3779B97F4A7C15
-    keys = mixed((mixed(seed) + golden * position + golden) % 2**64)
-    x = (token * 0x9E3779B9 + keys % 2**32) % 2**32
-    x = (x ^ x >> 16) * 0x7FEB352D % 2**32 ^ keys >> 32
-    x = (x ^ x >> 15) * 0x846CA68B % 2**32
-    x ^= x >> 16
-    return -math.log(-math.log1p(-(x % 2**31 + 0.5) / 2**31))
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
@@ -218,21 +204,6 @@ def test_a_spoilt_row_is_an_error_and_leaves_the_others_alone(bad: float) -> Non
 # Filters
 
 
-def kept(logits: list[float], param: SamplingParams) -> set[int]:
-    """The tokens that may be drawn: a plain loop over the sorted vocabulary; logits without ties."""
-    best = max(logits)
-    weights = {token: math.exp((logit - best) / param.temperature) for token, logit in enumerate(logits)}
-    order = sorted(weights, key=lambda token: -weights[token])[: param.top_k or None]
-    total = sum(weights[token] for token in order)
-    inside: set[int] = set()
-    share = 0.0
-    for token in order:
-        if share < param.top_p:
-            inside.add(token)
-        share += weights[token] / total
-    return {token for token in inside if weights[token] >= param.min_p}
-
-
 FILTERS = [
     SamplingParams(top_k=1),
     SamplingParams(top_k=3),
@@ -292,3 +263,182 @@ def test_the_strictest_filters_keep_the_best_wherever_it_stands(best: int, param
 def test_min_p_keeps_what_is_exactly_on_its_border() -> None:
     logits = torch.tensor([0.25, 1.0, 0.5]).log()
     assert drawn_set(logits, SamplingParams(min_p=0.5)) == {1, 2}
+
+
+# What changes the logits, and the log-probabilities of others
+
+EOS = 1
+STEP = 1 / 8
+"""Logits, biases and penalties that are multiples of this, or powers of two, leave no rounding to differ in."""
+
+steps = st.integers(-32, 32).map(lambda number: number * STEP)
+tokens = st.integers(0, 11)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.0, 0.25, 2.0]),
+        "logit_bias": st.dictionaries(tokens, steps, max_size=4).map(lambda bias: tuple(bias.items())),
+        "min_new_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 20),
+    },
+)
+draws_of_12 = st.builds(
+    lambda changes, temperature, seed, prompt, output: Draw(
+        sampling=SamplingParams(temperature=temperature, seed=seed, **changes),
+        prompt=prompt,
+        output=output,
+        eos_token_ids=(EOS,),
+    ),
+    changes,
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 2**64 - 1),
+    st.lists(tokens, min_size=1, max_size=8).map(tuple),
+    st.lists(tokens, max_size=8),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(draws_of_12, st.lists(steps, min_size=12, max_size=12)), min_size=1, max_size=6))
+def test_a_batch_of_any_requests_is_what_plain_loops_draw(rows: list[tuple[Draw, list[float]]]) -> None:
+    logits = torch.tensor([row for _, row in rows])
+    raw = logits.clone()
+    drawn = sample(logits, [one for one, _ in rows])
+    assert torch.equal(logits, raw)
+    for one, (ask, row) in zip(drawn, rows, strict=True):
+        expected = plain_draw(row, ask.sampling, ask.prompt, ask.output, ask.eos_token_ids)
+        assert one.error is None
+        assert one.token == expected.token or expected.margin < 1e-5
+        assert one.logprob == pytest.approx(row[one.token] - row[expected.token] + expected.logprob, abs=1e-5)
+        assert [token for token, _ in one.top_logprobs] == [token for token, _ in expected.top_logprobs]
+        values = [value for _, value in one.top_logprobs]
+        assert values == pytest.approx([value for _, value in expected.top_logprobs], abs=1e-5)
+
+
+def test_penalties_of_a_large_batch_do_not_leave_their_rows() -> None:
+    """With logits of any size and a packed prompt: the greedy tokens of a plain loop over each row."""
+    logits, rng = random_logits(40, seed=5), random.Random(5)
+    sampling = [
+        SamplingParams(
+            temperature=0, repetition_penalty=rng.choice([1.0, 1.3, 0.8]), frequency_penalty=rng.choice([0, 0.7])
+        )
+        for _ in range(40)
+    ]
+    prompts = [array("q", [rng.randrange(VOCAB) for _ in range(rng.randrange(60))]) for _ in range(40)]
+    outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(60))] for _ in range(40)]
+    asked = [
+        Draw(sampling=param, prompt=prompt, output=output)
+        for param, prompt, output in zip(sampling, prompts, outputs, strict=True)
+    ]
+    changed = [
+        changed_logits(row, param, prompt, output)
+        for row, param, prompt, output in zip(logits.tolist(), sampling, prompts, outputs, strict=True)
+    ]
+    assert [one.token for one in sample(logits, asked)] == [row.index(max(row)) for row in changed]
+    assert [row.index(max(row)) for row in changed] != logits.argmax(-1).tolist()
+
+
+def ask(processor: LogitsProcessor | None = None, output: Sequence[int] = (), **more: Any) -> Draw:
+    """Greedy behind two tokens of prompt."""
+    sampling = SamplingParams(**{"temperature": 0, **more})
+    return Draw(sampling=sampling, prompt=(3, 4), output=output, eos_token_ids=(EOS,), processor=processor)
+
+
+def test_the_order_is_bias_then_penalties_then_forbidden_then_processor() -> None:
+    seen: list[Any] = []
+
+    def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+        seen.append((prompt, output, logits_V.tolist()))
+        return logits_V.neg_()  # in place: it is its own
+
+    logits = torch.tensor([[0.0, 9.0, -1.0, 2.0, 1.0]])
+    draw = ask(
+        processor,
+        output=[4, 4],
+        logit_bias=((3, 2.0), (4, -3.0)),
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+        min_new_tokens=3,
+    )
+    (drawn,) = sample(logits, [draw])
+    assert seen == [((3, 4), (4, 4), [0.0, -math.inf, -1.0, 2.0, -6.0])]
+    assert drawn.error is not None  # +inf, where -inf was, cannot be drawn
+    assert logits.tolist() == [[0.0, 9.0, -1.0, 2.0, 1.0]]
+
+
+def only(*allowed: int) -> LogitsProcessor:
+    """A processor that allows these tokens."""
+
+    def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+        masked = torch.full_like(logits_V, -math.inf)
+        masked[list(allowed)] = logits_V[list(allowed)]
+        return masked
+
+    return processor
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_decides_what_may_come_and_the_logprob_is_of_the_raw_logits(temperature: float) -> None:
+    logits = random_logits(1, seed=8)
+    (drawn,) = sample(logits, [ask(only(7), temperature=temperature, logprobs=2)])
+    raw = logits[0].log_softmax(-1)
+    assert (drawn.token, drawn.error) == (7, None)
+    assert drawn.logprob == pytest.approx(float(raw[7]), abs=1e-5)
+    assert [token for token, _ in drawn.top_logprobs] == raw.topk(2).indices.tolist()
+
+
+def raises(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+    raise KeyError("no such state")
+
+
+BROKEN: dict[str, tuple[Draw, str]] = {
+    "raises": (ask(raises, logits_processor="json"), "logits processor 'json' failed: KeyError"),
+    "no tensor": (ask(lambda *_: None), "failed: TypeError"),  # type: ignore[arg-type]
+    "another shape": (ask(lambda p, o, logits_V: logits_V[:-1]), "failed: TypeError"),
+    "another device": (ask(lambda p, o, logits_V: logits_V.to("meta")), "failed: "),
+    "nothing allowed": (ask(only()), "no token is left to draw"),
+    "nothing allowed, drawn": (ask(only(), temperature=1.0, top_k=3, top_p=0.9), "no token is left to draw"),
+    "nan": (ask(lambda p, o, logits_V: logits_V * math.nan), "no token is left to draw"),
+    "inf": (ask(lambda p, o, logits_V: logits_V + math.inf), "no token is left to draw"),
+    "all are stop tokens": (ask(min_new_tokens=1, stop_token_ids=tuple(range(VOCAB))), "after min_new_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("at", range(3))
+def test_a_row_without_a_token_fails_alone(name: str, at: int) -> None:
+    broken, message = BROKEN[name]
+    logits = random_logits(3, seed=6)
+    draws = [ask(repetition_penalty=1.2), ask(temperature=1.0, seed=3), ask(only(5, 6), logprobs=3)]
+    expected = sample(logits, draws)
+    draws[at] = broken
+    drawn = sample(logits, draws)
+    assert isinstance(drawn[at].error, RequestError)
+    assert message in str(drawn[at].error)
+    assert [drawn[row] == expected[row] for row in range(3)] == [row != at for row in range(3)]
+
+
+def test_logits_that_are_not_finite_are_not_the_processors_fault() -> None:
+    (drawn,) = sample(torch.full((1, VOCAB), math.nan), [ask(raises)])
+    assert type(drawn.error) is PDInferError
+
+
+def test_equal_logits_have_the_smaller_id_first_and_zero_has_no_sign() -> None:
+    logits = torch.tensor([[0.0, 3.0, -0.0, 3.0, 0.0, -5.0]])
+    (drawn,) = sample(logits, [ask(logprobs=6)])
+    assert [token for token, _ in drawn.top_logprobs] == [1, 3, 0, 2, 4, 5]
+    assert drawn.token == 1
+
+
+def test_more_logprobs_than_tokens_are_all_there_are() -> None:
+    (drawn,) = sample(torch.zeros(1, 4), [ask(logprobs=20)])
+    assert len(drawn.top_logprobs) == 4
+
+
+def test_no_logprobs_are_asked_for_and_none_come() -> None:
+    first, second = sample(random_logits(2), [ask(logprobs=0), ask()])
+    assert first.top_logprobs == second.top_logprobs == ()
