@@ -148,7 +148,7 @@ def engines(prefill: pd.Model, decode: pd.Model, num_draft_tokens: int) -> pd.Pa
 def test_on_one_side_alone_it_is_refused_by_name(model: pd.Model, with_it: str) -> None:
     plain = random_model(tiny_config(num_nextn_predict_layers=1))
     sides = (model, plain) if with_it == "prefill" else (plain, model)
-    with pytest.raises(pd.LayoutMismatch, match="mtp.latent") as caught:
+    with pytest.raises(pd.LayoutMismatch, match=r"mtp\.latent") as caught:
         engines(*sides, num_draft_tokens=0)
     assert ("components.mtp.latent.layers", "absent", "3") in [
         (name, *sorted(texts, reverse=True)) for name, *texts in caught.value.fields
