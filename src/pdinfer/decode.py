@@ -21,7 +21,7 @@ from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.schedule import youngest
 from pdinfer.sequence import Sequence, SequenceState
-from pdinfer.speculation import Draft, DraftCounts, check_drafter
+from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -240,8 +240,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._tables.forget(sequence)
         self._tables.release(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
-            return self._queue(sequence)
-        self._end(sequence, FinishReason.FAILED, error)
+            self._queue(sequence)
+        else:
+            self._end(sequence, FinishReason.FAILED, error)
 
     # -- pages ------------------------------------------------------------------------------------------------------
 
@@ -301,7 +302,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
         self._tables.release(sequence)
-        sequence.draft = Draft()
         self._queue(sequence)
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
@@ -335,17 +335,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
-            sequence.draft.num_tokens = self._num_drafts(sequence)
+            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
-
-    def _num_drafts(self, sequence: Sequence) -> int:
-        """How many tokens may be drafted: none that could not be used, and none without a slot."""
-        if sequence.draft.state is None:
-            return 0
-        wanted = min(self.config.num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
-        return next((n for n in range(wanted) if not self._tables.extend(sequence, n + 1)), wanted)
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """What one step gave a sequence: all of it, or as far as its end."""
@@ -353,16 +346,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
-        for new in drawn:
-            if new.error is not None:
-                self._fail(sequence, new.error)
-                return
-            if not self._append(sequence, new):
-                return
-        self._tables.trim(sequence)
+        if all(self._append(sequence, new) for new in drawn):
+            self._tables.trim(sequence)
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:
-        """A new token is emitted; whether more may follow it."""
+        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        if new.error is not None:
+            self._fail(sequence, new.error)
+            return False
         sequence.output.append(new.token)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()

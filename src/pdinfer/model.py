@@ -102,12 +102,8 @@ class Model:
             hidden_TD = layer_TD
         return hidden_TD
 
-    def head(self, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits of the given rows: float32 [len(rows), vocab]."""
-        return self.unembed(self.norm(hidden_TD[torch.tensor(rows, dtype=torch.int64, device=hidden_TD.device)]))
-
-    def unembed(self, state_TD: Tensor) -> Tensor:
-        """Logits of states that are behind the final norm: float32 [T, vocab]."""
+    def head(self, state_TD: Tensor) -> Tensor:
+        """Logits of hidden states behind the final norm: float32 [T, vocab]."""
         return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
@@ -116,7 +112,7 @@ class Model:
         For scoring and as the oracle of tests. Raises RequestError for an empty or impossible token list.
         """
         batch, view = self._whole(tokens)
-        return self.head(self.forward(batch, view), range(len(tokens)))
+        return self.head(self.norm(self.forward(batch, view)))
 
     def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
         """What the MTP layer says, in one piece: float32 [len(tokens), vocab], row i for token i + 2, drawn from the

@@ -69,7 +69,7 @@ class ModelRunner:
             yield model.mtp.layer, _event(model.device)
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        return sample(self._model.unembed(self._last_BD[list(rows)]), draws)
+        return sample(self._model.head(self._last_BD[list(rows)]), draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
         if self._model.mtp is None:
@@ -92,7 +92,7 @@ class ModelRunner:
         behind = [
             after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
         ]
-        drawn = iter(sample(model.unembed(state_TD), behind))
+        drawn = iter(sample(model.head(state_TD), behind))
         kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
         first = 0
         for draft, more, new in zip(drafts, proposed, kept, strict=True):

@@ -135,25 +135,14 @@ def load_model(
         raise ConfigError(f"this version runs one rank per engine; the topology has {topology.world_size}")
     config = ModelConfig.from_checkpoint(checkpoint)
     target = _checked_device(device)
-    dtype = dtype or DTYPES[config.dtype]
-    if dtype not in DTYPES.values():
-        raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
-    if mtp and not config.num_nextn_predict_layers:
-        raise ConfigError(f"mtp=True was asked for and {os.fspath(checkpoint)} has no MTP layer; leave it out")
+    dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, forced=providers)
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
-        build = partial(
-            Model.build,
-            config,
-            device=target,
-            dtype=dtype,
-            topology=topology,
-            mtp=mtp,
-            mtp_copies=_own_copies(files, config) if mtp else (),
-        )
+        copies = _own_copies(files, config) if mtp else ()
+        build = partial(Model.build, config, device=target, dtype=dtype, topology=topology, mtp=mtp, mtp_copies=copies)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
@@ -203,14 +192,22 @@ def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[s
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
     """Of the embedding and head that the files hold for the MTP layer, those that are not the main model's again."""
+    if not config.num_nextn_predict_layers:
+        raise ConfigError(f"mtp=True was asked for and {files.folder} has no MTP layer; leave it out")
     embed = "model.embed_tokens.weight"
     mains = (embed, embed if config.tie_word_embeddings else "lm_head.weight")
-    pairs = [(copy, main) for copy, main in zip(copy_names(config), mains, strict=True) if copy in files.tensors]
-    return [
-        copy
-        for copy, main in pairs
-        if main in files.tensors and not torch.equal(files.read(files.tensors[copy]), files.read(files.tensors[main]))
+    both = [
+        (files.tensors[copy], files.tensors[main])
+        for copy, main in zip(copy_names(config), mains, strict=True)
+        if copy in files.tensors and main in files.tensors
     ]
+    return [copy.name for copy, main in both if not torch.equal(files.read(copy), files.read(main))]
+
+
+def _checked_dtype(dtype: DType) -> DType:
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
+    return dtype
 
 
 def _checked_device(device: Device) -> torch.device:

@@ -290,8 +290,8 @@ def head_with_nan(at_call: int) -> Callable[..., torch.Tensor]:
     """`Model.head`, whose n-th call from now on gives NaN in its first row."""
     head, calls = pd.Model.head, Counter[str]()
 
-    def damaged(model: pd.Model, hidden_TD: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        logits_BV = head(model, hidden_TD, rows)
+    def damaged(model: pd.Model, state_TD: torch.Tensor) -> torch.Tensor:
+        logits_BV = head(model, state_TD)
         calls["head"] += 1
         if calls["head"] == at_call:
             logits_BV[0, 3] = torch.nan

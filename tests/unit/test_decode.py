@@ -35,17 +35,17 @@ def last_events(pairing: pd.Pairing) -> dict[str, pd.TokenEvent]:
 def test_logits_that_are_not_finite_end_their_request_alone(
     pairing: pd.Pairing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unembed = pd.Model.unembed
+    head = pd.Model.head
     calls = []
 
     def damaged(model: pd.Model, state: torch.Tensor) -> torch.Tensor:
-        logits = unembed(model, state)
+        logits = head(model, state)
         calls.append(len(state))
         if len(calls) == 4:
             logits[1, 5] = torch.nan
         return logits
 
-    monkeypatch.setattr(pd.Model, "unembed", damaged)
+    monkeypatch.setattr(pd.Model, "head", damaged)
     ends = last_events(pairing)
     assert [ends[n].finish_reason for n in "012"] == [
         pd.FinishReason.LENGTH,
