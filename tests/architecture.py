@@ -31,6 +31,7 @@ LAYERS = (
     ("engine", "sequence"),
     ("runner",),
     ("schedule", "sampling", "weights", "policy", "inbox"),
+    ("schemes",),
     ("model",),
     ("block",),
     ("mla", "dsa", "moe"),

@@ -24,6 +24,15 @@ MAX_LAYERS = 1024
 MAX_TOP_K = 1 << 24
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
+SUPPORTED_WEIGHTS = (
+    f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
+    "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
+)
+"""What to do about a checkpoint that is quantized otherwise, as the end of an error message."""
+FP8_FIELDS: Mapping[str, object] = MappingProxyType(
+    {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+)
+QUANTIZE = ("w8a8", "w8a8_dynamic")
 
 # A checkpoint's own code is never imported, and no option to do so exists.
 IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
@@ -144,6 +153,7 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     values |= _indexer(raw, family)
     values["eos_token_ids"] = eos_ids(raw.get("eos_token_id"))
     values["dtype"] = _stored_dtype(raw)
+    values["scale_fmt"] = _scale_fmt(raw)
     return values
 
 
@@ -174,14 +184,6 @@ def _family(raw: Mapping[str, object]) -> Family:
 
 
 def _refuse_unsupported(raw: Mapping[str, object]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"quantization_config (quant_method {clip(method)}) is not supported yet; {supported_dtypes()}"
-        )
-    if raw.get("quantize") is not None:
-        raise ConfigError(f"quantize {clip(raw['quantize'])} is not supported yet; {supported_dtypes()}")
     for name, value in FIXED_FIELDS.items():
         _check_fixed(raw, name, value)
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
@@ -207,9 +209,32 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
         )
 
 
-def supported_dtypes() -> str:
-    """What to do about a quantized checkpoint, as the end of an error message."""
-    return f"supported: weights stored as {', '.join(STORED_DTYPES)}"
+def _scale_fmt(raw: Mapping[str, object]) -> object:
+    """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
+    quantized is not asked here, because the files say it."""
+    _check_quantize(raw.get("quantize"))
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return None
+    fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    if fields.get("quant_method") != "fp8":
+        method = clip(fields.get("quant_method"))
+        raise ConfigError(f"quantization_config: quant_method {method} is not supported; {SUPPORTED_WEIGHTS}")
+    for name, value in FP8_FIELDS.items():
+        if fields.get(name) not in (None, value):
+            raise ConfigError(
+                f"quantization_config: {name} {clip(fields[name])} is not supported, it must be {clip(value)}; "
+                f"{SUPPORTED_WEIGHTS}"
+            )
+    if fields.get("weight_block_size") is None:
+        raise ConfigError(f"quantization_config: weight_block_size is missing; {SUPPORTED_WEIGHTS}")
+    return fields.get("scale_fmt")
+
+
+def _check_quantize(value: object) -> None:
+    """`quantize` of an INT8 export names its main scheme; the description file has one per tensor, and counts."""
+    if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
+        raise ConfigError(f"quantize {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
 
 
 def _check_fixed(fields: Mapping[str, object], name: str, expected: object) -> None:

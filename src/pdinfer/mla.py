@@ -8,6 +8,9 @@ one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import attrs
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from pdinfer.batch import Batch
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic
 from pdinfer.layers import Linear, RMSNorm, WeightSource
 
 LATENT_NORM_EPS = 1e-6
@@ -23,7 +27,8 @@ LATENT_NORM_EPS = 1e-6
 
 @attrs.frozen(kw_only=True)
 class MLA:
-    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent."""
+    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent; `kv_b_OC` is
+    of floats whatever it is stored as, because absorbed attention takes it apart by heads."""
 
     config: ModelConfig
     ops: Ops
@@ -33,6 +38,7 @@ class MLA:
     kv_a: Linear
     kv_a_norm: RMSNorm
     kv_b_OC: Tensor
+    round_latent: Callable[[Tensor], Tensor]
     o: Linear
 
     @classmethod
@@ -57,6 +63,7 @@ class MLA:
             kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
             kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
             kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank),
+            round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
             o=Linear.build(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops),
         )
 
@@ -84,7 +91,7 @@ class MLA:
     def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What the cache holds of each token: the latent after its norm [T, C], the key after its rotation [T, R]."""
         c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
-        return self.kv_a_norm(c_TC), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+        return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
 
     def query_latent(self, x_TD: Tensor) -> Tensor:
         """What queries are made of, an indexer's too: the normed latent [T, q_lora_rank], or `x_TD` without one."""
@@ -95,6 +102,14 @@ class MLA:
         q_THQ = self.q_b(query_TL).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
+
+
+def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """What a quantized kv_b_proj does to its input. It is all that reads a latent, so the cache holds it rounded, and
+    both forms of attention remain one function."""
+    if kv_b_format is FP8Blocks:
+        return partial(ops.round_fp8, ue8m0=config.scale_fmt == "ue8m0")
+    return ops.round_int8 if kv_b_format is Int8Dynamic else lambda c_TC: c_TC
 
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:

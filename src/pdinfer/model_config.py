@@ -40,9 +40,10 @@ class ModelConfig:
     """The architecture of a DeepSeek-V2, V3, V3.2, Kimi-K2 or GLM-5 model. Fields keep the names of the Hugging Face
     config.json.
 
-    Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one the weights are stored
-    in. Layers `first_k_dense_replace` and up are mixtures of experts. The `index_*` fields are None in models without
-    sparse attention, and `indexer_types` is empty.
+    Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one that weights which are
+    not quantized are stored in; `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two.
+    Layers `first_k_dense_replace` and up are mixtures of experts.
+    The `index_*` fields are None in models without sparse attention, and `indexer_types` is empty.
     """
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
@@ -81,6 +82,7 @@ class ModelConfig:
     bos_token_id: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, MAX_VOCAB - 1)))
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = attrs.field(default="bfloat16", validator=one_of(*STORED_DTYPES))
+    scale_fmt: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of("ue8m0")))
 
     def __attrs_post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
@@ -157,12 +159,6 @@ class ModelConfig:
         Raises ConfigError with the path of the file at fault.
         """
         folder = Path(folder)
-        described = sorted(path.name for path in folder.glob("quant_model_description*.json"))
-        if described:
-            raise ConfigError(
-                f"{folder} holds {clip(described[0])}: quantized checkpoints are not supported yet; "
-                f"{hf_config.supported_dtypes()}"
-            )
         path, generation_path = folder / "config.json", folder / "generation_config.json"
         raw = read_json(path)
         with _naming(path):
@@ -286,12 +282,12 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and dtype."""
+        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and formats."""
         names = [field.name for field in attrs.fields(ModelConfig)]
         lines = [
             f"{name}={_canonical(getattr(self, name))}"
             for name in names
-            if name not in ("bos_token_id", "eos_token_ids", "dtype")
+            if name not in ("bos_token_id", "eos_token_ids", "dtype", "scale_fmt")
         ]
         return hashlib.sha256("\n".join(["pdinfer ModelConfig 1", *lines]).encode()).digest()
 

@@ -304,7 +304,7 @@ def test_head_dim_and_unknown_fields_are_ignored() -> None:
     assert ModelConfig.from_dict(BASE | {"head_dim": 192, "id2label": {}, "yarn": 3}) == ModelConfig.from_dict(BASE)
 
 
-def test_fingerprint_covers_every_field_but_token_ids_and_dtype() -> None:
+def test_fingerprint_covers_every_field_but_token_ids_and_number_formats() -> None:
     config = ModelConfig.from_dict(BASE | {"rope_scaling": YARN})
     assert config.yarn is not None
     changed: dict[str, Any] = {
@@ -327,7 +327,7 @@ def test_fingerprint_covers_every_field_but_token_ids_and_dtype() -> None:
         "indexer_rope_interleave": True,
         "indexer_types": (IndexerType.FULL, IndexerType.SHARED),
     }
-    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16"}
+    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16", "scale_fmt": "ue8m0"}
     for field in attrs.fields(ModelConfig):
         value = same.get(field.name, changed.get(field.name))
         if value is None and field.name != "q_lora_rank":

@@ -18,6 +18,7 @@ from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -227,10 +228,10 @@ class Counting(Destinations):
         self.allocated += tensor.nbytes
         return tensor
 
-    def new(self, *shape: int) -> Tensor:
-        tensor = Destinations.new(self, *shape)
-        self.allocated += tensor.nbytes
-        return tensor
+    def _allocate(self, *arguments: Any) -> Weight:
+        weight = Destinations._allocate(self, *arguments)
+        self.allocated += sum(tensor.nbytes for tensor in tensors_of(weight))
+        return weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -241,7 +242,7 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
     Model.build(
         config, source, resolve_ops(CPU), device=CPU, dtype=DTYPES[dtype], topology=Topology.single(), weights_id=b""
     )
-    named = sum(tensor.nbytes for tensor in source.tensors.values())
+    named = sum(place.nbytes for place in source.places.values())
     assert source.allocated == named == config.weight_bytes
 
 

@@ -10,11 +10,13 @@ and the others unpack what they read. Rows that no token of a context was writte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
+
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
 class RMSNorm(Protocol):
@@ -37,6 +39,43 @@ class Linear(Protocol):
 
     def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         """Linear map without bias: x @ weight.T -> [T, O] in x's dtype."""
+
+
+class LinearFP8(Protocol):
+    """Multiplies by a matrix in FP8 blocks."""
+
+    def __call__(self, x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+        """As `linear`, with x rounded to e4m3 per token and 128 channels: scale max(amax, 1e-4) / 448, or the next
+        power of two with `weight.ue8m0`. Products are summed in float32 within a block, then scaled and summed."""
+
+
+class LinearInt8(Protocol):
+    """Multiplies by an INT8 matrix; the scale of an activation is its own."""
+
+    def __call__(self, x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+        """As `linear`, with x rounded to int8 per token, scale amax / 127. Products are summed exactly."""
+
+
+class LinearInt8Static(Protocol):
+    """Multiplies by an INT8 matrix; the scale of an activation is the weight's."""
+
+    def __call__(self, x_TI: Tensor, weight: Int8Static) -> Tensor:
+        """(clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale, each part
+        of the rows with its own input scale and offset, in x's dtype. Products are summed exactly."""
+
+
+class RoundFP8(Protocol):
+    """Rounds activations as `linear_fp8` does."""
+
+    def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+        """What x is worth after that rounding, in x's dtype."""
+
+
+class RoundInt8(Protocol):
+    """Rounds activations as `linear_int8` does."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """What x is worth after that rounding, in x's dtype."""
 
 
 class Rotate(Protocol):
@@ -177,6 +216,20 @@ class GroupedMLP(Protocol):
         """Gated MLP of rows sorted by expert, `counts_E` (int64, on the host) rows for each -> [S, D]."""
 
 
+class GroupedMLPFP8(Protocol):
+    """Runs experts in FP8 blocks."""
+
+    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+        """As `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
+
+
+class GroupedMLPInt8(Protocol):
+    """Runs INT8 experts."""
+
+    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+        """As `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
+
+
 @attrs.frozen(kw_only=True)
 class Ops:
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
@@ -184,6 +237,11 @@ class Ops:
     rms_norm: RMSNorm
     layer_norm: LayerNorm
     linear: Linear
+    linear_fp8: LinearFP8
+    linear_int8: LinearInt8
+    linear_int8_static: LinearInt8Static
+    round_fp8: RoundFP8
+    round_int8: RoundInt8
     rotate: Rotate
     store_latent: StoreLatent
     store_index_keys: StoreIndexKeys
@@ -194,6 +252,22 @@ class Ops:
     route: Route
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP
+    grouped_mlp_fp8: GroupedMLPFP8
+    grouped_mlp_int8: GroupedMLPInt8
+
+    def linear_by(self, weight: Weight) -> Callable[[Tensor, Any], Tensor]:
+        """The op that multiplies by a weight of this format."""
+        if isinstance(weight, FP8Blocks):
+            return self.linear_fp8
+        if isinstance(weight, Int8Dynamic):
+            return self.linear_int8
+        return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
+
+    def grouped_mlp_by(self, weight: Weight) -> Callable[[Tensor, Tensor, Any, Any], Tensor]:
+        """The op that runs experts whose stacks have this format; floats are the only others."""
+        if isinstance(weight, FP8Blocks):
+            return self.grouped_mlp_fp8
+        return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp
 
 
 OP_NAMES: tuple[str, ...] = tuple(field.name for field in attrs.fields(Ops))

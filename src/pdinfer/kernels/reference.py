@@ -7,17 +7,29 @@ arithmetic is float32 (float64 stays float64).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdinfer.kernels import packing
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, Weight, expert
+
+FP8_MAX = 448.0
+FP8_MIN_AMAX = 1e-4
+"""Activations smaller than this in all of a block count as this large."""
+INT8_MIN_AMAX = 1e-10
 
 
 def unavailable(device: torch.device) -> str | None:
     """None: plain torch runs everywhere."""
     return None
+
+
+def slow(op: str, device: torch.device) -> str | None:
+    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -38,6 +50,78 @@ def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Te
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return (_exact(x_TI) @ _exact(weight_OI).T).to(x_TI.dtype)
+
+
+def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+    numbers, scale = fp8_activation(x_TI, weight.ue8m0)
+    scale_of_row = weight.scale_of_row
+    y = _exact(x_TI).new_zeros(x_TI.shape[0], weight.numbers.shape[0])
+    for block in range(scale.shape[1]):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        sums = numbers[:, columns].to(y.dtype) @ weight.numbers[:, columns].to(y.dtype).T
+        y += sums * scale[:, block, None] * scale_of_row[:, block]
+    return y.to(x_TI.dtype)
+
+
+def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, I], scales [T, ceil(I / 128)]), from DeepSeek-V3's report, section 3.3.2."""
+    x = _exact(x_TI)
+    blocks = torch.split(x, BLOCK, -1)
+    scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
+    if ue8m0:
+        fraction, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    scaled = [block / scale[:, at, None] for at, block in enumerate(blocks)]
+    return torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn), scale
+
+
+def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+    numbers, scale = fp8_activation(x_TI, ue8m0)
+    scale_of_channel = scale.repeat_interleave(BLOCK, -1)[:, : x_TI.shape[1]]
+    return (numbers.to(scale.dtype) * scale_of_channel).to(x_TI.dtype)
+
+
+def round_int8(x_TI: Tensor) -> Tensor:
+    numbers, scale = int8_activation(x_TI)
+    return (numbers * scale).to(x_TI.dtype)
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    numbers, scale = int8_activation(x_TI)
+    y = _whole(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
+    return y.to(x_TI.dtype)
+
+
+def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [T, I], scales [T, 1]): amax / 127 per token; a token of zeros stays zeros."""
+    x = _exact(x_TI)
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
+def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+    inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
+    sums = [
+        _whole(int8_static_activation(x_TI, scale, offset), numbers)
+        for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
+    ]
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(_exact(x_TI).dtype)
+    return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
+
+
+def not_finite(x_TI: Tensor) -> Tensor:
+    """[T, 1]: NaN for tokens that hold NaN or infinity, which integers cannot say; 0 for the others."""
+    return _exact(x_TI).abs().amax(-1, keepdim=True) * 0
+
+
+def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """int8 [T, I]; `scale` and `offset` are float32 [1]."""
+    return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
+
+
+def _whole(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    """Exact sums of int8 products, as float64: torch multiplies integer matrices on few devices."""
+    return x_TI.double() @ numbers_OI.double().T
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -199,8 +283,22 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+
+
+def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+
+
+def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+) -> Tensor:
     outputs = [
-        linear(gated_silu(linear(rows, gate_up_EJD[expert])), down_EDI[expert])
-        for expert, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
+        multiply(gated_silu(multiply(rows, expert(gate_up, index))), expert(down, index))
+        for index, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
     ]
     return torch.cat(outputs)

@@ -6,13 +6,15 @@ values of a long context: attention goes through blocks of queries, and of conte
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import packing, reference
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
 """Memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a GEMM."""
@@ -20,8 +22,14 @@ SCORE_BLOCK_BYTES = 32 << 20
 CONTEXT_BLOCK_BYTES = 64 << 20
 """Memory for what is made of one block of context, such as its keys and values or its rows gathered token by token."""
 
+WEIGHT_BLOCK_BYTES = 8 << 20
+"""Memory for the rows of an FP8 matrix that are floats at one time."""
+
 route = reference.route
 layer_norm = reference.layer_norm
+round_fp8 = reference.round_fp8
+round_int8 = reference.round_int8
+int_mm = torch._int_mm  # noqa: SLF001 torch's one product of int8 matrices that sums in int32
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -37,6 +45,48 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI)
+
+
+def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+    rounded_TI = round_fp8(x_TI, ue8m0=weight.ue8m0)
+    scale_of_row = weight.scale_of_row
+    out = x_TI.new_empty(len(x_TI), len(weight.numbers))
+    step = max(1, WEIGHT_BLOCK_BYTES // (x_TI.shape[1] * x_TI.itemsize))
+    for first in range(0, len(weight.numbers), step):
+        rows = slice(first, first + step)
+        floats_OI = torch.empty(weight.numbers[rows].shape, dtype=x_TI.dtype, device=x_TI.device)
+        dequantize_fp8(weight.numbers[rows], scale_of_row[rows], floats_OI)
+        out[:, rows] = F.linear(rounded_TI, floats_OI)
+    return out
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    if x_TI.device.type != "cpu":
+        return reference.linear_int8(x_TI, weight)
+    numbers, scale = reference.int8_activation(x_TI)
+    sums = int_mm(numbers, weight.numbers.T)
+    return (sums * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
+
+
+def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+    if x_TI.device.type != "cpu":
+        return reference.linear_int8_static(x_TI, weight)
+    inputs = zip(weight.input_scale, weight.input_offset, strict=True)
+    sums = [
+        int_mm(reference.int8_static_activation(x_TI, scale, offset), numbers.T)
+        for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
+    ]
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)) * weight.output_scale.squeeze(-1)
+    return (y + reference.not_finite(x_TI)).to(x_TI.dtype)
+
+
+def slow(op: str, device: torch.device) -> str | None:
+    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    if op.startswith("round_"):
+        return None
+    if op.endswith("_fp8"):
+        return "makes floats of FP8 weights in every call"
+    return "has no fused INT8 kernel" if op.endswith(("_int8", "_int8_static")) else None
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -263,12 +313,27 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+
+
+def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+
+
+def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+) -> Tensor:
+    """Only experts that have rows are run."""
     out = torch.empty_like(x_SD)
     first = 0
-    for expert, count in enumerate(counts_E.tolist()):
+    for index, count in enumerate(counts_E.tolist()):
         if count:
             rows = x_SD[first : first + count]
-            hidden = gated_silu(F.linear(rows, gate_up_EJD[expert]))
-            out[first : first + count] = F.linear(hidden, down_EDI[expert])
+            hidden = gated_silu(multiply(rows, expert(gate_up, index)))
+            out[first : first + count] = multiply(hidden, expert(down, index))
             first += count
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model
 from pdinfer.topology import Topology
@@ -130,12 +132,21 @@ class RandomWeights:
         self.tensors[name] = tensor
         return tensor
 
-    def into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._draw(name, tuple(destination.shape)))
-        self.tensors[name] = destination
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        return None
 
-    def new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
+        return expert(self.stack([names], rows, columns), 0)
+
+    def format(self, name: str) -> type:
+        return Tensor
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        stack = empty(Tensor, (len(names), len(names[0]), rows, columns), dtype=self.dtype, device=self.device)
+        for name, place in places(stack, names):
+            assign(place, self._draw(name, (rows, columns)))
+            self.tensors[name] = tensors_of(place)[0]
+        return stack
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
