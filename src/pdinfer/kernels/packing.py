@@ -23,7 +23,7 @@ def latent_rows(c_TC: Tensor, k_rope_TR: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows to write into latent pages of `dtype`; C is a multiple of 128 where they are packed."""
     if dtype != PACKED:
         return torch.cat((c_TC, k_rope_TR), -1)
-    e4m3_TNG, scale_TN = _quantized(c_TC.reshape(len(c_TC), -1, SCALE_GROUP))
+    e4m3_TNG, scale_TN = _quantized(c_TC.reshape(len(c_TC), c_TC.shape[1] // SCALE_GROUP, SCALE_GROUP))
     return torch.cat((_bytes(e4m3_TNG.flatten(-2)), _bytes(scale_TN), _bytes(k_rope_TR.to(torch.bfloat16))), -1)
 
 
@@ -63,7 +63,7 @@ def hadamard(x: Tensor) -> Tensor:
     width = x.shape[-1]
     half = 1
     while half < width:
-        left, right = x.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        left, right = x.reshape(*x.shape[:-1], width // (2 * half), 2, half).unbind(-2)
         x = torch.stack((left + right, left - right), -2).flatten(-3)
         half *= 2
     scale: float = width**-0.5

@@ -166,7 +166,7 @@ def index_topk(
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         keys = _exact(packing.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
         for visible in range(context - num_queries + 1, context + 1):
-            scores = _exact(weights_TX[token]) @ (q_TXY[token] @ keys[:visible].T).relu()
+            scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
             best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
             selected[token, : len(best)] = best
             token += 1

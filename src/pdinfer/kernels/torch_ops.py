@@ -264,7 +264,7 @@ def index_topk(
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        block = max(1, SCORE_BLOCK_BYTES // (4 * context))
+        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing makes three times as much again of the scores
         for start in range(0, num_queries, block):
             part = slice(first + start, first + min(start + block, num_queries))
             own = context - num_queries + start  # the position of the first of these queries
@@ -294,7 +294,7 @@ def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
 def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
     """The positions of the `count` largest scores of each row, ascending, of equal ones the lowest; -1 fills up where
     row t sees fewer, which are those up to `own + t`. Changes the scores."""
-    position_S = torch.arange(scores_TS.shape[1], device=scores_TS.device)
+    position_S = torch.arange(scores_TS.shape[1], dtype=torch.int32, device=scores_TS.device)
     last_T1 = torch.arange(own, own + len(scores_TS), device=scores_TS.device)[:, None]
     # NaN ranks first, so that it is read and seen; what lies in the future may be anything
     scores_TS.nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(position_S > last_T1, -torch.inf)
@@ -302,8 +302,8 @@ def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
     above_TS = scores_TS > least_T1
     equal_TS = scores_TS == least_T1
     room_T1 = count - above_TS.sum(-1, keepdim=True)
-    taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1) <= room_T1))
-    best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values
+    taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1))
+    best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values.long()
     return best_TS.masked_fill_(best_TS > last_T1, -1)
 
 
