@@ -79,7 +79,7 @@ def round_int8(x_TI: Tensor) -> Tensor:
 
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
-    y = _whole(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
+    y = int8_sums(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
     return y.to(x_TI.dtype)
 
 
@@ -93,7 +93,7 @@ def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
     sums = [
-        _whole(int8_static_activation(x_TI, scale, offset), numbers)
+        int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
         for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
     ]
     y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(_exact(x_TI).dtype)
@@ -110,7 +110,7 @@ def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tenso
     return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
 
 
-def _whole(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     """Exact sums of int8 products, as float64: torch multiplies integer matrices on few devices."""
     return x_TI.double() @ numbers_OI.double().T
 
