@@ -12,9 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, Weight, expert
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    FP8_MAX,
+    FP8Blocks,
+    Int8Dynamic,
+    Int8Static,
+    Weight,
+    expert,
+    to_power_of_two,
+)
 
-FP8_MAX = 448.0
 FP8_MIN_AMAX = 1e-4
 """Activations smaller than this in all of a block count as this large."""
 INT8_MIN_AMAX = 1e-10
@@ -60,8 +68,7 @@ def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     blocks = torch.split(x, BLOCK, -1)
     scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
     if ue8m0:
-        fraction, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+        scale = to_power_of_two(scale)
     scaled = [block / scale[:, at, None] for at, block in enumerate(blocks)]
     return torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn), scale
 
