@@ -34,7 +34,7 @@ LAYERS = (
     ("schemes",),
     ("model",),
     ("block",),
-    ("mla", "moe"),
+    ("mla", "dsa", "moe"),
     ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
@@ -49,11 +49,12 @@ LAYERS = (
 # Of a lower folder, some modules may see only a part. The model reads pages through a view and does not know that a
 # channel exists. `schedule` is pure functions over plain values; if it ever needs the pool's own types, "kv.pool"
 # (which holds no tensor) goes into its set.
-_VIEW = frozenset({"kv.view", "kv.layout"})
+_VIEW = frozenset({"kv.view", "kv.layout", "kv.formats"})
 ONLY = {
     "model": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
+    "dsa": {"kv": _VIEW},
     "moe": {"kv": _VIEW},
     "layers": {"kv": _VIEW},
     "batch": {"kv": _VIEW},

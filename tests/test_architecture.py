@@ -110,8 +110,16 @@ BROKEN = [
     (house.layers, {"kv.view": "from pdinfer.kernels.ops import Ops"}, "imports kernels.ops, its neighbour"),
     (house.layers, {"prefill": "import pdinfer.decode as d"}, "imports decode, its neighbour"),
     (house.layers, {"kv.pool": "import_module('pdinfer.model')"}, "imports model, which is above it"),
-    (house.layers, {"mla": "from pdinfer.kv import pool", "kv.pool": ""}, "of kv it may see kv.layout and kv.view"),
-    (house.layers, {"block": "from pdinfer.kv import PagePool"}, "of kv it may see kv.layout and kv.view"),
+    (
+        house.layers,
+        {"mla": "from pdinfer.kv import pool", "kv.pool": ""},
+        "of kv it may see kv.formats and kv.layout and kv.view",
+    ),
+    (
+        house.layers,
+        {"block": "from pdinfer.kv import PagePool"},
+        "of kv it may see kv.formats and kv.layout and kv.view",
+    ),
     (house.layers, {"schedule": "from pdinfer.kv.pool import PagePool"}, "of kv it may see nothing"),
     (house.layers, {"sidecar": ""}, "give 'sidecar' a line in LAYERS"),
     (house.layers, {"model": "from pdinfer.sidecar import X"}, "pdinfer.sidecar, which has no layer"),

@@ -22,13 +22,15 @@ class Row:
 class Batch:
     """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
 
-    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with pages
-    of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
-    so that no kernel has to sync. `absorbed` picks the attention form: see `mla`.
+    `sequence_T` is each token's row of the page table; `slots_T` is where each token's latent is written (page *
+    page_size + offset); `page_table_BM` is padded with pages of the same row; `context_lens` counts the tokens a
+    sequence has after this step. Lengths are also on the host, so that no kernel has to sync. `absorbed` picks the
+    attention form: see `mla`.
     """
 
     tokens_T: Tensor
     positions_T: Tensor
+    sequence_T: Tensor
     slots_T: Tensor
     page_table_BM: Tensor
     context_lens_B: Tensor
@@ -42,11 +44,13 @@ class Batch:
         token each."""
         tokens: list[int] = []
         positions: list[int] = []
+        sequences: list[int] = []
         slots: list[int] = []
-        for row in rows:
+        for index, row in enumerate(rows):
             tokens.extend(row.tokens)
             span = range(row.start, row.start + len(row.tokens))
             positions.extend(span)
+            sequences.extend([index] * len(span))
             slots.extend(row.pages[at // page_size] * page_size + at % page_size for at in span)
         context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
@@ -58,6 +62,7 @@ class Batch:
         return cls(
             tokens_T=tensor(tokens, -1),
             positions_T=tensor(positions, -1),
+            sequence_T=tensor(sequences, -1),
             slots_T=tensor(slots, -1),
             page_table_BM=tensor(table, len(rows), width),
             context_lens_B=tensor(context_lens, -1),

@@ -12,8 +12,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.transport import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
-from pdinfer.sampling import Sampled, sample
-from pdinfer.types import SamplingParams
+from pdinfer.sampling import Draw, Drawn, sample
 
 Ready = Callable[[], None] | None
 """Returns once what was computed may be read by the host; None when that is so already."""
@@ -26,13 +25,11 @@ class Runner(Protocol):
         """Runs the rows' tokens layer by layer; each layer is yielded when its latents are in the pages, or will be
         once `ready` returns."""
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         """Draws a token behind these rows of the prefill that was just run to its end."""
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-        """Runs one token per row and draws the next one of each; `positions` are those of the drawn tokens."""
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw]) -> list[Drawn]:
+        """Runs one token per row and draws the next one of each."""
 
 
 class ModelRunner:
@@ -54,16 +51,14 @@ class ModelRunner:
             self._hidden_TD = hidden_TD
             yield layer, _event(self._model.device)
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         logits_BV = self._model.head(self._hidden_TD, [self._last_rows[row] for row in rows])
-        return sample(logits_BV, samplings, positions)
+        return sample(logits_BV, draws)
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw]) -> list[Drawn]:
         batch = self._batch(rows, absorbed=True)
         logits_BV = self._model.head(self._model.forward(batch, self._view), range(len(rows)))
-        return sample(logits_BV, samplings, positions)
+        return sample(logits_BV, draws)
 
     def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
         return Batch.build(rows, page_size=self._page_size, device=self._model.device, absorbed=absorbed)

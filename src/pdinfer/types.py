@@ -14,6 +14,9 @@ import attrs
 
 from pdinfer.errors import PDInferError
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, log-probability) pairs, the best first."""
+
 
 class FinishReason(enum.Enum):
     """Why a request ended. STOP and LENGTH carry a token; the other three come with `token=None`."""
@@ -37,8 +40,20 @@ class SamplingParams:
     """How tokens are drawn from the logits of one request.
 
     `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
-    (logits, these parameters, `seed`, position), so a request gives the same tokens in any batch and after any
-    re-prefill. `seed=None` lets the Pairing draw one. `logprobs` asks for that many alternatives per token.
+    (logits, these parameters, the tokens so far), so a request gives the same tokens in any batch and after any
+    re-prefill. `seed=None` lets the Pairing draw one. What changes the logits is applied in this order:
+
+    - `logit_bias`: (token id, bias) pairs, from -100 to 100, which are added;
+    - `repetition_penalty`: positive logits of tokens in prompt or output are divided by it, negative ones multiplied;
+    - `frequency_penalty` and `presence_penalty`: subtracted from a token's logit once per time it is in the output, and
+      once if it is there at all; the prompt does not count;
+    - `min_new_tokens`: so many tokens come before one that ends the request (stop token, or eos unless `ignore_eos`);
+    - `logits_processor`: names one that the engines were given, to which `logits_processor_argument` is passed, for
+      example a JSON schema: see docs/howto/structured-output.md;
+    - temperature, `top_k`, `top_p`, `min_p`.
+
+    `logprobs` asks for that many of the best tokens with each token, in `top_logprobs`. Log-probabilities are
+    log-softmax of the raw logits, before any of these.
     """
 
     max_new_tokens: int = 128
@@ -55,6 +70,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logits_processor: str | None = None
+    logits_processor_argument: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -135,7 +152,7 @@ class Handoff:
     error: PDInferError | None = None
     token: int | None = None
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     state: tuple[NamedState, ...] = ()
     num_cached_tokens: int = 0
     queue_s: float = 0.0
@@ -195,7 +212,7 @@ class TokenEvent:
     token: int | None
     index: int
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     finish_reason: FinishReason | None = None
     error: PDInferError | None = None
     usage: Usage | None = None

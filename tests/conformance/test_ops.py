@@ -234,7 +234,7 @@ def test_linear_int8_static(
 
 
 @for_every_provider
-@pytest.mark.parametrize("op", ["linear_fp8", "linear_int8", "linear_int8_static"])
+@pytest.mark.parametrize("op", ["linear_fp8", "linear_fp8-ue8m0", "linear_int8", "linear_int8_static"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_token_that_is_not_finite_stays_so(
     provider: str, device: str, dtype: torch.dtype, op: str, bad: float
@@ -242,9 +242,13 @@ def test_a_token_that_is_not_finite_stays_so(
     """Integers cannot say NaN, and an engine must see it."""
     x = draw(3, 130).to(dtype).to(device)
     x[1, 129] = bad
-    weights = {"linear_fp8": fp8_weight, "linear_int8": int8_weight}
-    weight = static_weight(9, 130, 1, device) if op == "linear_int8_static" else weights[op](9, 130, device=device)
-    finite = op_of(provider, op, device)(x, weight).isfinite().all(-1)
+    weight = {
+        "linear_fp8": fp8_weight(9, 130, device=device),
+        "linear_fp8-ue8m0": fp8_weight(9, 130, ue8m0=True, device=device),
+        "linear_int8": int8_weight(9, 130, device=device),
+        "linear_int8_static": static_weight(9, 130, 1, device),
+    }[op]
+    finite = op_of(provider, op.removesuffix("-ue8m0"), device)(x, weight).isfinite().all(-1)
     assert finite.tolist() == [True, False, True]
 
 
@@ -304,7 +308,9 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
     pages = expected.to(device, copy=True)
     for slot, row in zip(slots.tolist(), latent, strict=True):
         expected[slot // page_size, slot % page_size] = row
-    assert op_of(provider, "store_latent", device)(pages, slots.to(device), latent.to(device)) is None
+    assert (
+        op_of(provider, "store_latent", device)(pages, slots.to(device), *latent.to(device).split((9, 4), -1)) is None
+    )
     assert torch.equal(pages.cpu(), expected)
 
 
@@ -570,5 +576,5 @@ def test_explain_backends_is_a_table_of_all_ops() -> None:
 @pytest.mark.usefixtures("newcomers")
 def test_explain_backends_shows_reasons_below_their_op() -> None:
     lines = [line.strip() for line in explain_backends("cpu").splitlines()]
-    at = next(at for at, line in enumerate(lines) if line.split() == ["route", "torch"])
+    at = lines.index(f"{'route':<{max(map(len, OP_NAMES))}}  torch")
     assert lines[at + 1 : at + 3] == ["not absent: needs a quantum device, got cpu", "not partial: has no route"]

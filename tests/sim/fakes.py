@@ -23,7 +23,7 @@ from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.kv.transport import Memory
 from pdinfer.prefill import PrefillEngine
 from pdinfer.runner import Ready
-from pdinfer.sampling import Sampled
+from pdinfer.sampling import Draw, Drawn
 from pdinfer.types import Request, SamplingParams
 
 CELL = struct.Struct("<Q")
@@ -169,18 +169,16 @@ class CellRunner:
                 self._write(row, history, layer)
             yield layer, None
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         contexts = [self._contexts[row] for row in rows]
-        return self._sample(contexts, samplings, positions)
+        return self._sample(contexts, draws)
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw]) -> list[Drawn]:
         for row in rows:
             history = self._histories(row)
             for layer in range(NUM_LAYERS):
                 self._write(row, history, layer)
-        return self._sample([(row.pages, row.start + 1) for row in rows], samplings, positions)
+        return self._sample([(row.pages, row.start + 1) for row in rows], draws)
 
     def _histories(self, row: Row) -> list[int]:
         history = 0
@@ -205,18 +203,13 @@ class CellRunner:
             at = layer * memory.region + (page * page_size + within) * CELL.size
             memory.data[at : at + CELL.size] = cell(history, layer)
 
-    def _sample(
-        self,
-        contexts: Sequence[tuple[Sequence[int], int]],
-        samplings: Sequence[SamplingParams],
-        positions: Sequence[int],
-    ) -> Sampled:
-        tokens = []
-        for (pages, length), sampling, position in zip(contexts, samplings, positions, strict=True):
-            if position != length:
-                raise Violation(f"a token for position {position} is drawn after {length} tokens")
-            tokens.append(token_of(self._cells(pages, length), sampling))
-        return Sampled(tokens, [-1.0] * len(tokens))
+    def _sample(self, contexts: Sequence[tuple[Sequence[int], int]], draws: Sequence[Draw]) -> list[Drawn]:
+        drawn = []
+        for (pages, length), draw in zip(contexts, draws, strict=True):
+            if draw.position != length:
+                raise Violation(f"a token for position {draw.position} is drawn after {length} tokens")
+            drawn.append(Drawn(token=token_of(self._cells(pages, length), draw.sampling), logprob=-1.0))
+        return drawn
 
     def _cells(self, pages: Sequence[int], length: int) -> bytes:
         memory = self._memory

@@ -14,6 +14,7 @@ from pdinfer.checks import clip
 from pdinfer.config import (
     CacheConfig,
     EngineConfig,
+    IndexerType,
     ModelConfig,
     PairingConfig,
     ScoringFunc,
@@ -213,6 +214,11 @@ def test_fingerprint_covers_every_field_but_token_ids_and_number_formats() -> No
         "n_group": 8,
         "rms_norm_eps": math.nextafter(config.rms_norm_eps, 1.0),
         "rope_theta": 10001.0,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 16,
+        "indexer_rope_interleave": True,
+        "indexer_types": (IndexerType.FULL, IndexerType.SHARED),
     }
     same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16", "scale_fmt": "ue8m0"}
     for field in attrs.fields(ModelConfig):
@@ -275,8 +281,8 @@ def test_defaults() -> None:
         (CacheConfig, "mem_fraction_static", 1.0, "greater than 0 and less than 1"),
         (CacheConfig, "mem_fraction_static", math.nan, "greater than 0 and less than 1"),
         (CacheConfig, "mem_fraction_static", True, "greater than 0 and less than 1"),
-        (CacheConfig, "kv_format", "fp8", "auto, bfloat16, float16, float32"),
-        (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32"),
+        (CacheConfig, "kv_format", "fp4", "auto, bfloat16, float16, float32, fp8"),
+        (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32, fp8"),
         (CacheConfig, "memory", "gpu", "auto, shared, pinned"),
         (CacheConfig, "prefix_cache", 1, "true or false"),
         (EngineConfig, "max_running_requests", 0, "from 1 to"),

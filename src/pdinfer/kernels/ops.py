@@ -3,6 +3,9 @@
 Each field names an op; its Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
 functions of these names; `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
 specification; the others must agree with it.
+
+Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.packing` says, the store ops pack
+and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN included.
 """
 
 from __future__ import annotations
@@ -21,6 +24,14 @@ class RMSNorm(Protocol):
 
     def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Returns weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
+
+
+class LayerNorm(Protocol):
+    """Normalises and centres rows."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        """Returns weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis, computed in float32, in x's
+        dtype."""
 
 
 class Linear(Protocol):
@@ -70,15 +81,65 @@ class RoundInt8(Protocol):
 class Rotate(Protocol):
     """Applies rotary positions."""
 
-    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-        """Rotary embedding of interleaved pairs (2i, 2i+1) by angle i; cos and sin are float32 [T, R/2]. New tensor."""
+    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+        """Rotary embedding of pairs (2i, 2i+1), or (i, i + R/2) where not `interleaved`, by angle i; cos and sin are
+        float32 [T, R/2]. New tensor, elements in the order of x."""
 
 
 class StoreLatent(Protocol):
     """Writes the cache."""
 
-    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
-        """Writes token t's latent to slot `page * page_size + offset` of the cache. Mutates `pages_PGW` alone."""
+    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+        """Writes token t's latent and rotated key to slot `page * page_size + offset` of the cache. Mutates `pages_PGW`
+        alone."""
+
+
+class StoreIndexKeys(Protocol):
+    """Writes the indexer's cache."""
+
+    def __call__(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+        """Writes token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
+
+
+class IndexTopK(Protocol):
+    """Chooses the tokens that sparse attention reads."""
+
+    def __call__(
+        self,
+        q_TXY: Tensor,
+        weights_TX: Tensor,
+        pages_PGY: Tensor,
+        page_table_BM: Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        top_k: int,
+    ) -> Tensor:
+        """The `top_k` best positions of each of a sequence's last `query_lens[b]` tokens, among its own and all before,
+        by sum over heads x of weights[x] * relu(q[x] . key), in float32; weights are float32.
+
+        Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
+        own sequence, ascending, and -1 behind the last where a token sees fewer than S. Of equal scores the lowest
+        position is taken, whatever the sizes of pages, chunks and batches. Lengths are host ints."""
+
+
+class MLASparse(Protocol):
+    """Attends to chosen tokens."""
+
+    def __call__(
+        self,
+        q_latent_THC: Tensor,
+        q_rope_THR: Tensor,
+        pages_PGW: Tensor,
+        page_table_BM: Tensor,
+        sequence_T: Tensor,
+        selected_TS: Tensor,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Absorbed attention of each token over the cached latents at `selected_TS`, *logical* positions of its own
+        sequence as `index_topk` returns them (-1 is none); `sequence_T` is each token's row of the page table
+        -> [T, H, C]. As `mla_decode` over these positions alone."""
 
 
 class MLAPrefill(Protocol):
@@ -115,7 +176,7 @@ class MLADecode(Protocol):
         scale: float,
     ) -> Tensor:
         """Absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent . c +
-        q_rope . k_rope)) . c -> [B, H, C]. Cache beyond a context may hold anything, NaN included."""
+        q_rope . k_rope)) . c -> [B, H, C]."""
 
 
 class Route(Protocol):
@@ -174,6 +235,7 @@ class Ops:
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
 
     rms_norm: RMSNorm
+    layer_norm: LayerNorm
     linear: Linear
     linear_fp8: LinearFP8
     linear_int8: LinearInt8
@@ -182,8 +244,11 @@ class Ops:
     round_int8: RoundInt8
     rotate: Rotate
     store_latent: StoreLatent
+    store_index_keys: StoreIndexKeys
+    index_topk: IndexTopK
     mla_prefill: MLAPrefill
     mla_decode: MLADecode
+    mla_sparse: MLASparse
     route: Route
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP

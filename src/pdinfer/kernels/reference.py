@@ -1,7 +1,8 @@
 """Every op in plain torch, one sequence and one expert at a time: slow, complete, and the specification.
 
 Formulas: DeepSeek-V2 report (arXiv 2405.04434) section 2 for MLA, DeepSeek-V3 report (arXiv 2412.19437) section 2.1.2
-for the router with correction bias. All arithmetic is float32 (float64 stays float64).
+for the router with correction bias, DeepSeek-V3.2 report (arXiv 2512.02556) section 2.1 for index scores. All
+arithmetic is float32 (float64 stays float64).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdinfer.kernels import packing
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FP8_MAX,
@@ -45,6 +47,13 @@ def _exact(x: Tensor) -> Tensor:
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x = _exact(x_TD)
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * _exact(weight_D)).to(x_TD.dtype)
+
+
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    x = _exact(x_TD)
+    x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -122,20 +131,53 @@ def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     return x_TI.double() @ numbers_OI.double().T
 
 
-def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     x = _exact(x_THR)
-    even, odd = x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    left, right = x[..., first], x[..., second]
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
     out = torch.empty_like(x)
-    out[..., 0::2] = even * cos - odd * sin
-    out[..., 1::2] = even * sin + odd * cos
+    out[..., first] = left * cos - right * sin
+    out[..., second] = left * sin + right * cos
     return out.to(x_THR.dtype)
 
 
-def store_latent(pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
+def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+    _store(pages_PGW, slots_T, packing.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
+
+
+def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+    _store(pages_PGY, slots_T, packing.index_rows(keys_TY, pages_PGY.dtype))
+
+
+def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
     page_size = pages_PGW.shape[1]
-    for slot, latent in zip(slots_T.tolist(), latent_TW, strict=True):
-        pages_PGW[slot // page_size, slot % page_size] = latent
+    for slot, row in zip(slots_T.tolist(), rows_TW, strict=True):
+        pages_PGW[slot // page_size, slot % page_size] = row
+
+
+def index_topk(
+    q_TXY: Tensor,
+    weights_TX: Tensor,
+    pages_PGY: Tensor,
+    page_table_BM: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    top_k: int,
+) -> Tensor:
+    q_TXY = packing.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    selected = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
+    token = 0
+    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        keys = _exact(packing.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        for visible in range(context - num_queries + 1, context + 1):
+            scores = _exact(weights_TX[token]) @ (q_TXY[token] @ keys[:visible].T).relu()
+            best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
+            selected[token, : len(best)] = best
+            token += 1
+    return selected
 
 
 def mla_prefill(
@@ -155,8 +197,8 @@ def mla_prefill(
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         q = _exact(q_THQ[first : first + num_queries])
         first += num_queries
-        cached = _exact(pages_PGW[page_table_BM[row]].flatten(0, 1)[:context])
-        c, k_rope = cached[:, :latent_rank], cached[:, latent_rank:]
+        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
+        c, k_rope = _unpacked(cached, latent_rank)
         kv = (c @ _exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
@@ -176,14 +218,42 @@ def mla_decode(
     *,
     scale: float,
 ) -> Tensor:
-    latent_rank = q_latent_BHC.shape[-1]
     out = torch.empty_like(q_latent_BHC)
     for row, context in enumerate(context_lens_B.tolist()):
-        cached = _exact(pages_PGW[page_table_BM[row]].flatten(0, 1)[:context])
-        c, k_rope = cached[:, :latent_rank], cached[:, latent_rank:]
-        scores = _exact(q_latent_BHC[row]) @ c.T + _exact(q_rope_BHR[row]) @ k_rope.T
-        out[row] = ((scale * scores).softmax(-1) @ c).to(out.dtype)
+        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
+        out[row] = _absorbed(q_latent_BHC[row], q_rope_BHR[row], cached, scale)
     return out
+
+
+def mla_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    page_size = pages_PGW.shape[1]
+    out = torch.empty_like(q_latent_THC)
+    for token, (row, positions_S) in enumerate(zip(sequence_T.tolist(), selected_TS, strict=True)):
+        positions_S = positions_S[positions_S >= 0]
+        cached = pages_PGW[page_table_BM[row, positions_S // page_size], positions_S % page_size]
+        out[token] = _absorbed(q_latent_THC[token], q_rope_THR[token], cached, scale)
+    return out
+
+
+def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
+    """(c, k_rope) of cached rows."""
+    return _exact(packing.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
+
+
+def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:
+    """One token's attention over cached rows [S, W] -> [H, C]."""
+    c, k_rope = _unpacked(cached_SW, q_latent_HC.shape[-1])
+    scores = _exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T
+    return ((scale * scores).softmax(-1) @ c).to(q_latent_HC.dtype)
 
 
 def route(

@@ -197,9 +197,11 @@ def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below each (positive) scale: what the format ue8m0 can say."""
+    """The smallest power of two that is not below each (positive) scale: what the format ue8m0 can say. NaN and infinity
+    stay what they are."""
     fraction, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    power = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    return torch.where(fraction.isfinite(), power, scale)
 
 
 def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:

@@ -73,10 +73,23 @@ _V2 = {
     "norm_topk_prob": False,
     "n_shared_experts": 2,
 }
+# with fewer heads, two tokens on which all of them are silent tie, and implementations may choose either
+_SPARSE = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 11}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "v3": {},
     "v3-yarn": {"rope_scaling": _YARN},
     "v3-ungrouped": {"n_group": 1, "topk_group": 1, "n_routed_experts": 10, "num_experts_per_tok": 2},
+    "v32": {**_SPARSE, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    "glm": {
+        **_SPARSE,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "shared", "full"],
+    },
     "v2": {**_V2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
     "v2-lite": {
         **_V2,
@@ -90,7 +103,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
-"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN."""
+"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN, with
+sparse attention in each layer and with choices shared between layers."""
 
 
 def tiny_config_dict(family: str = "v3", **overrides: Any) -> dict[str, Any]:
