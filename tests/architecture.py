@@ -31,7 +31,7 @@ LAYERS = (
     ("engine", "sequence"),
     ("runner",),
     ("speculation",),
-    ("schedule", "sampling", "weights", "policy", "inbox"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
     ("schemes",),
     ("model",),
     ("mtp",),
@@ -76,7 +76,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("testing.models",),  # only to write: `checkpoint` reads the files itself
+    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }
