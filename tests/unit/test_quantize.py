@@ -124,7 +124,7 @@ def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp
     quantize_checkpoint(floats, tmp_path / "q")
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
     attention = model.blocks[0].attention
-    latent = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))[:, :136]
+    latent, _ = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))
     assert torch.equal(model.resolved.ops.round_fp8(latent, ue8m0=False), latent)
 
 
