@@ -30,9 +30,11 @@ LAYERS = (
     ("page_tables",),
     ("engine", "sequence"),
     ("runner",),
-    ("schedule", "sampling", "weights", "policy", "inbox"),
+    ("speculation",),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
     ("schemes",),
     ("model",),
+    ("mtp",),
     ("block",),
     ("mla", "dsa", "moe"),
     ("layers", "batch"),
@@ -52,6 +54,7 @@ LAYERS = (
 _VIEW = frozenset({"kv.view", "kv.layout", "kv.formats"})
 ONLY = {
     "model": {"kv": _VIEW},
+    "mtp": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
     "dsa": {"kv": _VIEW},
@@ -73,7 +76,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("testing.models",),  # only to write: `checkpoint` reads the files itself
+    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }

@@ -78,6 +78,8 @@ class EngineConfig:
     `max_prefill_tokens` caps the tokens that one step admits across prompts. `growth_watermark` is the fraction of
     pages kept free for running sequences to grow into. `max_attempts` counts tries of one request, the first included.
     Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
+    With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
+    batch: the tokens stay the same, and there are fewer steps.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -89,6 +91,7 @@ class EngineConfig:
     )
     max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
+    num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
 
 
 @attrs.frozen(kw_only=True)

@@ -21,6 +21,7 @@ from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.schedule import youngest
 from pdinfer.sequence import Sequence, SequenceState
+from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -46,7 +47,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
     page by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the
     line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot
-    be retracted again.
+    be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted right, and one.
     """
 
     role = "decode"
@@ -61,6 +62,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+        check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
@@ -68,6 +70,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
         self._stalled = False
+        self._drafted = DraftCounts()
 
     @property
     def num_unfinished(self) -> int:
@@ -102,11 +105,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return DecodeLoad(
             **self._common_load(),
             num_waiting_requests=len(waiting) + len(unseen),
-            num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting)
-            + sum(len(request.prompt) + len(request.output) for request in unseen),
+            num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            **attrs.asdict(self._drafted),
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -226,6 +229,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         if first is None or first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
             self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
             return
+        if self.config.num_draft_tokens:
+            sequence.draft = self._runner.draft([state for word in words for state in word.state])
+        self._tables.keep(sequence)
         self._append(sequence, Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs))
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
@@ -321,24 +327,34 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             for sequence in batch:
                 self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
             return
+        num_tokens = sum(map(len, drawn))
+        self._drafted.accept_length = num_tokens / len(batch)
         for sequence, new in zip(batch, drawn, strict=True):
-            if new.error is None:
-                self._append(sequence, new)
-            elif isinstance(new.error, RequestError):
-                self._end(sequence, FinishReason.FAILED, new.error)
-            else:
-                self._fail(sequence, new.error)
-        self._worked(len(batch), started)
+            self._take_tokens(sequence, new)
+        self._worked(num_tokens, started)
 
-    def _forward(self, batch: Seq[Sequence]) -> list[Drawn]:
+    def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
+        for sequence in batch:
+            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
         draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
-        return self._runner.decode(rows, draws)
+        return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
 
-    def _append(self, sequence: Sequence, new: Drawn) -> None:
-        """A new token: emitted, and perhaps the last. The KV that it came from is good."""
+    def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
+        """What one step gave a sequence: all of it, or as far as its end."""
+        for counts in (sequence.drafted, self._drafted):
+            counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
+        if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
+            self._tables.keep(sequence)
+        if all(self._append(sequence, new) for new in drawn):
+            self._tables.trim(sequence)
+
+    def _append(self, sequence: Sequence, new: Drawn) -> bool:
+        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        if new.error is not None:
+            self._fail(sequence, new.error)
+            return False
         sequence.output.append(new.token)
-        self._tables.keep(sequence)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
         reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
@@ -346,10 +362,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._events.append(sequence.event(new))
         else:
             self._end(sequence, reason, new=new)
+        return reason is None
 
     def _fail(self, sequence: Sequence, error: PDInferError) -> None:
-        """Ends a request whose computation failed; what it leaves behind is used by nobody."""
-        self._tables.forget(sequence)
+        """Ends a request whose computation failed. What it leaves behind is used by nobody, unless the failure was the
+        request's own doing."""
+        if not isinstance(error, RequestError):
+            self._tables.forget(sequence)
         self._end(sequence, FinishReason.FAILED, error)
 
     def _end(

@@ -86,8 +86,10 @@ class Pairing:
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> Pairing:
         """One process, one model, one pool that both engines share: pages change hands without a copy."""
-        given = checkpoint_or_model
-        model = given if isinstance(given, Model) else load_model(given, device=device, dtype=dtype)
+        model = checkpoint_or_model
+        if not isinstance(model, Model):
+            mtp = engine is not None and engine.num_draft_tokens > 0
+            model = load_model(model, device=device, dtype=dtype, mtp=mtp)
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
         prefill = PrefillEngine(model, prefill_end, engine, logits_processors=logits_processors)

@@ -17,7 +17,7 @@ from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import plan_chunk
-from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PrefillLoad, Request
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
 
 _log = logging.getLogger("pdinfer")
 
@@ -159,7 +159,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 self._finish(prompt, error=error)
                 continue
             chain = self.channel.pool.chain(request.cache_salt)
-            chain.extend(request.tokens)
+            # an entry of the MTP layer is only right once the token behind it is known
+            chain.extend(request.tokens if self.model.mtp is None else request.tokens[:-1])
             prompt.keys = chain.keys
             self._queue.append(prompt)
         self._queue.sort(key=lambda prompt: (-prompt.request.priority, prompt.arrival))
@@ -243,7 +244,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         rows, spans = [], []
         for prompt, count in zip(prompts, counts, strict=True):
             start, stop = prompt.num_computed, prompt.num_computed + count
-            rows.append(Row(prompt.request.tokens[start:stop], start, prompt.pages))
+            tokens = prompt.request.tokens
+            rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
         for layer, ready in self._runner.prefill(rows):
             for prompt, span in zip(prompts, spans, strict=True):
@@ -267,9 +269,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._draw(request.sampling, request.prompt, request.output, prompt.processor)
             for request, prompt in zip(requests, prompts, strict=True)
         ]
-        for prompt, first in zip(prompts, self._runner.first_tokens(rows, draws), strict=True):
+        drawn = self._runner.first_tokens(rows, draws)
+        for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
             if first.error is None:
-                self._finish(prompt, first)
+                self._finish(prompt, first, state)
             elif isinstance(first.error, RequestError):
                 self._finish(prompt, error=first.error)  # its own doing: what was computed is good
             else:
@@ -281,7 +284,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self.channel.pool.forget(prompt.pages)
         self._abort(prompts, error)
 
-    def _finish(self, prompt: _Prompt, first: Drawn | None = None, *, error: PDInferError | None = None) -> None:
+    def _finish(
+        self,
+        prompt: _Prompt,
+        first: Drawn | None = None,
+        state: tuple[NamedState, ...] = (),
+        *,
+        error: PDInferError | None = None,
+    ) -> None:
         """This prompt's last word; its pages return when nothing reads them any more."""
         now = self._clock()
         started = prompt.started_at or now
@@ -293,6 +303,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             token=first.token if first else None,
             logprob=first.logprob if first else None,
             top_logprobs=first.top_logprobs if first else (),
+            state=state,
             num_cached_tokens=prompt.num_cached,
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,

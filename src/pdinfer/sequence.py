@@ -13,6 +13,7 @@ import attrs
 from pdinfer.errors import PDInferError
 from pdinfer.kv.prefix import PrefixChain
 from pdinfer.sampling import Drawn, LogitsProcessor
+from pdinfer.speculation import Draft, DraftCounts
 from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 
@@ -44,6 +45,8 @@ class Sequence:
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
     spare: list[int] = attrs.field(factory=list)
+    draft: Draft = attrs.field(factory=Draft)
+    drafted: DraftCounts = attrs.field(factory=DraftCounts)
     attempts: int = 0
     protected: bool = False
     cached_tokens: int = 0
@@ -153,4 +156,6 @@ class Sequence:
             queue_s=self.waited_s,
             ttft_s=ttft_s,
             timeline=attrs.evolve(self.timeline, first_token_s=ttft_s),
+            num_draft_tokens=self.drafted.num_draft_tokens,
+            num_accepted_tokens=self.drafted.num_accepted_tokens,
         )

@@ -194,7 +194,8 @@ class Timeline:
 @attrs.frozen(kw_only=True)
 class Usage:
     """What a finished request used. Seconds count from `submit` of the object that emitted the event; prefill found
-    `cached_tokens` of the prompt in its pages and did not compute them."""
+    `cached_tokens` of the prompt in its pages and did not compute them. Of `num_draft_tokens` proposed for it,
+    `num_accepted_tokens` were the model's own."""
 
     prompt_tokens: int
     output_tokens: int
@@ -202,6 +203,8 @@ class Usage:
     queue_s: float
     ttft_s: float | None
     timeline: Timeline | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -298,13 +301,18 @@ class PrefillLoad(EngineLoad):
 
 @attrs.frozen(kw_only=True)
 class DecodeLoad(EngineLoad):
-    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences."""
+    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences. Of
+    `num_draft_tokens` proposed since the engine was made `num_accepted_tokens` were the model's own; the last step
+    brought a sequence `accept_length` tokens on average (1 without drafts, 0 before the first step)."""
 
     num_waiting_requests: int
     num_waiting_tokens: int
     num_granted_requests: int
     num_running_requests: int
     num_running_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accept_length: float = 0.0
 
 
 @attrs.frozen(kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import attrs
@@ -29,6 +30,7 @@ from pdinfer.kernels.weight_formats import (
 )
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.mtp import copy_names
 from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
 
@@ -113,6 +115,7 @@ def load_model(
     progress: Callable[[int, int], None] | None = None,
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
+    mtp: bool = False,
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
@@ -121,6 +124,7 @@ def load_model(
     activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
     tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
+    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
@@ -131,27 +135,22 @@ def load_model(
         raise ConfigError(f"this version runs one rank per engine; the topology has {topology.world_size}")
     config = ModelConfig.from_checkpoint(checkpoint)
     target = _checked_device(device)
-    dtype = dtype or DTYPES[config.dtype]
-    if dtype not in DTYPES.values():
-        raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
+    dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, forced=providers)
-
-    def build(source: Destinations, resolved: ResolvedOps, weights_id: bytes) -> Model:
-        return Model.build(
-            config, source, resolved, device=target, dtype=dtype, topology=topology, weights_id=weights_id
-        )
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
+        copies = _own_copies(files, config) if mtp else ()
+        build = partial(Model.build, config, device=target, dtype=dtype, topology=topology, mtp=mtp, mtp_copies=copies)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
-        build(plan, resolved, b"")
-        wanted = _matched(stored, plan.places)
+        build(plan, resolved)
+        wanted = _matched(stored, plan.places, config)
         needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place))
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
-        model = build(destinations, resolved, files.sample_digest())
+        model = build(destinations, resolved, weights_id=files.sample_digest())
         sizes = {info.name: sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted}
         done, total = 0, sum(sizes.values())
         for info in wanted:
@@ -191,6 +190,26 @@ def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[s
             yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{weights}"){told}'
 
 
+def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
+    """Of the embedding and head that the files hold for the MTP layer, those that are not the main model's again."""
+    if not config.num_nextn_predict_layers:
+        raise ConfigError(f"mtp=True was asked for and {files.folder} has no MTP layer; leave it out")
+    embed = "model.embed_tokens.weight"
+    mains = (embed, embed if config.tie_word_embeddings else "lm_head.weight")
+    both = [
+        (files.tensors[copy], files.tensors[main])
+        for copy, main in zip(copy_names(config), mains, strict=True)
+        if copy in files.tensors and main in files.tensors
+    ]
+    return [copy.name for copy, main in both if not torch.equal(files.read(copy), files.read(main))]
+
+
+def _checked_dtype(dtype: DType) -> DType:
+    if dtype not in DTYPES.values():
+        raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
+    return dtype
+
+
 def _checked_device(device: Device) -> torch.device:
     try:
         target = torch.device(device)
@@ -203,13 +222,14 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(stored: StoredWeights, expected: Mapping[str, Weight]) -> list[TensorInfo]:
+def _matched(stored: StoredWeights, expected: Mapping[str, Weight], config: ModelConfig) -> list[TensorInfo]:
     """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
     files = stored.files
     missing = [name for name in expected if name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
+            + _without_mtp(missing, config)
         )
     wrong = [
         complaint
@@ -219,6 +239,13 @@ def _matched(stored: StoredWeights, expected: Mapping[str, Weight]) -> list[Tens
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
+
+
+def _without_mtp(missing: list[str], config: ModelConfig) -> str:
+    layer = f"model.layers.{config.num_hidden_layers}."
+    if not all(name.startswith(layer) for name in missing):
+        return ""
+    return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"
 
 
 def _fill(place: Weight, value: Weight, info: TensorInfo, check_finite: bool) -> None:

@@ -90,7 +90,7 @@ class Sequence:
     def run(self, tokens: list[int], *, absorbed: bool = False) -> Tensor:
         """Logits of each of `tokens`, which follow those run before."""
         hidden = self.model.forward(self.batch(tokens, absorbed=absorbed), self.view)
-        return self.model.head(hidden, range(len(tokens)))
+        return self.model.head(self.model.norm(hidden))
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -191,7 +191,7 @@ def test_an_empty_batch_passes(family: str, absorbed: bool) -> None:
     view = Sequence.of(model, 1).view
     hidden = model.forward(Batch.build([], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed), view)
     assert hidden.shape == (0, model.config.hidden_size)
-    assert model.head(hidden, []).shape == (0, model.config.vocab_size)
+    assert model.head(model.norm(hidden)).shape == (0, model.config.vocab_size)
     assert all(pages.isnan().all() for pages in view.latents.values())
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.weight_formats import to_power_of_two
+
 PACKED = torch.uint8
 SCALE_GROUP = 128
 E4M3_MAX = 448.0
@@ -73,9 +75,7 @@ def hadamard(x: Tensor) -> Tensor:
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """(e4m3 of the shape of x, float32 scales without its last axis)."""
     x = x.float()
-    mantissa, exponent = torch.frexp(x.abs().amax(-1).clamp_min(SMALLEST_AMAX) / E4M3_MAX)
-    scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
-    scale = torch.where(mantissa.isfinite(), scale, mantissa)  # NaN and infinity stay visible
+    scale = to_power_of_two(x.abs().amax(-1).clamp_min(SMALLEST_AMAX) / E4M3_MAX)
     return (x / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 

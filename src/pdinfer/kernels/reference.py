@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import packing
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, Weight, expert
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    FP8_MAX,
+    FP8Blocks,
+    Int8Dynamic,
+    Int8Static,
+    Weight,
+    expert,
+    to_power_of_two,
+)
 
-FP8_MAX = 448.0
 FP8_MIN_AMAX = 1e-4
 """Activations smaller than this in all of a block count as this large."""
 INT8_MIN_AMAX = 1e-10
@@ -69,8 +77,7 @@ def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
     blocks = torch.split(x, BLOCK, -1)
     scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
     if ue8m0:
-        fraction, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+        scale = to_power_of_two(scale)
     scaled = [block / scale[:, at, None] for at, block in enumerate(blocks)]
     return torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn), scale
 
@@ -88,7 +95,7 @@ def round_int8(x_TI: Tensor) -> Tensor:
 
 def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     numbers, scale = int8_activation(x_TI)
-    y = _whole(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
+    y = int8_sums(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
     return y.to(x_TI.dtype)
 
 
@@ -102,7 +109,7 @@ def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
 def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
     inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
     sums = [
-        _whole(int8_static_activation(x_TI, scale, offset), numbers)
+        int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
         for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
     ]
     y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(_exact(x_TI).dtype)
@@ -119,7 +126,7 @@ def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tenso
     return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
 
 
-def _whole(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     """Exact sums of int8 products, as float64: torch multiplies integer matrices on few devices."""
     return x_TI.double() @ numbers_OI.double().T
 

@@ -18,6 +18,9 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows and columns of weights that share an FP8 scale; also the channels of an activation that share one."""
+FP8_MAX = 448.0
+MIN_AMAX = 1e-12
+"""What a block or a row of zeros counts as, so that its scale is not zero."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -172,6 +175,33 @@ def dequantize(weight: Weight, out: Tensor) -> None:
         out.copy_(weight.numbers)
     else:
         out.copy_(weight.numbers.float().mul_(weight.scale))
+
+
+def quantize_fp8(matrix_OI: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3 [O, I], float32 scales [ceil(O / 128), ceil(I / 128)]): amax / 448 per block, or the next power of two."""
+    rows, columns = matrix_OI.shape
+    padded = torch.nn.functional.pad(matrix_OI.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scale = blocks.abs().amax((1, 3)).clamp(min=MIN_AMAX) / FP8_MAX
+    if ue8m0:
+        scale = to_power_of_two(scale)
+    numbers = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view(padded.shape)
+    return numbers[:rows, :columns].to(torch.float8_e4m3fn), scale
+
+
+def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [O, I], float32 scales [O, 1]): amax / 127 per row."""
+    floats_OI = matrix_OI.float()
+    scale = floats_OI.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) / 127
+    return (floats_OI / scale).round_().to(torch.int8), scale
+
+
+def to_power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below each (positive) scale: what the format ue8m0 can say. NaN and infinity
+    stay what they are."""
+    fraction, exponent = torch.frexp(scale)
+    power = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    return torch.where(fraction.isfinite(), power, scale)
 
 
 def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:

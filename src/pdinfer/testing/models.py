@@ -167,8 +167,9 @@ def random_model(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     providers: str | None = None,
+    mtp: bool = False,
 ) -> Model:
-    """A model of random weights; equal arguments give equal models."""
+    """A model of random weights; equal arguments give equal models, and `mtp` adds a layer and changes no other."""
     config = config or tiny_config()
     target = torch.device(device)
     digest = hashlib.sha256(f"random/{seed}".encode()).digest()
@@ -180,13 +181,15 @@ def random_model(
         dtype=dtype,
         topology=Topology.single(),
         weights_id=digest,
+        mtp=mtp,
     )
 
 
 def write_checkpoint(
-    folder: str | os.PathLike[str], config: dict[str, Any], *, seed: int = 0, num_shards: int = 2
+    folder: str | os.PathLike[str], config: dict[str, Any], *, seed: int = 0, num_shards: int = 2, mtp: bool = False
 ) -> dict[str, Tensor]:
-    """Writes random weights for a config.json in Hugging Face layout, cut into shards anywhere; returns the tensors."""
+    """Writes random weights for a config.json in Hugging Face layout, cut into shards anywhere; returns the tensors.
+    Those of an MTP layer are only written with `mtp`."""
     from safetensors.torch import save_file  # a writer is only needed here
 
     path = Path(folder)
@@ -195,7 +198,7 @@ def write_checkpoint(
     parsed = ModelConfig.from_dict(config)
     source = RandomWeights(seed, DTYPES[parsed.dtype])
     cpu = torch.device("cpu")
-    Model.build(parsed, source, resolve_ops(cpu), device=cpu, dtype=source.dtype, topology=Topology.single())
+    Model.build(parsed, source, resolve_ops(cpu), device=cpu, dtype=source.dtype, topology=Topology.single(), mtp=mtp)
     names = sorted(source.tensors)
     weight_map = {}
     for shard in range(num_shards):
