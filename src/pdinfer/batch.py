@@ -16,19 +16,24 @@ class Row:
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    next_token: int | None = None
+    """The token behind them, where it is known: a prompt's chunk before its last one."""
 
 
 @attrs.frozen(kw_only=True)
 class Batch:
     """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
 
-    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with pages
-    of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
-    so that no kernel has to sync. `absorbed` picks the attention form: see `mla`.
+    `sequence_T` is each token's row of the page table; `slots_T` is where each token's latent is written (page *
+    page_size + offset); `page_table_BM` is padded with pages of the same row; `context_lens` counts the tokens a
+    sequence has after this step. Lengths are also on the host, so that no kernel has to sync. `absorbed` picks the
+    attention form (see `mla`); there every token is a sequence of its own, T = B, which shares its pages with those
+    before it.
     """
 
     tokens_T: Tensor
     positions_T: Tensor
+    sequence_T: Tensor
     slots_T: Tensor
     page_table_BM: Tensor
     context_lens_B: Tensor
@@ -38,15 +43,18 @@ class Batch:
 
     @classmethod
     def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device, absorbed: bool) -> Batch:
-        """A batch of `rows`; none is an empty batch, which every layer accepts. Rows of an absorbed batch have one
-        token each."""
+        """A batch of `rows`; none is an empty batch, which every layer accepts."""
+        if absorbed:
+            rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
         tokens: list[int] = []
         positions: list[int] = []
+        sequences: list[int] = []
         slots: list[int] = []
-        for row in rows:
+        for index, row in enumerate(rows):
             tokens.extend(row.tokens)
             span = range(row.start, row.start + len(row.tokens))
             positions.extend(span)
+            sequences.extend([index] * len(span))
             slots.extend(row.pages[at // page_size] * page_size + at % page_size for at in span)
         context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
@@ -58,6 +66,7 @@ class Batch:
         return cls(
             tokens_T=tensor(tokens, -1),
             positions_T=tensor(positions, -1),
+            sequence_T=tensor(sequences, -1),
             slots_T=tensor(slots, -1),
             page_table_BM=tensor(table, len(rows), width),
             context_lens_B=tensor(context_lens, -1),
@@ -65,6 +74,13 @@ class Batch:
             context_lens=context_lens,
             absorbed=absorbed,
         )
+
+    def shifted(self, next_tokens: Sequence[int]) -> Batch:
+        """The same positions, each with the token behind it, which for the last of a sequence is that of
+        `next_tokens`."""
+        tokens_T = self.tokens_T.roll(-1)
+        tokens_T[self.last_rows] = torch.tensor(next_tokens, dtype=torch.int64).to(tokens_T.device)
+        return attrs.evolve(self, tokens_T=tokens_T)
 
     @property
     def last_rows(self) -> list[int]:

@@ -14,11 +14,12 @@ import attrs
 from pdinfer.checks import a_bool, as_float, clip, float_in, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.hf_config import STORED_DTYPES
-from pdinfer.model_config import ModelConfig, ScoringFunc, TopkMethod, YarnScaling
+from pdinfer.model_config import IndexerType, ModelConfig, ScoringFunc, TopkMethod, YarnScaling
 
 __all__ = [
     "CacheConfig",
     "EngineConfig",
+    "IndexerType",
     "ModelConfig",
     "PairingConfig",
     "ScoringFunc",
@@ -47,14 +48,15 @@ def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
 class CacheConfig:
     """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
 
-    `kv_format` "auto" is the model's dtype. Pages are given by number (`num_pages`) or by share of the device's memory
-    (`mem_fraction_static`, weights included); with neither the pool decides. `memory` "shared" can be mapped by other
-    processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
+    `kv_format` "auto" is the model's dtype; "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
+    instead of 1152). Pages are given by number (`num_pages`) or by share of the device's memory (`mem_fraction_static`,
+    weights included); with neither the pool decides. `memory` "shared" can be mapped by other processes of the host,
+    "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
     room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
-    kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES))
+    kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
     num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
@@ -76,6 +78,8 @@ class EngineConfig:
     `max_prefill_tokens` caps the tokens that one step admits across prompts. `growth_watermark` is the fraction of
     pages kept free for running sequences to grow into. `max_attempts` counts tries of one request, the first included.
     Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
+    With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
+    batch: the tokens stay the same, and there are fewer steps.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -87,6 +91,7 @@ class EngineConfig:
     )
     max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
+    num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
 
 
 @attrs.frozen(kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -18,9 +18,10 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
-from pdinfer.sampling import Sampled
-from pdinfer.schedule import check_request, youngest
+from pdinfer.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.schedule import youngest
 from pdinfer.sequence import Sequence, SequenceState
+from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
     DecodeLoad,
     Event,
@@ -46,7 +47,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
     page by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the
     line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot
-    be retracted again.
+    be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted right, and one.
     """
 
     role = "decode"
@@ -57,9 +58,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, channel, config, clock=clock)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+        check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
@@ -67,6 +70,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
         self._stalled = False
+        self._drafted = DraftCounts()
 
     @property
     def num_unfinished(self) -> int:
@@ -101,11 +105,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return DecodeLoad(
             **self._common_load(),
             num_waiting_requests=len(waiting) + len(unseen),
-            num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting)
-            + sum(len(request.prompt) + len(request.output) for request in unseen),
+            num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            **attrs.asdict(self._drafted),
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -156,7 +160,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
-            check_request(request, [self.limits])
+            processor = self._take(request)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
         except PDInferError as error:
@@ -172,6 +176,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
             chain=self.channel.pool.chain(request.cache_salt),
+            processor=processor,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
@@ -221,10 +226,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._running.append(sequence)
         first = next((word for word in words if word.token is not None), None)
         vocab_size = self.model.config.vocab_size
-        if first is None or first.token is None or not 0 <= first.token < vocab_size:
+        if first is None or first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
             self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
             return
-        self._append(sequence, first.token, first.logprob)
+        if self.config.num_draft_tokens:
+            sequence.draft = self._runner.draft([state for word in words for state in word.state])
+        self._tables.keep(sequence)
+        self._append(sequence, Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs))
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
@@ -313,39 +321,54 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             return
         started = self._clock()
         try:
-            sampled = self._forward(batch)
+            drawn = self._forward(batch)
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
                 self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
             return
-        for sequence, token, logprob in zip(batch, sampled.tokens, sampled.logprobs, strict=True):
-            if logprob != logprob:
-                self._fail(sequence, PDInferError("the model's logits are not finite"))
-            else:
-                self._append(sequence, token, logprob)
-        self._worked(len(batch), started)
+        num_tokens = sum(map(len, drawn))
+        self._drafted.accept_length = num_tokens / len(batch)
+        for sequence, new in zip(batch, drawn, strict=True):
+            self._take_tokens(sequence, new)
+        self._worked(num_tokens, started)
 
-    def _forward(self, batch: Seq[Sequence]) -> Sampled:
+    def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
+        for sequence in batch:
+            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        positions = [sequence.num_tokens for sequence in batch]
-        return self._runner.decode(rows, [sequence.request.sampling for sequence in batch], positions)
+        draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
+        return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
 
-    def _append(self, sequence: Sequence, token: int, logprob: float | None) -> None:
-        """A new token: emitted, and perhaps the last. The KV that it came from is good."""
-        sequence.output.append(token)
-        self._tables.keep(sequence)
+    def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
+        """What one step gave a sequence: all of it, or as far as its end."""
+        for counts in (sequence.drafted, self._drafted):
+            counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
+        if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
+            self._tables.keep(sequence)
+        if all(self._append(sequence, new) for new in drawn):
+            self._tables.trim(sequence)
+
+    def _append(self, sequence: Sequence, new: Drawn) -> bool:
+        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        if new.error is not None:
+            self._fail(sequence, new.error)
+            return False
+        sequence.output.append(new.token)
         if sequence.first_token_at is None:
             sequence.first_token_at = self._clock()
-        reason = sequence.ends_with(token, self.model.config.eos_token_ids)
+        reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
         if reason is None:
-            self._events.append(sequence.event(token=token, logprob=logprob))
+            self._events.append(sequence.event(new))
         else:
-            self._end(sequence, reason, token=token, logprob=logprob)
+            self._end(sequence, reason, new=new)
+        return reason is None
 
     def _fail(self, sequence: Sequence, error: PDInferError) -> None:
-        """Ends a request whose computation failed; what it leaves behind is used by nobody."""
-        self._tables.forget(sequence)
+        """Ends a request whose computation failed. What it leaves behind is used by nobody, unless the failure was the
+        request's own doing."""
+        if not isinstance(error, RequestError):
+            self._tables.forget(sequence)
         self._end(sequence, FinishReason.FAILED, error)
 
     def _end(
@@ -354,8 +377,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         reason: FinishReason,
         error: PDInferError | None = None,
         *,
-        token: int | None = None,
-        logprob: float | None = None,
+        new: Drawn | None = None,
     ) -> None:
         """The one final event, and everything the request held goes back."""
         del self._sequences[sequence.request_id]
@@ -366,4 +388,4 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._tables.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        self._events.append(sequence.event(token=token, logprob=logprob, finish_reason=reason, error=error))
+        self._events.append(sequence.event(new, finish_reason=reason, error=error))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 from pdinfer.config import EngineConfig
+from pdinfer.errors import RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.model import Model
 from pdinfer.runner import ModelRunner, Runner
-from pdinfer.schedule import RequestLimits
-from pdinfer.types import Event, PeerAddress
+from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.schedule import RequestLimits, check_request
+from pdinfer.types import Event, PeerAddress, Request, SamplingParams
 
 Submitted = TypeVar("Submitted")
 
@@ -23,6 +25,8 @@ DRAIN_POLL_S = 0.1
 
 class Engine(ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
+
+    `logits_processors` are those that a request may name; give the engines of both roles the same ones.
 
     `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
     """
@@ -35,11 +39,13 @@ class Engine(ABC, Generic[Submitted]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
+        self._factories = dict(logits_processors or {})
         self._clock = clock
         self._runner = self.make_runner(model, channel.pool.memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
@@ -65,7 +71,12 @@ class Engine(ABC, Generic[Submitted]):
         """What a request may ask of this engine."""
         pool = self.channel.pool
         held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
-        return RequestLimits(name=self.role, vocab_size=self.model.config.vocab_size, max_tokens=held)
+        return RequestLimits(
+            name=self.role,
+            vocab_size=self.model.config.vocab_size,
+            max_tokens=held,
+            logits_processors=tuple(sorted(self._factories)),
+        )
 
     @property
     @abstractmethod
@@ -105,6 +116,34 @@ class Engine(ABC, Generic[Submitted]):
     @abstractmethod
     def close(self) -> None:
         """Ends what is unfinished and closes the channel. A second call does nothing."""
+
+    def _take(self, request: Request) -> LogitsProcessor | None:
+        """Checks a request, and makes its logits processor; RequestError when either fails."""
+        check_request(request, [self.limits])
+        name = request.sampling.logits_processor
+        if name is None:
+            return None
+        try:
+            processor = self._factories[name](request.sampling.logits_processor_argument)
+            if not callable(processor):
+                raise TypeError("its factory made no function")
+        except Exception as error:  # a host's own code, and what it says of the argument is for who sent it
+            raise RequestError(
+                f"logits processor {name!r} does not take its argument: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+        return processor
+
+    def _draw(
+        self, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], processor: LogitsProcessor | None
+    ) -> Draw:
+        """What the token behind `output` depends on."""
+        return Draw(
+            sampling=sampling,
+            prompt=prompt,
+            output=output,
+            eos_token_ids=self.model.config.eos_token_ids,
+            processor=processor,
+        )
 
     def _worked(self, num_tokens: int, since_s: float) -> None:
         """Counts a model step that began at `since_s`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import attrs
 import torch
@@ -14,10 +14,12 @@ from pdinfer.checks import check_fits, physical_memory_bytes
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import ResolvedOps
-from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.formats import FP8, cache_components
+from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.moe.dispatch import LocalDispatcher
+from pdinfer.mtp import MTP, Tied
 from pdinfer.topology import Topology
 
 AUTO_POOL_SEQUENCES = 64
@@ -43,6 +45,7 @@ class Model:
     lm_head_VD: Tensor
     rotary: Rotary
     weights_id: bytes
+    mtp: MTP | None = None
 
     @classmethod
     def build(
@@ -55,11 +58,17 @@ class Model:
         dtype: torch.dtype,
         topology: Topology,
         weights_id: bytes = b"",
+        mtp: bool = False,
+        mtp_copies: Collection[str] = (),
     ) -> Model:
-        """Asks `source` for every tensor of the main model."""
+        """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`."""
         ops = resolved.ops
         dispatcher = LocalDispatcher(config.n_routed_experts)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        lm_head_VD = embed_VD
+        if not config.tie_word_embeddings:
+            lm_head_VD = source.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        tied = Tied(embed_VD, lm_head_VD, Rotary.build(config, device))
         return cls(
             config=config,
             device=device,
@@ -71,19 +80,19 @@ class Model:
                 Block.build(source, layer, config, ops, dispatcher) for layer in range(config.num_hidden_layers)
             ),
             norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
-            lm_head_VD=embed_VD
-            if config.tie_word_embeddings
-            else source.take("lm_head.weight", config.vocab_size, config.hidden_size),
-            rotary=Rotary.build(config, device),
+            lm_head_VD=lm_head_VD,
+            rotary=tied.rotary,
             weights_id=weights_id,
+            mtp=MTP.build(source, config, ops, dispatcher, tied, mtp_copies) if mtp else None,
         )
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
         angles = self.rotary(batch.positions_T)
+        selected_TS = None
         for layer, block in enumerate(self.blocks):
-            hidden_TD = block(hidden_TD, batch, angles, view.latents[layer])
+            hidden_TD, selected_TS = block(hidden_TD, batch, angles, view, selected_TS)
             yield layer, hidden_TD
 
     def forward(self, batch: Batch, view: KVView) -> Tensor:
@@ -93,21 +102,41 @@ class Model:
             hidden_TD = layer_TD
         return hidden_TD
 
-    def head(self, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
-        """Logits of the given rows: float32 [len(rows), vocab]."""
-        chosen_TD = hidden_TD[torch.tensor(rows, dtype=torch.int64, device=hidden_TD.device)]
-        return self.resolved.ops.linear(self.norm(chosen_TD), self.lm_head_VD).float()
+    def head(self, state_TD: Tensor) -> Tensor:
+        """Logits of hidden states behind the final norm: float32 [T, vocab]."""
+        return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """The model in one piece, without engines or pool: float32 [len(tokens), vocab] on the model's device.
 
         For scoring and as the oracle of tests. Raises RequestError for an empty or impossible token list.
         """
+        batch, view = self._whole(tokens)
+        return self.head(self.norm(self.forward(batch, view)))
+
+    def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
+        """What the MTP layer says, in one piece: float32 [len(tokens), vocab], row i for token i + 2, drawn from the
+        state of token i and the token behind it, which for the last row is `next_token`.
+
+        Raises RequestError as `logits`, and ConfigError for a model without its MTP layer.
+        """
+        if self.mtp is None:
+            raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
+        self._check_tokens([*tokens, next_token])
+        batch, view = self._whole(tokens)
+        state_TD = self.norm(self.forward(batch, view))
+        return self.mtp.logits(self.mtp(state_TD, batch.shifted([next_token]), view))
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
         for index, token in enumerate(tokens):
             if not 0 <= token < self.config.vocab_size:
                 raise RequestError(
                     f"token {token} at index {index} is outside the vocabulary 0..{self.config.vocab_size - 1}"
                 )
+
+    def _whole(self, tokens: Sequence[int]) -> tuple[Batch, KVView]:
+        """A batch of these tokens alone, and just the pages for them."""
+        self._check_tokens(tokens)
         if not 0 < len(tokens) <= self.config.max_position_embeddings:
             raise RequestError(
                 f"{len(tokens)} tokens asked for, the model takes 1 to {self.config.max_position_embeddings}"
@@ -116,30 +145,26 @@ class Model:
         memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
         row = Row(tokens, 0, range(memory.num_pages))
         batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False)
-        return self.head(self.forward(batch, KVView.of(memory)), range(len(tokens)))
+        return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """What a page of this model holds. `kv_format` "auto" is the model's dtype."""
-        dtype = str(self.dtype).removeprefix("torch.") if cache.kv_format == "auto" else cache.kv_format
-        if dtype != str(self.dtype).removeprefix("torch."):
+        """What a page of this model holds. `kv_format` "auto" is the model's dtype, "fp8" fits any. Raises ConfigError
+        for another dtype and for sizes that "fp8" cannot pack."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        kv_format = dtype if cache.kv_format == "auto" else cache.kv_format
+        if kv_format not in (dtype, FP8):
             raise ConfigError(
                 f'kv_format "{cache.kv_format}" was asked for and the model runs in {self.dtype}: load the model with '
                 'that dtype, or leave kv_format "auto"'
             )
-        rank, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim
-        latent = KVComponent(
-            name="latent",
-            format=f"mla.{dtype}.{rank}+{rope}.rope-interleaved",
-            dtype=dtype,
-            width=rank + rope,
-            token_bytes=(rank + rope) * self.dtype.itemsize,
-            layers=tuple(range(self.config.num_hidden_layers)),
-        )
+        components = cache_components(self.config, kv_format, range(self.config.num_hidden_layers))
+        if self.mtp is not None:
+            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix="mtp.")
         return KVLayout(
             model_id=self.config.fingerprint,
             weights_id=self.weights_id,
             page_size=cache.page_size,
-            components=(latent,),
+            components=components,
         )
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:

@@ -6,6 +6,7 @@ from pdinfer.config import EngineConfig
 from pdinfer.kv.pool import PagePool
 from pdinfer.schedule import may_grant
 from pdinfer.sequence import Sequence
+from pdinfer.speculation import Draft
 from pdinfer.types import PageGrant, PeerAddress
 
 
@@ -20,6 +21,7 @@ class PageTables:
     def __init__(self, pool: PagePool, config: EngineConfig) -> None:
         self._pool = pool
         self._max_attempts = config.max_attempts
+        self._num_draft_tokens = config.num_draft_tokens
         self._watermark = max(1, int(pool.num_pages * config.growth_watermark))
         self._orphans: dict[bytes, tuple[int, ...]] = {}
 
@@ -69,21 +71,23 @@ class PageTables:
         sequence.grant = None
 
     def keep(self, sequence: Sequence) -> None:
-        """Lets other sequences find the pages that are full. Call it when a token has come out of them, behind finite
-        logits: then nobody writes them any more, and what they hold is good."""
-        num_cached = sequence.num_tokens - 1
-        full = num_cached // self._pool.layout.page_size
+        """Lets other sequences find the pages that are full. Call it when the model has run all tokens of the sequence,
+        to finite logits: then nobody writes these pages any more, and what they hold is good. With drafting a page is
+        full one token later, since the MTP layer's entry of a token needs the one behind it."""
+        num_whole = sequence.num_tokens - (self._num_draft_tokens > 0)
+        full = num_whole // self._pool.layout.page_size
         if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
-            sequence.pages[:full] = self._pool.keep(sequence.keys(num_cached), sequence.pages[:full])
+            sequence.pages[:full] = self._pool.keep(sequence.keys(num_whole), sequence.pages[:full])
 
     def forget(self, sequence: Sequence) -> None:
         """What the sequence's pages hold is in doubt: nobody else shall find them."""
         self._pool.forget(sequence.pages)
 
-    def extend(self, sequence: Sequence) -> bool:
-        """Makes sure that the sequence's next token has a slot; False when the pool has no page for it."""
-        if self._pool.layout.num_pages(sequence.num_tokens) <= len(sequence.pages):
+    def extend(self, sequence: Sequence, num_drafts: int = 0) -> bool:
+        """Makes sure that the sequence's next token has a slot, and the `num_drafts` behind it, the last of which is
+        the only one that may lack it; False when the pool has no page for it."""
+        if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
             return True
         if sequence.spare:
             sequence.pages.append(sequence.spare.pop())
@@ -93,13 +97,32 @@ class PageTables:
         sequence.pages += self._pool.own(1)
         return True
 
+    def extend_for_drafts(self, sequence: Sequence) -> int:
+        """How many tokens may be drafted behind the next one: none that could not be used, and none without a slot."""
+        if sequence.draft.state is None:
+            return 0
+        wanted = min(self._num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
+        return next((count for count in range(wanted) if not self.extend(sequence, count + 1)), wanted)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Takes back pages that drafts needed and the sequence's next token does not, so that drafts never make the
+        pool any fuller for others."""
+        needed = self._pool.layout.num_pages(sequence.num_tokens)
+        if len(sequence.pages) > needed:
+            surplus = sequence.pages[needed:]
+            del sequence.pages[needed:]
+            if sequence.protected:
+                sequence.spare += reversed(surplus)
+            else:
+                self._pool.release(surplus)
+
     def release(self, sequence: Sequence) -> None:
         """Returns all pages of a sequence; those of a room only once its writers have stopped."""
         granted = () if sequence.grant is None else sequence.grant.pages
         self._pool.release(granted)
         self._pool.release(sequence.pages[: len(sequence.pages) - len(granted)])
         self._pool.release(sequence.spare)
-        sequence.pages, sequence.spare, sequence.grant = [], [], None
+        sequence.pages, sequence.spare, sequence.grant, sequence.draft = [], [], None, Draft()
 
     def orphan(self, sequence: Sequence) -> PageGrant:
         """The sequence's room is given up: returns the grant to abort, whose pages wait for `settle`."""

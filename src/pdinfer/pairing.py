@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from pdinfer.broker import Broker
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
@@ -27,6 +27,7 @@ from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
 from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
 from pdinfer.prefill import PrefillEngine
+from pdinfer.sampling import LogitsProcessorFactory
 from pdinfer.schedule import check_request
 from pdinfer.ticket import Ticket, refusal
 from pdinfer.types import FinishReason, PairingStats, PeerAddress, PrefillLoad, Request, TokenEvent
@@ -82,13 +83,17 @@ class Pairing:
         engine: EngineConfig | None = None,
         config: PairingConfig | None = None,
         policy: Policy = least_tokens,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> Pairing:
         """One process, one model, one pool that both engines share: pages change hands without a copy."""
-        given = checkpoint_or_model
-        model = given if isinstance(given, Model) else load_model(given, device=device, dtype=dtype)
+        model = checkpoint_or_model
+        if not isinstance(model, Model):
+            mtp = engine is not None and engine.num_draft_tokens > 0
+            model = load_model(model, device=device, dtype=dtype, mtp=mtp)
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
-        prefill, decode = PrefillEngine(model, prefill_end, engine), DecodeEngine(model, decode_end, engine)
+        prefill = PrefillEngine(model, prefill_end, engine, logits_processors=logits_processors)
+        decode = DecodeEngine(model, decode_end, engine, logits_processors=logits_processors)
         return cls(prefill, decode, config=config, policy=policy)
 
     @property

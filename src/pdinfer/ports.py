@@ -165,12 +165,20 @@ class Roster:
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
     def roomiest_limits(self) -> list[RequestLimits]:
-        """Of each side the limits of the port that takes the longest request. Any thread, while ports come and go."""
+        """Of each side the limits of the port that takes the longest request, with the logits processors of all. Any
+        thread, while ports come and go."""
         sides = [
             [port.limits for port in list(self.prefills.values())],
             [port.limits for port in list(self.decodes.values())],
         ]
-        return [max(side, key=lambda limits: limits.max_tokens) for side in sides if side]
+        return [
+            attrs.evolve(
+                max(side, key=lambda limits: limits.max_tokens),
+                logits_processors=tuple(sorted({name for limits in side for name in limits.logits_processors})),
+            )
+            for side in sides
+            if side
+        ]
 
     def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
         """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -15,8 +15,9 @@ from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
-from pdinfer.schedule import check_request, plan_chunk
-from pdinfer.types import Event, Handoff, HandoffStatus, PageGrant, PrefillLoad, Request
+from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.schedule import plan_chunk
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
 
 _log = logging.getLogger("pdinfer")
 
@@ -33,6 +34,7 @@ class _Prompt:
     arrival: int
     submitted_at: float
     num_pushed: int
+    processor: LogitsProcessor | None = None
     keys: list[bytes] = attrs.field(factory=list)
     pages: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
@@ -66,9 +68,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         channel: KVChannel,
         config: EngineConfig | None = None,
         *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(model, channel, config, clock=clock)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
         self._queue: list[_Prompt] = []
         self._active: list[_Prompt] = []
@@ -146,7 +149,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 _log.info("prefill dropped a request: %s", error)
                 continue
             try:
-                check_request(request, [self.limits])
+                prompt.processor = self._take(request)
                 if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                     raise RequestError(
                         f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
@@ -156,7 +159,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 self._finish(prompt, error=error)
                 continue
             chain = self.channel.pool.chain(request.cache_salt)
-            chain.extend(request.tokens)
+            # an entry of the MTP layer is only right once the token behind it is known
+            chain.extend(request.tokens if self.model.mtp is None else request.tokens[:-1])
             prompt.keys = chain.keys
             self._queue.append(prompt)
         self._queue.sort(key=lambda prompt: (-prompt.request.priority, prompt.arrival))
@@ -240,7 +244,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         rows, spans = [], []
         for prompt, count in zip(prompts, counts, strict=True):
             start, stop = prompt.num_computed, prompt.num_computed + count
-            rows.append(Row(prompt.request.tokens[start:stop], start, prompt.pages))
+            tokens = prompt.request.tokens
+            rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
         for layer, ready in self._runner.prefill(rows):
             for prompt, span in zip(prompts, spans, strict=True):
@@ -259,13 +264,19 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
-        positions = [prompt.num_computed for prompt in prompts]
-        sampled = self._runner.first_tokens(rows, [prompt.request.sampling for prompt in prompts], positions)
-        for prompt, token, logprob in zip(prompts, sampled.tokens, sampled.logprobs, strict=True):
-            if logprob != logprob:
-                self._fail([prompt], PDInferError("the model's logits are not finite"))
+        requests = [prompt.request for prompt in prompts]
+        draws = [
+            self._draw(request.sampling, request.prompt, request.output, prompt.processor)
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        drawn = self._runner.first_tokens(rows, draws)
+        for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
+            if first.error is None:
+                self._finish(prompt, first, state)
+            elif isinstance(first.error, RequestError):
+                self._finish(prompt, error=first.error)  # its own doing: what was computed is good
             else:
-                self._finish(prompt, token=token, logprob=logprob)
+                self._fail([prompt], first.error)
 
     def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
@@ -276,9 +287,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     def _finish(
         self,
         prompt: _Prompt,
+        first: Drawn | None = None,
+        state: tuple[NamedState, ...] = (),
         *,
-        token: int | None = None,
-        logprob: float | None = None,
         error: PDInferError | None = None,
     ) -> None:
         """This prompt's last word; its pages return when nothing reads them any more."""
@@ -289,8 +300,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             writer=self.address,
             status=HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED,
             error=error,
-            token=token,
-            logprob=logprob,
+            token=first.token if first else None,
+            logprob=first.logprob if first else None,
+            top_logprobs=first.top_logprobs if first else (),
+            state=state,
             num_cached_tokens=prompt.num_cached,
             queue_s=started - prompt.submitted_at,
             compute_s=now - started,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import attrs
 import torch
 
 from pdinfer.batch import Batch, Row
@@ -12,8 +13,9 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.transport import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
-from pdinfer.sampling import Sampled, sample
-from pdinfer.types import SamplingParams
+from pdinfer.sampling import Draw, Drawn, sample
+from pdinfer.speculation import Draft, Drafter, after, pack_state, unpack_state
+from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
 """Returns once what was computed may be read by the host; None when that is so already."""
@@ -26,13 +28,18 @@ class Runner(Protocol):
         """Runs the rows' tokens layer by layer; each layer is yielded when its latents are in the pages, or will be
         once `ready` returns."""
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         """Draws a token behind these rows of the prefill that was just run to its end."""
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-        """Runs one token per row and draws the next one of each; `positions` are those of the drawn tokens."""
+    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        """What decode needs beside the pages to go on behind these rows of the prefill that was just run to its end."""
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        """A sequence's part in drafting, from what came with its pages."""
+
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+        """Runs one token per row and draws the next one of each, and those behind it as far as the drafts were right:
+        at most `num_tokens` more. The pages of a row have slots for so many."""
 
 
 class ModelRunner:
@@ -44,29 +51,66 @@ class ModelRunner:
         self._model = model
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
-        self._hidden_TD = torch.empty(0)
-        self._last_rows: list[int] = []
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size)
+        self._last_BD = torch.empty(0)
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
-        batch = self._batch(rows, absorbed=False)
-        self._last_rows = batch.last_rows
-        for layer, hidden_TD in self._model.stream_layers(batch, self._view):
-            self._hidden_TD = hidden_TD
-            yield layer, _event(self._model.device)
+        model, batch = self._model, self._batch(rows, absorbed=False)
+        hidden_TD = torch.empty(0)
+        for layer, layer_TD in model.stream_layers(batch, self._view):
+            hidden_TD = layer_TD
+            yield layer, _event(model.device)
+        state_TD = model.norm(hidden_TD)
+        self._last_BD = state_TD[batch.last_rows]
+        if model.mtp is not None:
+            # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
+            next_tokens = [0 if row.next_token is None else row.next_token for row in rows]
+            model.mtp(state_TD, batch.shifted(next_tokens), self._view)
+            yield model.mtp.layer, _event(model.device)
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
-        logits_BV = self._model.head(self._hidden_TD, [self._last_rows[row] for row in rows])
-        return sample(logits_BV, samplings, positions)
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        return sample(self._model.head(self._last_BD[list(rows)]), draws)
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-        batch = self._batch(rows, absorbed=True)
-        logits_BV = self._model.head(self._model.forward(batch, self._view), range(len(rows)))
-        return sample(logits_BV, samplings, positions)
+    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        if self._model.mtp is None:
+            return [() for _ in rows]
+        return [(pack_state(self._last_BD[row]),) for row in rows]
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        if self._drafter is None:
+            return Draft()
+        model = self._model
+        return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
+
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+        model = self._model
+        proposed: list[list[int]] = [[] for _ in rows]
+        if self._drafter is not None:
+            proposed = self._drafter.propose(rows, draws, drafts)
+        longer = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
+        state_TD = model.norm(model.forward(self._batch(longer, absorbed=True), self._view))
+        behind = [
+            after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
+        ]
+        drawn = iter(sample(model.head(state_TD), behind))
+        kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
+        first = 0
+        for draft, more, new in zip(drafts, proposed, kept, strict=True):
+            if draft.state is not None:
+                draft.state = state_TD[first : first + len(new)]
+            first += len(more) + 1
+        return kept
 
     def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
         return Batch.build(rows, page_size=self._page_size, device=self._model.device, absorbed=absorbed)
+
+
+def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
+    """The model's own tokens, as long as each was drawn behind tokens of its own."""
+    right = 0
+    while right < len(proposed) and drawn[right].token == proposed[right]:
+        right += 1
+    return drawn[: right + 1]
 
 
 def _event(device: torch.device) -> Ready:

@@ -1,5 +1,9 @@
-"""Logits to tokens. A token depends on its row's logits, its request's parameters, its seed and its position: on
+"""Logits to tokens. A token depends on its row and its `Draw` (the request's parameters, its tokens so far): on
 nothing else, so batch, engine and re-prefill do not change it.
+
+What a request asks for is applied in the order of vLLM's sampler: logit bias; repetition, frequency and presence
+penalties; `min_new_tokens`; its logits processor. Greedy takes the largest of what is left. Otherwise follow the
+temperature, then top_k, top_p and min_p, in the order of SGLang's. Log-probabilities are of the raw logits.
 
 Drawing is Gumbel-max: every token id gets noise that is a hash of (seed, position, id), and the largest sum of logit
 and noise wins. Rounding in the logits can only change a token where the two best sums are as close as the rounding,
@@ -8,23 +12,74 @@ however large the vocabulary; a draw from the cumulative distribution would have
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.types import SamplingParams
+from pdinfer.checks import clip
+from pdinfer.errors import PDInferError, RequestError
+from pdinfer.types import SamplingParams, TopLogprobs
+
+_log = logging.getLogger("pdinfer")
+
+LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], Tensor], Tensor]
+"""`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token, -inf for a
+token that must not come. It may change its argument in place, and must be a pure function of all three: prefill asks it
+for the first token and decode for the others, and after a re-prefill again. `output` may be a guess of speculative
+decoding; where that is wrong, what the processor returns or raises is not used."""
+LogitsProcessorFactory = Callable[[str], LogitsProcessor]
+"""Makes a request's processor from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
 
 
-@attrs.frozen
-class Sampled:
-    """One token per row with the log-softmax of the raw logits at it; a row with NaN logits has a NaN log-probability
-    and its token means nothing."""
+@attrs.frozen(kw_only=True)
+class Draw:
+    """What a row's next token depends on beside its logits: the request's parameters and its tokens so far.
+    `eos_token_ids` are the model's."""
 
-    tokens: list[int]
-    logprobs: list[float]
+    sampling: SamplingParams
+    prompt: Sequence[int]
+    output: Sequence[int]
+    eos_token_ids: Sequence[int] = ()
+    processor: LogitsProcessor | None = None
+
+    @property
+    def position(self) -> int:
+        """The index of the drawn token in its sequence."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def forbidden(self) -> Sequence[int]:
+        """The tokens that would end the request before it has `min_new_tokens`."""
+        if len(self.output) >= self.sampling.min_new_tokens:
+            return ()
+        return (*self.sampling.stop_token_ids, *(() if self.sampling.ignore_eos else self.eos_token_ids))
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on how often it came."""
+        sampling = self.sampling
+        return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether anything but temperature and filters stands between the raw logits and the token."""
+        return self.processor is not None or self.penalizes or bool(self.sampling.logit_bias or self.forbidden)
+
+
+@attrs.frozen(kw_only=True)
+class Drawn:
+    """A token, the log-softmax of the raw logits at it and at the best others; with an `error` the token means
+    nothing."""
+
+    token: int
+    logprob: float
+    top_logprobs: TopLogprobs = ()
+    error: PDInferError | None = None
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
@@ -63,36 +118,164 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
     return x ^ (x >> np.uint64(31))
 
 
-def sample(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-    """Draws one token per row of float32 `logits_BV`. `positions[b]` is the index of the drawn token in its sequence.
+def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+    """Draws one token per row of float32 `logits_BV`, which stay as they are.
 
-    Reading the result on the host syncs the device, once.
+    A row fails alone, with its error in `Drawn`: PDInferError for logits that are not finite, RequestError for a logits
+    processor that raises or when no token is left to draw. Reading the result on the host syncs the device.
     """
-    if not params:
-        return Sampled([], [])
-    tokens_B = logits_BV.argmax(-1)
-    drawn = [row for row, param in enumerate(params) if param.temperature > 0]
-    if drawn:
-        rows = torch.tensor(drawn, device=logits_BV.device)
-        chosen = logits_BV if len(drawn) == len(params) else logits_BV[rows]
-        tokens_B[rows] = _draw(chosen, [params[row] for row in drawn], [positions[row] for row in drawn])
-    logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - logits_BV.logsumexp(-1)
-    return Sampled(tokens_B.tolist(), logprobs_B.tolist())
+    if not draws:
+        return []
+    changed_BV, errors = _change(logits_BV, draws)
+    tokens_B = changed_BV.argmax(-1)
+    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
+    if random:
+        rows = torch.tensor(random, device=logits_BV.device)
+        chosen = changed_BV if len(random) == len(draws) else changed_BV[rows]
+        tokens_B[rows] = _draw(chosen, [draws[row] for row in random])
+    normalizers_B = logits_BV.logsumexp(-1)
+    logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
+    tops = _top_logprobs(logits_BV, normalizers_B, draws)
+    drawn = []
+    for row, (token, logprob) in enumerate(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
+        error = errors.get(row) if logprob == logprob else PDInferError("the model's logits are not finite")
+        drawn.append(Drawn(token=token, logprob=logprob, top_logprobs=tops.get(row, ()), error=error))
+    return drawn
 
 
-def _draw(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64).to(logits_BV)[:, None]
+def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw]) -> dict[int, TopLogprobs]:
+    """By row, as many of the best tokens as it asks for, the smaller id first among equals."""
+    wanted = {row: count for row, draw in enumerate(draws) if (count := draw.sampling.logprobs)}
+    if not wanted:
+        return {}
+    rows = torch.tensor(list(wanted), device=logits_BV.device)
+    some_BV, vocab = logits_BV[rows], logits_BV.shape[1]
+    # each as one integer, so that no two are equal: the logit's bits, ordered as floats are, and then the id
+    bits_BV = (some_BV + 0.0).view(torch.int32)
+    ordered_BV = (bits_BV ^ (bits_BV >> 31 & 0x7FFFFFFF)).long() << 32
+    keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device)
+    best_BK = keys_BV.topk(min(max(wanted.values()), vocab)).values
+    ids_BK = vocab - 1 - (best_BK & 0xFFFFFFFF)
+    logprobs_BK = some_BV.gather(1, ids_BK) - normalizers_B[rows, None]
+    tops = zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
+    return {
+        row: tuple(zip(ids[:count], logprobs[:count], strict=True))
+        for (row, count), (ids, logprobs) in zip(wanted.items(), tops, strict=True)
+    }
+
+
+def _change(logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int, PDInferError]]:
+    """The logits as greedy takes its token from them, the same tensor where no row asks for a change; and what went
+    wrong, by row."""
+    rows = [row for row, draw in enumerate(draws) if draw.changes_logits]
+    if not rows:
+        return logits_BV, {}
+    some = [draws[row] for row in rows]
+    index = torch.tensor(rows, device=logits_BV.device)
+    some_BV = logits_BV[index]
+    _add_bias(some_BV, some)
+    _penalize(some_BV, some)
+    _forbid(some_BV, some)
+    errors = _process(some_BV, some)
+    for row, best in enumerate(some_BV.amax(-1).tolist()):
+        if not math.isfinite(best):
+            errors.setdefault(row, _nothing_left(some[row]))
+    changed_BV = logits_BV.index_copy(0, index, some_BV) if len(rows) < len(draws) else some_BV
+    return changed_BV, {rows[row]: error for row, error in errors.items()}
+
+
+def _nothing_left(draw: Draw) -> RequestError:
+    causes = ["min_new_tokens"] * bool(draw.forbidden) + ["its logits processor"] * (draw.processor is not None)
+    return RequestError(
+        f"no token is left to draw: the best logit is -inf, inf or nan after {' and '.join(causes) or 'penalties'}; "
+        f"leave at least one finite logit"
+    )
+
+
+def _add_bias(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
+    biases = [draw.sampling.logit_bias for draw in draws]
+    if any(biases):
+        values = torch.tensor([value for bias in biases for _, value in bias], dtype=torch.float64).to(logits_BV)
+        places = _places([[token for token, _ in bias] for bias in biases], logits_BV.device)
+        logits_BV.index_put_(places, values, accumulate=True)
+
+
+def _penalize(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
+    """Repetition (Keskar et al. 2019, section 4.1, and as Hugging Face has it for negative logits): those of tokens in
+    prompt or output are divided by the penalty when positive, else multiplied. Frequency and presence (OpenAI's API):
+    subtracted once per time that the token is in the output, and once when it is there at all."""
+    if not any(draw.penalizes for draw in draws):
+        return
+    params = [draw.sampling for draw in draws]
+    counts_BV = torch.zeros_like(logits_BV)
+    places = _places([draw.output if draw.penalizes else () for draw in draws], logits_BV.device)
+    counts_BV.index_put_(places, torch.ones_like(places[0], dtype=logits_BV.dtype), accumulate=True)
+    present_BV = counts_BV > 0
+    seen_BV = present_BV.clone()
+    prompts = [draw.prompt if draw.sampling.repetition_penalty != 1 else () for draw in draws]
+    seen_BV[_places(prompts, logits_BV.device)] = True
+    repetition_B1 = _column([param.repetition_penalty for param in params], logits_BV)
+    repeated_BV = torch.where(logits_BV > 0, logits_BV / repetition_B1, logits_BV * repetition_B1)
+    logits_BV.copy_(torch.where(seen_BV, repeated_BV, logits_BV))
+    logits_BV -= _column([param.frequency_penalty for param in params], logits_BV) * counts_BV
+    logits_BV -= _column([param.presence_penalty for param in params], logits_BV) * present_BV
+
+
+def _forbid(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
+    forbidden = [draw.forbidden for draw in draws]
+    if any(forbidden):
+        logits_BV[_places(forbidden, logits_BV.device)] = -torch.inf
+
+
+def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError]:
+    """Runs each row's processor; what it raises is that row's error."""
+    errors: dict[int, PDInferError] = {}
+    for row, draw in enumerate(draws):
+        if draw.processor is None:
+            continue
+        logits_V = logits_BV[row]
+        try:
+            changed = draw.processor(tuple(draw.prompt), tuple(draw.output), logits_V.clone())
+            logits_V.copy_(_of_shape(changed, logits_V))
+        except Exception as error:  # noqa: BLE001 - a host's own code; the rest of the batch goes on
+            _log.debug("a logits processor failed", exc_info=True)
+            errors[row] = RequestError(
+                f"logits processor {clip(draw.sampling.logits_processor)} failed: {type(error).__name__}: "
+                f"{str(error)[:200]}"
+            )
+    return errors
+
+
+def _of_shape(changed: object, logits_V: Tensor) -> Tensor:
+    if not isinstance(changed, Tensor) or changed.shape != logits_V.shape:
+        raise TypeError(f"it must return a tensor of {len(logits_V)} logits")
+    return changed
+
+
+def _places(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(row, id) of every token of every row, as an index into [B, vocab]."""
+    ids = [np.asarray(row, dtype=np.int64) for row in tokens]
+    rows = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
+    return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(ids)).to(device)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[B, 1] of the dtype and on the device of `like`."""
+    return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
+
+
+def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
+    params = [draw.sampling for draw in draws]
 
     scaled_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    scaled_BV = scaled_BV / column([param.temperature for param in params])
+    scaled_BV = scaled_BV / _column([param.temperature for param in params], logits_BV)
     if any(param.top_k or param.top_p < 1 for param in params):
         scaled_BV = _keep_top(scaled_BV, params)
     if any(param.min_p > 0 for param in params):
         # relative to the best token, whose scaled logit is 0
-        floor = column([np.log(param.min_p) if param.min_p > 0 else -np.inf for param in params])
+        floor = _column([np.log(param.min_p) if param.min_p > 0 else -np.inf for param in params], logits_BV)
         scaled_BV = scaled_BV.masked_fill(scaled_BV < floor, -torch.inf)
-    seeds = [param.seed or 0 for param in params]
+    seeds, positions = [param.seed or 0 for param in params], [draw.position for draw in draws]
     return (scaled_BV + gumbel_noise(seeds, positions, scaled_BV.shape[1], scaled_BV.device)).argmax(-1)
 
 

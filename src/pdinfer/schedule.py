@@ -16,21 +16,31 @@ MAX_ID_CHARACTERS = 256
 MAX_SALT_BYTES = 256
 MAX_STOP_TOKENS = 1024
 
+MAX_BIASED_TOKENS = 1024
+MAX_LOGPROBS = 20
+MAX_ARGUMENT_BYTES = 1 << 16
+
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0.0, 100.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
 )
-_NOT_YET = ("min_new_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "logprobs")
+MAX_BIAS = 100.0
+SHOWN_NAMES = 120
 
 
 @attrs.frozen(kw_only=True)
 class RequestLimits:
-    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`."""
+    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`, and the logits
+    processors it was given."""
 
     name: str
     vocab_size: int
     max_tokens: int
+    logits_processors: tuple[str, ...] = ()
 
 
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> None:
@@ -42,6 +52,7 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> None:
     if not request.prompt:
         raise RequestError("prompt is empty; it needs at least one token")
     _check_sampling(request.sampling, vocab_size)
+    _check_processor(request.sampling, limits)
     _check_length(request, limits)
     if not is_int(request.priority) or abs(request.priority) >= 2**31:
         raise RequestError(f"priority must be an int of 32 bits, got {clip(request.priority)}")
@@ -70,15 +81,6 @@ def _check_tokens(name: str, tokens: object, vocab_size: int) -> None:
 def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     if not isinstance(sampling, SamplingParams):
         raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
-    defaults = SamplingParams()
-    for name in _NOT_YET:
-        value, default = getattr(sampling, name), getattr(defaults, name)
-        # of equal kind first: comparing what is no plain value may itself fail
-        if type(value) not in (type(default), int) or value != default:
-            raise RequestError(
-                f"sampling.{name} is {clip(getattr(sampling, name))}; this version supports only its default "
-                f"{getattr(defaults, name)!r}"
-            )
     for name, low, high in _RANGES:
         value = getattr(sampling, name)
         if not _is_number(value) or not low <= value <= high:
@@ -91,6 +93,15 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(
             f"sampling.max_new_tokens must be an int from 1 to {2**31 - 1}, got {clip(sampling.max_new_tokens)}"
         )
+    least = sampling.min_new_tokens
+    if not is_int(least) or not 0 <= least <= sampling.max_new_tokens:
+        raise RequestError(
+            f"sampling.min_new_tokens must be an int from 0 to max_new_tokens, which is {sampling.max_new_tokens}, "
+            f"got {clip(least)}"
+        )
+    logprobs = sampling.logprobs
+    if logprobs is not None and (not is_int(logprobs) or not 0 <= logprobs <= MAX_LOGPROBS):
+        raise RequestError(f"sampling.logprobs must be None or an int from 0 to {MAX_LOGPROBS}, got {clip(logprobs)}")
     seed = sampling.seed
     if seed is not None and (not is_int(seed) or not 0 <= seed < 2**64):
         raise RequestError(f"sampling.seed must be an int from 0 to 2**64 - 1, got {clip(seed)}")
@@ -99,6 +110,50 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
     _check_tokens("sampling.stop_token_ids", sampling.stop_token_ids, vocab_size)
     if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
         raise RequestError(f"sampling.stop_token_ids has {len(sampling.stop_token_ids)} ids, at most {MAX_STOP_TOKENS}")
+    _check_bias(sampling.logit_bias, vocab_size)
+
+
+def _check_bias(bias: object, vocab_size: int) -> None:
+    if not isinstance(bias, tuple):
+        raise RequestError(f"sampling.logit_bias must be a tuple of (token id, bias) pairs, got {clip(bias)}")
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise RequestError(f"sampling.logit_bias has {len(bias)} pairs, at most {MAX_BIASED_TOKENS}")
+    for index, pair in enumerate(bias):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(f"sampling.logit_bias[{index}] must be a (token id, bias) pair, got {clip(pair)}")
+        if not _is_number(pair[1]) or abs(pair[1]) > MAX_BIAS:
+            raise RequestError(
+                f"the bias of sampling.logit_bias[{index}] must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"got {clip(pair[1])}"
+            )
+    _check_tokens("sampling.logit_bias", tuple(token for token, _ in bias), vocab_size)
+    if len({token for token, _ in bias}) < len(bias):
+        raise RequestError("sampling.logit_bias has two pairs of one token id; give each token one bias")
+
+
+def _check_processor(sampling: SamplingParams, limits: Sequence[RequestLimits]) -> None:
+    name, argument = sampling.logits_processor, sampling.logits_processor_argument
+    if not isinstance(argument, str) or not _travels(argument, MAX_ARGUMENT_BYTES):
+        raise RequestError(
+            f"sampling.logits_processor_argument must be a str of at most {MAX_ARGUMENT_BYTES} bytes of UTF-8, "
+            f"got {clip(argument)}"
+        )
+    if name is None:
+        if argument:
+            raise RequestError("sampling.logits_processor_argument is given and sampling.logits_processor is None")
+        return
+    for limit in limits:
+        if not isinstance(name, str) or name not in limit.logits_processors:
+            known = ", ".join(limit.logits_processors)[:SHOWN_NAMES] or "none"
+            raise RequestError(f"sampling.logits_processor is {clip(name)}; the {limit.name} engine was given: {known}")
+
+
+def _travels(text: str, max_bytes: int) -> bool:
+    """Whether it is text (no half of a surrogate pair) of at most so many bytes."""
+    try:
+        return len(text) <= max_bytes and len(text.encode()) <= max_bytes
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:

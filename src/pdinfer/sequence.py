@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import cached_property
 
 import attrs
 
 from pdinfer.errors import PDInferError
 from pdinfer.kv.prefix import PrefixChain
+from pdinfer.sampling import Drawn, LogitsProcessor
+from pdinfer.speculation import Draft, DraftCounts
 from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
 
@@ -35,10 +40,13 @@ class Sequence:
     deadline_at: float | None
     output: list[int]
     chain: PrefixChain
+    processor: LogitsProcessor | None = None
     state: SequenceState = SequenceState.WAITING
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
     spare: list[int] = attrs.field(factory=list)
+    draft: Draft = attrs.field(factory=Draft)
+    drafted: DraftCounts = attrs.field(factory=DraftCounts)
     attempts: int = 0
     protected: bool = False
     cached_tokens: int = 0
@@ -52,6 +60,12 @@ class Sequence:
     def order(self) -> tuple[int, int]:
         """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
         return -self.request.priority, self.arrival
+
+    @cached_property
+    def prompt(self) -> Seq[int]:
+        """The request's; packed where every step reads all of it, which takes long for a tuple of ints."""
+        penalized = self.request.sampling.repetition_penalty != 1
+        return array("q", self.request.prompt) if penalized else self.request.prompt
 
     @property
     def num_tokens(self) -> int:
@@ -114,18 +128,18 @@ class Sequence:
 
     def event(
         self,
+        new: Drawn | None = None,
         *,
-        token: int | None = None,
-        logprob: float | None = None,
         finish_reason: FinishReason | None = None,
         error: PDInferError | None = None,
     ) -> TokenEvent:
-        """What to tell the host: a token (already appended), the end, or both. The end carries the usage."""
+        """What to tell the host: a new token (already appended), the end, or both. The end carries the usage."""
         return TokenEvent(
             request_id=self.request_id,
-            token=token,
-            index=len(self.output) - (token is not None),
-            logprob=logprob,
+            token=new.token if new else None,
+            index=len(self.output) - (new is not None),
+            logprob=new.logprob if new else None,
+            top_logprobs=new.top_logprobs if new else (),
             finish_reason=finish_reason,
             error=error,
             usage=None if finish_reason is None else self.usage,
@@ -142,4 +156,6 @@ class Sequence:
             queue_s=self.waited_s,
             ttft_s=ttft_s,
             timeline=attrs.evolve(self.timeline, first_token_s=ttft_s),
+            num_draft_tokens=self.drafted.num_draft_tokens,
+            num_accepted_tokens=self.drafted.num_accepted_tokens,
         )

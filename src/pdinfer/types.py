@@ -14,6 +14,9 @@ import attrs
 
 from pdinfer.errors import PDInferError
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""(token id, log-probability) pairs, the best first."""
+
 
 class FinishReason(enum.Enum):
     """Why a request ended. STOP and LENGTH carry a token; the other three come with `token=None`."""
@@ -37,8 +40,20 @@ class SamplingParams:
     """How tokens are drawn from the logits of one request.
 
     `temperature` 0 is greedy; `top_k` 0 is off; `top_p` 1.0 and `min_p` 0.0 are off. A token is a pure function of
-    (logits, these parameters, `seed`, position), so a request gives the same tokens in any batch and after any
-    re-prefill. `seed=None` lets the Pairing draw one. `logprobs` asks for that many alternatives per token.
+    (logits, these parameters, the tokens so far), so a request gives the same tokens in any batch and after any
+    re-prefill. `seed=None` lets the Pairing draw one. What changes the logits is applied in this order:
+
+    - `logit_bias`: (token id, bias) pairs, from -100 to 100, which are added;
+    - `repetition_penalty`: positive logits of tokens in prompt or output are divided by it, negative ones multiplied;
+    - `frequency_penalty` and `presence_penalty`: subtracted from a token's logit once per time it is in the output, and
+      once if it is there at all; the prompt does not count;
+    - `min_new_tokens`: so many tokens come before one that ends the request (stop token, or eos unless `ignore_eos`);
+    - `logits_processor`: names one that the engines were given, to which `logits_processor_argument` is passed, for
+      example a JSON schema: see docs/howto/structured-output.md;
+    - temperature, `top_k`, `top_p`, `min_p`.
+
+    `logprobs` asks for that many of the best tokens with each token, in `top_logprobs`. Log-probabilities are
+    log-softmax of the raw logits, before any of these.
     """
 
     max_new_tokens: int = 128
@@ -55,6 +70,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    logits_processor: str | None = None
+    logits_processor_argument: str = ""
 
 
 @attrs.frozen(kw_only=True)
@@ -135,7 +152,7 @@ class Handoff:
     error: PDInferError | None = None
     token: int | None = None
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     state: tuple[NamedState, ...] = ()
     num_cached_tokens: int = 0
     queue_s: float = 0.0
@@ -177,7 +194,8 @@ class Timeline:
 @attrs.frozen(kw_only=True)
 class Usage:
     """What a finished request used. Seconds count from `submit` of the object that emitted the event; prefill found
-    `cached_tokens` of the prompt in its pages and did not compute them."""
+    `cached_tokens` of the prompt in its pages and did not compute them. Of `num_draft_tokens` proposed for it,
+    `num_accepted_tokens` were the model's own."""
 
     prompt_tokens: int
     output_tokens: int
@@ -185,6 +203,8 @@ class Usage:
     queue_s: float
     ttft_s: float | None
     timeline: Timeline | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @attrs.frozen(kw_only=True)
@@ -195,7 +215,7 @@ class TokenEvent:
     token: int | None
     index: int
     logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    top_logprobs: TopLogprobs = ()
     finish_reason: FinishReason | None = None
     error: PDInferError | None = None
     usage: Usage | None = None
@@ -281,13 +301,18 @@ class PrefillLoad(EngineLoad):
 
 @attrs.frozen(kw_only=True)
 class DecodeLoad(EngineLoad):
-    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences."""
+    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences. Of
+    `num_draft_tokens` proposed since the engine was made `num_accepted_tokens` were the model's own; the last step
+    brought a sequence `accept_length` tokens on average (1 without drafts, 0 before the first step)."""
 
     num_waiting_requests: int
     num_waiting_tokens: int
     num_granted_requests: int
     num_running_requests: int
     num_running_tokens: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accept_length: float = 0.0
 
 
 @attrs.frozen(kw_only=True)

@@ -3,6 +3,10 @@
 A cell (layer, position) is 8 bytes: a hash of all tokens up to that position, different in each layer. A token is a
 hash of all cells of its context as they lie in the pages. One wrong, stale, missing or foreign cell gives another
 token, and what the tokens must be follows from the request alone.
+
+The last layer is that of drafting: no token depends on it, a cell of it is written once the token behind is known, and
+whoever drafts finds all of them right. How many drafts are right is a whim of the position; wrong ones leave wrong
+cells behind.
 """
 
 from __future__ import annotations
@@ -23,14 +27,17 @@ from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.kv.transport import Memory
 from pdinfer.prefill import PrefillEngine
 from pdinfer.runner import Ready
-from pdinfer.sampling import Sampled
-from pdinfer.types import Request, SamplingParams
+from pdinfer.sampling import Draw, Drawn
+from pdinfer.speculation import Draft
+from pdinfer.types import NamedState, Request, SamplingParams
 
 CELL = struct.Struct("<Q")
 TOKEN = struct.Struct("<I")
 NUM_LAYERS = 2
+DRAFT_LAYER = NUM_LAYERS
 VOCAB_SIZE = 1 << 15
 EOS = 0
+WRONG = 0
 EOS_EVERY = 48
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -97,10 +104,16 @@ class FakeModel:
 
     config = FakeConfig()
     resolved = NoChoices()
+    mtp = "drafts with cells of DRAFT_LAYER"
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
         component = KVComponent(
-            name="cell", format="u64", dtype="uint64", width=1, token_bytes=CELL.size, layers=tuple(range(NUM_LAYERS))
+            name="cell",
+            format="u64",
+            dtype="uint64",
+            width=1,
+            token_bytes=CELL.size,
+            layers=(*range(NUM_LAYERS), DRAFT_LAYER),
         )
         return KVLayout(model_id=b"fake", weights_id=b"none", page_size=cache.page_size, components=(component,))
 
@@ -168,19 +181,54 @@ class CellRunner:
             for row, history in zip(rows, histories, strict=True):
                 self._write(row, history, layer)
             yield layer, None
+        for row, history in zip(rows, histories, strict=True):
+            known = history if row.next_token is not None else [*history[:-1], WRONG]
+            self._write(row, known, DRAFT_LAYER)
+        yield DRAFT_LAYER, None
 
-    def first_tokens(
-        self, rows: Sequence[int], samplings: Sequence[SamplingParams], positions: Sequence[int]
-    ) -> Sampled:
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         contexts = [self._contexts[row] for row in rows]
-        return self._sample(contexts, samplings, positions)
+        return self._sample(contexts, draws)
 
-    def decode(self, rows: Sequence[Row], samplings: Sequence[SamplingParams], positions: Sequence[int]) -> Sampled:
-        for row in rows:
-            history = self._histories(row)
+    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        state = NamedState(name="to draft from", version=1, dtype="none", shape=(), data=b"")
+        return [() if self._contexts[row][1] % 5 == 0 else (state,) for row in rows]
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        return Draft(state=len(states) or None)
+
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+        return [self._turn(*one) for one in zip(rows, draws, drafts, strict=True)]
+
+    def _turn(self, row: Row, draw: Draw, draft: Draft) -> list[Drawn]:
+        """One sequence's part of a step. A draft's `state` is how many of its newest positions lack their cell."""
+        if draft.state is not None:
+            self._catch_up(row, draft.state)
+        drawn: list[Drawn] = []
+        token = row.tokens[0]
+        for start in range(row.start, row.start + draft.num_tokens + 1):
+            right = len(drawn) <= row.start % (draft.num_tokens + 1)
+            ahead = Row((token if right else token ^ 1,), start, row.pages)
+            histories = self._histories(ahead)
             for layer in range(NUM_LAYERS):
-                self._write(row, history, layer)
-        return self._sample([(row.pages, row.start + 1) for row in rows], samplings, positions)
+                self._write(ahead, histories, layer)
+            if right:
+                output = [*draw.output, *(new.token for new in drawn)]
+                drawn += self._sample([(row.pages, start + 1)], [attrs.evolve(draw, output=output)])
+                token = drawn[-1].token
+            if draft.state is not None:
+                self._write(ahead, [WRONG], DRAFT_LAYER)
+        draft.state = None if draft.state is None else len(drawn)
+        return drawn
+
+    def _catch_up(self, row: Row, count: int) -> None:
+        """Writes the newest cells of DRAFT_LAYER; those before them must be right already."""
+        cells = self._cells(row.pages, row.start, range(1))
+        history = struct.unpack(f"<{row.start}Q", cells)  # those of layer 0 are the hashes themselves
+        self._write(Row((), row.start - count, row.pages), history[-count:], DRAFT_LAYER)
+        right = b"".join(cell(one, DRAFT_LAYER) for one in history)
+        if self._cells(row.pages, row.start, range(DRAFT_LAYER, DRAFT_LAYER + 1)) != right:
+            raise Violation("a token is drafted from cells that are stale, missing or foreign")
 
     def _histories(self, row: Row) -> list[int]:
         history = 0
@@ -205,20 +253,17 @@ class CellRunner:
             at = layer * memory.region + (page * page_size + within) * CELL.size
             memory.data[at : at + CELL.size] = cell(history, layer)
 
-    def _sample(
-        self,
-        contexts: Sequence[tuple[Sequence[int], int]],
-        samplings: Sequence[SamplingParams],
-        positions: Sequence[int],
-    ) -> Sampled:
-        tokens = []
-        for (pages, length), sampling, position in zip(contexts, samplings, positions, strict=True):
-            if position != length:
-                raise Violation(f"a token for position {position} is drawn after {length} tokens")
-            tokens.append(token_of(self._cells(pages, length), sampling))
-        return Sampled(tokens, [-1.0] * len(tokens))
+    def _sample(self, contexts: Sequence[tuple[Sequence[int], int]], draws: Sequence[Draw]) -> list[Drawn]:
+        drawn = []
+        for (pages, length), draw in zip(contexts, draws, strict=True):
+            if draw.position != length:
+                raise Violation(f"a token for position {draw.position} is drawn after {length} tokens")
+            drawn.append(
+                Drawn(token=token_of(self._cells(pages, length, range(NUM_LAYERS)), draw.sampling), logprob=-1.0)
+            )
+        return drawn
 
-    def _cells(self, pages: Sequence[int], length: int) -> bytes:
+    def _cells(self, pages: Sequence[int], length: int, layers: range) -> bytes:
         memory = self._memory
         view, states, page_bytes = memory.view, memory.pool._states, memory.page_size * CELL.size
         pieces = []
@@ -227,7 +272,7 @@ class CellRunner:
             if states[page] is PageState.FREE:
                 raise Violation(f"a token is drawn from page {page}, which is free")
         last = length * CELL.size - (len(used) - 1) * page_bytes
-        for layer in range(NUM_LAYERS):
+        for layer in layers:
             start = layer * memory.region
             pieces += [view[start + page * page_bytes : start + (page + 1) * page_bytes] for page in used]
             pieces[-1] = pieces[-1][:last]

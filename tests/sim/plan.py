@@ -84,6 +84,7 @@ class Focus:
     cancel_share: float = 0.15
     deadline_share: float = 0.1
     tight: float = 0.5
+    drafts: tuple[int, ...] = (0, 0, 1, 2, 3)
     max_new: int = MAX_NEW
     vocab_size: int = VOCAB_SIZE
 
@@ -143,6 +144,7 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
             growth_watermark=rng.choice((0.0, 0.02, 0.2)),
             max_attempts=rng.choice((1, 2, 3, 3, 3)),
             send_window_bytes=rng.choice((1, 256, 1 << 20)),
+            num_draft_tokens=rng.choice(focus.drafts),
         ),
         placement=rng.choice(focus.placements),
         faults=_faults(rng, focus),

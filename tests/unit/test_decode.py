@@ -38,9 +38,9 @@ def test_logits_that_are_not_finite_end_their_request_alone(
     head = pd.Model.head
     calls = []
 
-    def damaged(model: pd.Model, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        logits = head(model, hidden, rows)
-        calls.append(len(rows))
+    def damaged(model: pd.Model, state: torch.Tensor) -> torch.Tensor:
+        logits = head(model, state)
+        calls.append(len(state))
         if len(calls) == 4:
             logits[1, 5] = torch.nan
         return logits

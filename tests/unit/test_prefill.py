@@ -10,6 +10,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.sampling import Drawn
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus
 
@@ -80,13 +81,13 @@ def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
 def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it fails after the hand-off of one of them."""
     bench.prefill.submit(request(), bench.grant())
-    finish = bench.prefill._finish
+    finish, first = bench.prefill._finish, Drawn(token=3, logprob=-1.0)
 
     def finish_and_fail(*args: object, **more: object) -> None:
         finish(*args, **more)  # type: ignore[arg-type]
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench.prefill, "_hand_off", lambda rows, prompts: finish_and_fail(prompts[0], token=3))
+    monkeypatch.setattr(bench.prefill, "_hand_off", lambda rows, prompts: finish_and_fail(prompts[0], first))
     (word,) = bench.run()
     assert (word.status, word.token) == (HandoffStatus.LANDED, 3)
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdinfer.sampling import Sampled, gumbel_noise, sample
+from pdinfer.errors import PDInferError, RequestError
+from pdinfer.sampling import Draw, LogitsProcessor, gumbel_noise, sample
 from pdinfer.types import SamplingParams
+from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
 
 CPU = torch.device("cpu")
 VOCAB = 97
@@ -29,14 +33,23 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def at(position: int, param: SamplingParams) -> Draw:
+    """The draw of the token at `position`."""
+    return Draw(sampling=param, prompt=range(position), output=())
+
+
+def tokens_of(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    draws = [at(position, param) for position, param in zip(positions, params, strict=True)]
+    return [drawn.token for drawn in sample(logits_BV, draws)]
+
+
 def draw(logits_V: Tensor, param: SamplingParams, position: int = 0) -> int:
-    return sample(logits_V[None], [param], [position]).tokens[0]
+    return tokens_of(logits_V[None], [param], [position])[0]
 
 
 def drawn_set(logits_V: Tensor, param: SamplingParams, draws: int = 2000) -> set[int]:
     """All tokens that come up over many positions."""
-    sampled = sample(logits_V.expand(draws, -1), [param] * draws, range(draws))
-    return set(sampled.tokens)
+    return set(tokens_of(logits_V.expand(draws, -1), [param] * draws, range(draws)))
 
 
 # Distribution
@@ -48,7 +61,7 @@ def test_draws_follow_the_softmax(over: str, temperature: float) -> None:
     numbers = range(DRAWS)
     seeds, positions = ([11] * DRAWS, numbers) if over == "positions" else (numbers, [11] * DRAWS)
     params = [SamplingParams(temperature=temperature, seed=seed) for seed in seeds]
-    tokens = sample(LOGITS.expand(DRAWS, -1), params, list(positions)).tokens
+    tokens = tokens_of(LOGITS.expand(DRAWS, -1), params, list(positions))
     expected = (LOGITS.double() / temperature).softmax(-1) * DRAWS
     counts = torch.bincount(torch.tensor(tokens), minlength=len(LOGITS))
     assert float(((counts - expected) ** 2 / expected).sum()) < CHI_SQUARE_7
@@ -60,8 +73,8 @@ def test_neighbouring_draws_are_independent(over: str) -> None:
     logits = torch.tensor([0.5, 0.0, -0.5])
     numbers, same = range(DRAWS), [11] * DRAWS
     seeds, positions = (same, numbers) if over == "positions" else (numbers, same)
-    sampled = sample(logits.expand(DRAWS, -1), [SamplingParams(seed=seed) for seed in seeds], list(positions))
-    first, second = torch.tensor(sampled.tokens).view(-1, 2).T
+    tokens = tokens_of(logits.expand(DRAWS, -1), [SamplingParams(seed=seed) for seed in seeds], list(positions))
+    first, second = torch.tensor(tokens).view(-1, 2).T
     expected = torch.outer(logits.double().softmax(-1), logits.double().softmax(-1)).flatten() * len(first)
     counts = torch.bincount(first * 3 + second, minlength=9)
     assert float(((counts - expected) ** 2 / expected).sum()) < 26.1  # once in a thousand, 8 degrees of freedom
@@ -73,23 +86,6 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
     deviation = math.pi / math.sqrt(6 * noise.numel())
     assert abs(float(noise.mean()) - EULER) < 4 * deviation
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.02)
-
-
-def plain_noise(seed: int, position: int, token: int) -> float:
-    """The documented hash in Python's own integers: SplitMix64's finalizer twice, then lowbias32 with two keys."""
-
-    def mixed(x: int) -> int:
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-        x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
-        return x ^ x >> 31
-
-    golden = 0x9E3779B97F4A7C15
-    keys = mixed((mixed(seed) + golden * position + golden) % 2**64)
-    x = (token * 0x9E3779B9 + keys % 2**32) % 2**32
-    x = (x ^ x >> 16) * 0x7FEB352D % 2**32 ^ keys >> 32
-    x = (x ^ x >> 15) * 0x846CA68B % 2**32
-    x ^= x >> 16
-    return -math.log(-math.log1p(-(x % 2**31 + 0.5) / 2**31))
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
@@ -131,8 +127,8 @@ def test_seeds_have_64_bits(seed: int) -> None:
 
 def test_temperature_zero_takes_the_largest() -> None:
     logits = random_logits(5)
-    sampled = sample(logits, [SamplingParams(temperature=0, seed=3, top_k=2, top_p=0.1)] * 5, range(5))
-    assert sampled.tokens == logits.argmax(-1).tolist()
+    tokens = tokens_of(logits, [SamplingParams(temperature=0, seed=3, top_k=2, top_p=0.1)] * 5, range(5))
+    assert tokens == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-6, 1e-30, 1e-45, 5e-324])
@@ -143,11 +139,11 @@ def test_a_tiny_temperature_takes_the_largest_too(temperature: float, filters: d
     logits = logits[top[:, 0] - top[:, 1] > 0.3]
     params = [SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(len(logits))]
     assert len(logits) > 30
-    assert sample(logits, params, range(len(logits))).tokens == logits.argmax(-1).tolist()
+    assert tokens_of(logits, params, range(len(logits))) == logits.argmax(-1).tolist()
 
 
 def test_nothing_to_sample_is_nothing_sampled() -> None:
-    assert sample(torch.empty(0, VOCAB), [], []) == Sampled([], [])
+    assert sample(torch.empty(0, VOCAB), []) == []
 
 
 @pytest.mark.parametrize(
@@ -161,9 +157,9 @@ def test_nothing_to_sample_is_nothing_sampled() -> None:
 )
 def test_logprobs_are_of_the_raw_logits(param: SamplingParams) -> None:
     logits = random_logits(20, seed=2)
-    sampled = sample(logits, [param] * 20, range(20))
-    expected = logits.double().log_softmax(-1)[torch.arange(20), torch.tensor(sampled.tokens)]
-    assert sampled.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    drawn = sample(logits, [at(position, param) for position in range(20)])
+    expected = logits.double().log_softmax(-1)[torch.arange(20), torch.tensor([one.token for one in drawn])]
+    assert [one.logprob for one in drawn] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 # Batches
@@ -187,41 +183,25 @@ def test_the_batch_and_its_order_change_no_token(seed: int, rows: int) -> None:
     positions = [rng.randrange(10**6) for _ in range(rows)]
     alone = [draw(logits[row], params[row], positions[row]) for row in range(rows)]
     order = rng.sample(range(rows), rng.randint(1, rows))
-    together = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
-    assert together.tokens == [alone[row] for row in order]
+    together = tokens_of(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert together == [alone[row] for row in order]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_spoilt_row_has_no_logprob_and_leaves_the_others_alone(bad: float) -> None:
-    logits, positions = random_logits(3, seed=3), [4, 5, 6]
+def test_a_spoilt_row_is_an_error_and_leaves_the_others_alone(bad: float) -> None:
+    logits = random_logits(3, seed=3)
     params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.7, top_k=9)]
-    expected = sample(logits, params, positions)
+    draws = [at(position, param) for position, param in enumerate(params, 4)]
+    expected = sample(logits, draws)
     for spoilt in range(3):
         batch = logits.clone()
         batch[spoilt, 7] = bad
-        sampled = sample(batch, params, positions)
-        assert math.isnan(sampled.logprobs[spoilt])
-        assert 0 <= sampled.tokens[spoilt] < VOCAB
-        for row in {0, 1, 2} - {spoilt}:
-            assert (sampled.tokens[row], sampled.logprobs[row]) == (expected.tokens[row], expected.logprobs[row])
+        drawn = sample(batch, draws)
+        assert "not finite" in str(drawn[spoilt].error)
+        assert [drawn[row] == expected[row] for row in range(3)] == [row != spoilt for row in range(3)]
 
 
 # Filters
-
-
-def kept(logits: list[float], param: SamplingParams) -> set[int]:
-    """The tokens that may be drawn: a plain loop over the sorted vocabulary; logits without ties."""
-    best = max(logits)
-    weights = {token: math.exp((logit - best) / param.temperature) for token, logit in enumerate(logits)}
-    order = sorted(weights, key=lambda token: -weights[token])[: param.top_k or None]
-    total = sum(weights[token] for token in order)
-    inside: set[int] = set()
-    share = 0.0
-    for token in order:
-        if share < param.top_p:
-            inside.add(token)
-        share += weights[token] / total
-    return {token for token in inside if weights[token] >= param.min_p}
 
 
 FILTERS = [
@@ -257,8 +237,8 @@ def test_filters_do_not_leave_their_row(param: SamplingParams) -> None:
     plain = SamplingParams(seed=9)
     batch = LOGITS.expand(2, -1)
     for position in range(50):
-        both = sample(batch, [plain, param], [position, position])
-        assert both.tokens == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
+        both = tokens_of(batch, [plain, param], [position, position])
+        assert both == [draw(LOGITS, plain, position), draw(LOGITS, param, position)]
 
 
 def test_tokens_tied_with_the_last_one_kept_are_kept() -> None:
@@ -283,3 +263,182 @@ def test_the_strictest_filters_keep_the_best_wherever_it_stands(best: int, param
 def test_min_p_keeps_what_is_exactly_on_its_border() -> None:
     logits = torch.tensor([0.25, 1.0, 0.5]).log()
     assert drawn_set(logits, SamplingParams(min_p=0.5)) == {1, 2}
+
+
+# What changes the logits, and the log-probabilities of others
+
+EOS = 1
+STEP = 1 / 8
+"""Logits, biases and penalties that are multiples of this, or powers of two, leave no rounding to differ in."""
+
+steps = st.integers(-32, 32).map(lambda number: number * STEP)
+tokens = st.integers(0, 11)
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "repetition_penalty": st.sampled_from([0.5, 1.0, 2.0, 4.0]),
+        "presence_penalty": st.sampled_from([-2.0, 0.0, 0.5, 2.0]),
+        "frequency_penalty": st.sampled_from([-1.0, 0.0, 0.25, 2.0]),
+        "logit_bias": st.dictionaries(tokens, steps, max_size=4).map(lambda bias: tuple(bias.items())),
+        "min_new_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(tokens, max_size=3).map(tuple),
+        "ignore_eos": st.booleans(),
+        "logprobs": st.integers(0, 20),
+    },
+)
+draws_of_12 = st.builds(
+    lambda changes, temperature, seed, prompt, output: Draw(
+        sampling=SamplingParams(temperature=temperature, seed=seed, **changes),
+        prompt=prompt,
+        output=output,
+        eos_token_ids=(EOS,),
+    ),
+    changes,
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 2**64 - 1),
+    st.lists(tokens, min_size=1, max_size=8).map(tuple),
+    st.lists(tokens, max_size=8),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(draws_of_12, st.lists(steps, min_size=12, max_size=12)), min_size=1, max_size=6))
+def test_a_batch_of_any_requests_is_what_plain_loops_draw(rows: list[tuple[Draw, list[float]]]) -> None:
+    logits = torch.tensor([row for _, row in rows])
+    raw = logits.clone()
+    drawn = sample(logits, [one for one, _ in rows])
+    assert torch.equal(logits, raw)
+    for one, (ask, row) in zip(drawn, rows, strict=True):
+        expected = plain_draw(row, ask.sampling, ask.prompt, ask.output, ask.eos_token_ids)
+        assert one.error is None
+        assert one.token == expected.token or expected.margin < 1e-5
+        assert one.logprob == pytest.approx(row[one.token] - row[expected.token] + expected.logprob, abs=1e-5)
+        assert [token for token, _ in one.top_logprobs] == [token for token, _ in expected.top_logprobs]
+        values = [value for _, value in one.top_logprobs]
+        assert values == pytest.approx([value for _, value in expected.top_logprobs], abs=1e-5)
+
+
+def test_penalties_of_a_large_batch_do_not_leave_their_rows() -> None:
+    """With logits of any size and a packed prompt: the greedy tokens of a plain loop over each row."""
+    logits, rng = random_logits(40, seed=5), random.Random(5)
+    sampling = [
+        SamplingParams(
+            temperature=0, repetition_penalty=rng.choice([1.0, 1.3, 0.8]), frequency_penalty=rng.choice([0, 0.7])
+        )
+        for _ in range(40)
+    ]
+    prompts = [array("q", [rng.randrange(VOCAB) for _ in range(rng.randrange(60))]) for _ in range(40)]
+    outputs = [[rng.randrange(VOCAB) for _ in range(rng.randrange(60))] for _ in range(40)]
+    asked = [
+        Draw(sampling=param, prompt=prompt, output=output)
+        for param, prompt, output in zip(sampling, prompts, outputs, strict=True)
+    ]
+    changed = [
+        changed_logits(row, param, prompt, output)
+        for row, param, prompt, output in zip(logits.tolist(), sampling, prompts, outputs, strict=True)
+    ]
+    assert [one.token for one in sample(logits, asked)] == [row.index(max(row)) for row in changed]
+    assert [row.index(max(row)) for row in changed] != logits.argmax(-1).tolist()
+
+
+def ask(processor: LogitsProcessor | None = None, output: Sequence[int] = (), **more: Any) -> Draw:
+    """Greedy behind two tokens of prompt."""
+    sampling = SamplingParams(**{"temperature": 0, **more})
+    return Draw(sampling=sampling, prompt=(3, 4), output=output, eos_token_ids=(EOS,), processor=processor)
+
+
+def test_the_order_is_bias_then_penalties_then_forbidden_then_processor() -> None:
+    seen: list[Any] = []
+
+    def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+        seen.append((prompt, output, logits_V.tolist()))
+        return logits_V.neg_()  # in place: it is its own
+
+    logits = torch.tensor([[0.0, 9.0, -1.0, 2.0, 1.0]])
+    draw = ask(
+        processor,
+        output=[4, 4],
+        logit_bias=((3, 2.0), (4, -3.0)),
+        repetition_penalty=2.0,
+        presence_penalty=1.0,
+        frequency_penalty=0.5,
+        min_new_tokens=3,
+    )
+    (drawn,) = sample(logits, [draw])
+    assert seen == [((3, 4), (4, 4), [0.0, -math.inf, -1.0, 2.0, -6.0])]
+    assert drawn.error is not None  # +inf, where -inf was, cannot be drawn
+    assert logits.tolist() == [[0.0, 9.0, -1.0, 2.0, 1.0]]
+
+
+def only(*allowed: int) -> LogitsProcessor:
+    """A processor that allows these tokens."""
+
+    def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+        masked = torch.full_like(logits_V, -math.inf)
+        masked[list(allowed)] = logits_V[list(allowed)]
+        return masked
+
+    return processor
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_processor_decides_what_may_come_and_the_logprob_is_of_the_raw_logits(temperature: float) -> None:
+    logits = random_logits(1, seed=8)
+    (drawn,) = sample(logits, [ask(only(7), temperature=temperature, logprobs=2)])
+    raw = logits[0].log_softmax(-1)
+    assert (drawn.token, drawn.error) == (7, None)
+    assert drawn.logprob == pytest.approx(float(raw[7]), abs=1e-5)
+    assert [token for token, _ in drawn.top_logprobs] == raw.topk(2).indices.tolist()
+
+
+def raises(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
+    raise KeyError("no such state")
+
+
+BROKEN: dict[str, tuple[Draw, str]] = {
+    "raises": (ask(raises, logits_processor="json"), "logits processor 'json' failed: KeyError"),
+    "no tensor": (ask(lambda *_: None), "failed: TypeError"),  # type: ignore[arg-type]
+    "another shape": (ask(lambda p, o, logits_V: logits_V[:-1]), "failed: TypeError"),
+    "another device": (ask(lambda p, o, logits_V: logits_V.to("meta")), "failed: "),
+    "nothing allowed": (ask(only()), "no token is left to draw"),
+    "nothing allowed, drawn": (ask(only(), temperature=1.0, top_k=3, top_p=0.9), "no token is left to draw"),
+    "nan": (ask(lambda p, o, logits_V: logits_V * math.nan), "no token is left to draw"),
+    "inf": (ask(lambda p, o, logits_V: logits_V + math.inf), "no token is left to draw"),
+    "all are stop tokens": (ask(min_new_tokens=1, stop_token_ids=tuple(range(VOCAB))), "after min_new_tokens"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("at", range(3))
+def test_a_row_without_a_token_fails_alone(name: str, at: int) -> None:
+    broken, message = BROKEN[name]
+    logits = random_logits(3, seed=6)
+    draws = [ask(repetition_penalty=1.2), ask(temperature=1.0, seed=3), ask(only(5, 6), logprobs=3)]
+    expected = sample(logits, draws)
+    draws[at] = broken
+    drawn = sample(logits, draws)
+    assert isinstance(drawn[at].error, RequestError)
+    assert message in str(drawn[at].error)
+    assert [drawn[row] == expected[row] for row in range(3)] == [row != at for row in range(3)]
+
+
+def test_logits_that_are_not_finite_are_not_the_processors_fault() -> None:
+    (drawn,) = sample(torch.full((1, VOCAB), math.nan), [ask(raises)])
+    assert type(drawn.error) is PDInferError
+
+
+def test_equal_logits_have_the_smaller_id_first_and_zero_has_no_sign() -> None:
+    logits = torch.tensor([[0.0, 3.0, -0.0, 3.0, 0.0, -5.0]])
+    (drawn,) = sample(logits, [ask(logprobs=6)])
+    assert [token for token, _ in drawn.top_logprobs] == [1, 3, 0, 2, 4, 5]
+    assert drawn.token == 1
+
+
+def test_more_logprobs_than_tokens_are_all_there_are() -> None:
+    (drawn,) = sample(torch.zeros(1, 4), [ask(logprobs=20)])
+    assert len(drawn.top_logprobs) == 4
+
+
+def test_no_logprobs_are_asked_for_and_none_come() -> None:
+    first, second = sample(random_logits(2), [ask(logprobs=0), ask()])
+    assert first.top_logprobs == second.top_logprobs == ()

@@ -1,5 +1,5 @@
 /* The ops of a bfloat16 model that torch leaves far from what a CPU with AVX-512 BF16 can do: products of few rows, which
- * should run at the speed at which weights are read, and latent attention. Called through `provider.py`, which checks
+ * should run at the speed at which weights are read, and latent attention. Called through `native.py`, which checks
  * dtypes, shapes and strides; sizes here are numbers of elements. docs/decisions/ says why this is C.
  *
  * bf16 values are uint16_t. A "pair" is two neighbouring bf16 values in 32 bits, the unit of vdpbf16ps: one such

@@ -1,4 +1,4 @@
-"""Compiles `kernels.c` for this machine on first use and loads it.
+"""Compiles `native.c` for this machine on first use and loads it.
 
 The library is kept in ~/.cache/pdinfer, in a folder that nobody else may write, under a name made of everything that
 went into it; where that folder cannot be had it is built anew for each process. It uses the OpenMP runtime that torch
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pdinfer.errors import BackendUnavailable
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
 NEEDED = "avx512_bf16"
 COMPILE_TIMEOUT_S = 120.0
@@ -32,6 +32,8 @@ SIGNATURES = {
     "gated_silu": (_P, _N, _N, _P, _I),
     "experts": (_P, _P, _N, _P, _P, _N, _N, _P, _P, _I),
     "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
+    "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
+    "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _F, _N, _P, _P, _I),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
@@ -46,7 +48,7 @@ def library() -> ctypes.CDLL:
     if compiler is None:
         raise BackendUnavailable("is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH")
     openmp = _loaded_openmp()
-    name = f"kernels-{_digest(compiler, openmp)}.so"
+    name = f"native-{_digest(compiler, openmp)}.so"
     folder = _cache_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="pdinfer-") as private:
@@ -74,7 +76,9 @@ def _loaded_openmp() -> str | None:
 
 
 def _digest(compiler: str, openmp: str | None) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S).stdout
+    version = subprocess.run(
+        [compiler, "--version"], capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S
+    ).stdout
     parts = (SOURCE.read_bytes(), version, " ".join(FLAGS), openmp or "", " ".join(sorted(_cpu_flags())))
     digest = hashlib.sha256()
     for part in parts:
@@ -98,7 +102,7 @@ def _cache_folder() -> Path | None:
 def _compile(compiler: str, openmp: str | None, path: Path) -> Path:
     """Under another name first, so that a process that looks meanwhile sees all of it or nothing."""
     with tempfile.TemporaryDirectory(prefix="build-", dir=path.parent) as build:
-        compiled, linked = Path(build) / "kernels.o", Path(build) / path.name
+        compiled, linked = Path(build) / "native.o", Path(build) / path.name
         link = [str(openmp)] if openmp else ["-fopenmp"]
         for command in (
             [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],

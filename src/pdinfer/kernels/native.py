@@ -14,10 +14,12 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import torch_ops
-from pdinfer.kernels.native.library import library
+from pdinfer.kernels.native_build import library
 
 FEW_ROWS = 16
 """Up to here a product waits for its weights; from there on torch's GEMM is faster."""
+FEW_HEAD_ROWS = 64
+"""The same for products head by head, which torch does one by one."""
 PART_TOKENS = 1024
 """Contexts longer than this are shared by threads in decode."""
 KEYS = 4096
@@ -96,6 +98,52 @@ def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: T
     return out
 
 
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    rows, num_heads, width = x_THN.shape
+    outs = weight_HNC.shape[2]
+    packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
+    if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not packed:
+        return torch_ops.heads_in(x_THN, weight_HNC)
+    out = x_THN.new_empty(rows, num_heads, outs)
+    library().heads_in(
+        x_THN.data_ptr(),
+        x_THN.stride(0),
+        x_THN.stride(1),
+        rows,
+        num_heads,
+        width,
+        weight_HNC.data_ptr(),
+        weight_HNC.stride(0),
+        outs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    rows, num_heads, width = x_THC.shape
+    outs = weight_HVC.shape[1]
+    packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
+    if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not packed:
+        return torch_ops.heads_out(x_THC, weight_HVC)
+    out = x_THC.new_empty(rows, num_heads, outs)
+    library().heads_out(
+        x_THC.data_ptr(),
+        x_THC.stride(0),
+        x_THC.stride(1),
+        rows,
+        num_heads,
+        width,
+        weight_HVC.data_ptr(),
+        weight_HVC.stride(0),
+        outs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
 def mla_prefill(
     q_THQ: Tensor,
     pages_PGW: Tensor,
@@ -110,7 +158,7 @@ def mla_prefill(
     num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
-    if v_head_dim % 64 or nope % 2 or rope % 2:
+    if v_head_dim % 64 or nope % 2 or rope % 2 or pages_PGW.dtype != q_THQ.dtype:
         return torch_ops.mla_prefill(
             q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
         )
@@ -126,9 +174,10 @@ def mla_prefill(
             stop = min(start + step, context)
             table = page_table_BM[row, start // page_size : -(-stop // page_size)]
             cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
+            kv_SHX = F.linear(cached[:, :rank], kv_b_OC)
             library().mla_prefill(
                 q_THQ[at].data_ptr(),
-                F.linear(cached[:, :rank], kv_b_OC).data_ptr(),
+                kv_SHX.data_ptr(),
                 cached[:, rank:].data_ptr(),
                 cached.stride(0),
                 num_queries,
@@ -160,10 +209,8 @@ def mla_decode(
 ) -> Tensor:
     batch, num_heads, rank = q_latent_BHC.shape
     width = pages_PGW.shape[-1]
-    if not batch or rank % 32 or width % 32 or not pages_PGW.is_contiguous():
-        return torch_ops.mla_decode(
-            q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale
-        )
+    if not batch or rank % 32 or width % 32 or pages_PGW.dtype != q_rope_BHR.dtype:
+        return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
     q_BHW = torch.cat((q_latent_BHC, q_rope_BHR), -1)
     out = q_BHW.new_empty(batch, num_heads, rank)
     parts = int((context_lens_B + (PART_TOKENS - 1)).div_(PART_TOKENS, rounding_mode="floor").sum())

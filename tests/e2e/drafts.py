@@ -1,0 +1,61 @@
+"""Comparing runs with drafts and without."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+import pdinfer as pd
+from pdinfer.sampling import Draw, sample
+from tests.e2e.setups import NEAR_TIE
+
+ACCEPTANCE_FLOOR = 0.9
+"""Of first drafts, greedy, on recall and copy prompts."""
+
+Streams = dict[str, list[pd.TokenEvent]]
+
+
+def near_tie(model: pd.Model, request: pd.Request, before: list[int], one: int, other: int) -> bool:
+    """Whether a change of the logits within rounding can give either token."""
+    draw = Draw(
+        sampling=request.sampling, prompt=request.prompt, output=before, eos_token_ids=model.config.eos_token_ids
+    )
+    logits = model.logits([*request.prompt, *before])[-1:]
+    for token in (one, other):
+        leaning = logits.clone()
+        leaning[0, token] += NEAR_TIE
+        if sample(leaning, [draw])[0].token != token:
+            return False
+    return True
+
+
+def check_equal(model: pd.Model, asked: Sequence[pd.Request], with_drafts: Streams, without: Streams) -> None:
+    """Tokens, log-probabilities and ends; near ties are counted and end the comparison of their stream."""
+    near_ties = num_tokens = 0
+    for request in asked:
+        ours, theirs = (streams[request.request_id or ""] for streams in (with_drafts, without))
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            num_tokens += 1
+            if a.token != b.token:
+                assert a.token is not None
+                assert b.token is not None
+                before = [event.token for event in ours[:index] if event.token is not None]
+                assert near_tie(model, request, before, a.token, b.token), (request.request_id, index, a, b)
+                near_ties += 1
+                break
+            assert a.finish_reason == b.finish_reason
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert [token for token, _ in a.top_logprobs] == [token for token, _ in b.top_logprobs]
+        else:
+            assert len(ours) == len(theirs)
+    assert near_ties * 10_000 <= max(10_000, num_tokens)
+
+
+def drafted(streams: Streams) -> tuple[int, int]:
+    """(drafted, accepted) of all requests, as their last events tell."""
+    usages = [stream[-1].usage for stream in streams.values()]
+    return (
+        sum(usage.num_draft_tokens for usage in usages if usage),
+        sum(usage.num_accepted_tokens for usage in usages if usage),
+    )
