@@ -31,11 +31,12 @@ LAYERS = (
     ("engine", "sequence"),
     ("runner",),
     ("speculation",),
-    ("schedule", "sampling", "weights", "policy", "inbox"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
+    ("schemes",),
     ("model",),
     ("mtp",),
     ("block",),
-    ("mla", "moe"),
+    ("mla", "dsa", "moe"),
     ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
@@ -50,12 +51,13 @@ LAYERS = (
 # Of a lower folder, some modules may see only a part. The model reads pages through a view and does not know that a
 # channel exists. `schedule` is pure functions over plain values; if it ever needs the pool's own types, "kv.pool"
 # (which holds no tensor) goes into its set.
-_VIEW = frozenset({"kv.view", "kv.layout"})
+_VIEW = frozenset({"kv.view", "kv.layout", "kv.formats"})
 ONLY = {
     "model": {"kv": _VIEW},
     "mtp": {"kv": _VIEW},
     "block": {"kv": _VIEW},
     "mla": {"kv": _VIEW},
+    "dsa": {"kv": _VIEW},
     "moe": {"kv": _VIEW},
     "layers": {"kv": _VIEW},
     "batch": {"kv": _VIEW},
@@ -74,7 +76,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("testing.models",),  # only to write: `checkpoint` reads the files itself
+    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }

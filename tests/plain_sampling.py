@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import attrs
 
@@ -27,9 +27,12 @@ def plain_draw(
     prompt: Sequence[int],
     output: Sequence[int],
     eos_token_ids: Sequence[int] = (),
+    allowed: Collection[int] | None = None,
 ) -> PlainToken:
-    """The token behind `output`; without a logits processor."""
+    """The token behind `output`; `allowed` are those that a logits processor leaves, by default all."""
     changed = changed_logits(logits, sampling, prompt, output, eos_token_ids)
+    if allowed is not None:
+        changed = [logit if token in allowed else -math.inf for token, logit in enumerate(changed)]
     sums = dict(enumerate(changed))
     if sampling.temperature:
         position = len(prompt) + len(output)

@@ -30,6 +30,7 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
 from pdinfer.pairing import Pairing
 from pdinfer.prefill import PrefillEngine
+from pdinfer.quantize import quantize_checkpoint
 from pdinfer.topology import Topology
 from pdinfer.types import (
     FinishReason,
@@ -80,6 +81,7 @@ __all__ = [
     "load_model",
     "moe",
     "policy",
+    "quantize_checkpoint",
     "remote",
     "testing",
 ]

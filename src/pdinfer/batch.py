@@ -24,14 +24,16 @@ class Row:
 class Batch:
     """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
 
-    `slots_T` is where each token's latent is written (page * page_size + offset); `page_table_BM` is padded with pages
-    of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are also on the host,
-    so that no kernel has to sync. `absorbed` picks the attention form (see `mla`); there every token is a sequence of
-    its own, T = B, which shares its pages with those before it.
+    `sequence_T` is each token's row of the page table; `slots_T` is where each token's latent is written (page *
+    page_size + offset); `page_table_BM` is padded with pages of the same row; `context_lens` counts the tokens a
+    sequence has after this step. Lengths are also on the host, so that no kernel has to sync. `absorbed` picks the
+    attention form (see `mla`); there every token is a sequence of its own, T = B, which shares its pages with those
+    before it.
     """
 
     tokens_T: Tensor
     positions_T: Tensor
+    sequence_T: Tensor
     slots_T: Tensor
     page_table_BM: Tensor
     context_lens_B: Tensor
@@ -46,11 +48,13 @@ class Batch:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
         tokens: list[int] = []
         positions: list[int] = []
+        sequences: list[int] = []
         slots: list[int] = []
-        for row in rows:
+        for index, row in enumerate(rows):
             tokens.extend(row.tokens)
             span = range(row.start, row.start + len(row.tokens))
             positions.extend(span)
+            sequences.extend([index] * len(span))
             slots.extend(row.pages[at // page_size] * page_size + at % page_size for at in span)
         context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
@@ -62,6 +66,7 @@ class Batch:
         return cls(
             tokens_T=tensor(tokens, -1),
             positions_T=tensor(positions, -1),
+            sequence_T=tensor(sequences, -1),
             slots_T=tensor(slots, -1),
             page_table_BM=tensor(table, len(rows), width),
             context_lens_B=tensor(context_lens, -1),

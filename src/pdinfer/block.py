@@ -7,7 +7,9 @@ from torch import Tensor
 
 from pdinfer.batch import Batch
 from pdinfer.config import ModelConfig
+from pdinfer.dsa import Indexer
 from pdinfer.kernels.ops import Ops
+from pdinfer.kv.view import KVView
 from pdinfer.layers import GatedMLP, RMSNorm, WeightSource
 from pdinfer.mla import MLA
 from pdinfer.moe.dispatch import TokenDispatcher
@@ -16,10 +18,15 @@ from pdinfer.moe.layer import MoE
 
 @attrs.frozen
 class Block:
-    """h + attention(norm(h)), then h + mlp(norm(h)); the MLP is dense in the first layers and MoE after."""
+    """h + attention(norm(h)), then h + mlp(norm(h)); the MLP is dense in the first layers and MoE after.
 
+    `indexer` is None where every token is read, and in layers that share the choice of one before them.
+    """
+
+    layer: int
     attention_norm: RMSNorm
     attention: MLA
+    indexer: Indexer | None
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
 
@@ -30,14 +37,31 @@ class Block:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         attention_norm = RMSNorm.build(source, f"{name}.input_layernorm", hidden, eps, ops)
         attention = MLA.build(source, f"{name}.self_attn", config, ops)
+        indexer = None
+        if config.has_indexer(layer):
+            indexer = Indexer.build(source, f"{name}.self_attn.indexer", config, ops)
         mlp_norm = RMSNorm.build(source, f"{name}.post_attention_layernorm", hidden, eps, ops)
         mlp: GatedMLP | MoE
         if config.is_moe_layer(layer):
             mlp = MoE.build(source, f"{name}.mlp", config, ops, dispatcher)
         else:
             mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops)
-        return cls(attention_norm, attention, mlp_norm, mlp)
+        return cls(layer, attention_norm, attention, indexer, mlp_norm, mlp)
 
-    def __call__(self, hidden_TD: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> Tensor:
-        hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), batch, angles, pages_PGW)
-        return hidden_TD + self.mlp(self.mlp_norm(hidden_TD))
+    def __call__(
+        self,
+        hidden_TD: Tensor,
+        batch: Batch,
+        angles: tuple[Tensor, Tensor],
+        view: KVView,
+        selected_TS: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden [T, D], selected positions) after this layer, whose cache in `view` is written.
+
+        `selected_TS` is what the last indexer of this step chose, None before the first and where all is read."""
+        x_TD = self.attention_norm(hidden_TD)
+        query_TL = self.attention.query_latent(x_TD)
+        if self.indexer is not None:
+            selected_TS = self.indexer(x_TD, query_TL, batch, angles, view.index_keys[self.layer])
+        hidden_TD = hidden_TD + self.attention(x_TD, query_TL, batch, angles, view.latents[self.layer], selected_TS)
+        return hidden_TD + self.mlp(self.mlp_norm(hidden_TD)), selected_TS

@@ -14,11 +14,12 @@ import attrs
 from pdinfer.checks import a_bool, as_float, clip, float_in, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.hf_config import STORED_DTYPES
-from pdinfer.model_config import ModelConfig, ScoringFunc, TopkMethod, YarnScaling
+from pdinfer.model_config import IndexerType, ModelConfig, ScoringFunc, TopkMethod, YarnScaling
 
 __all__ = [
     "CacheConfig",
     "EngineConfig",
+    "IndexerType",
     "ModelConfig",
     "PairingConfig",
     "ScoringFunc",
@@ -47,14 +48,15 @@ def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
 class CacheConfig:
     """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
 
-    `kv_format` "auto" is the model's dtype. Pages are given by number (`num_pages`) or by share of the device's memory
-    (`mem_fraction_static`, weights included); with neither the pool decides. `memory` "shared" can be mapped by other
-    processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
+    `kv_format` "auto" is the model's dtype; "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
+    instead of 1152). Pages are given by number (`num_pages`) or by share of the device's memory (`mem_fraction_static`,
+    weights included); with neither the pool decides. `memory` "shared" can be mapped by other processes of the host,
+    "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
     room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
-    kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES))
+    kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
     num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))

@@ -71,7 +71,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._arrivals = 0
         self._stalled = False
         self._drafted = DraftCounts()
-        self._accept_length = 0.0
 
     @property
     def num_unfinished(self) -> int:
@@ -106,13 +105,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return DecodeLoad(
             **self._common_load(),
             num_waiting_requests=len(waiting) + len(unseen),
-            num_waiting_tokens=sum(sequence.num_tokens for sequence in waiting)
-            + sum(len(request.prompt) + len(request.output) for request in unseen),
+            num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
             **attrs.asdict(self._drafted),
-            accept_length=self._accept_length,
         )
 
     def wait(self, timeout_s: float) -> bool:
@@ -331,7 +328,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
             return
         num_tokens = sum(map(len, drawn))
-        self._accept_length = num_tokens / len(batch)
+        self._drafted.accept_length = num_tokens / len(batch)
         for sequence, new in zip(batch, drawn, strict=True):
             self._take_tokens(sequence, new)
         self._worked(num_tokens, started)
@@ -354,9 +351,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:
         """A new token is emitted, unless it could not be drawn; whether more may follow it."""
-        if isinstance(new.error, RequestError):
-            self._end(sequence, FinishReason.FAILED, new.error)
-            return False
         if new.error is not None:
             self._fail(sequence, new.error)
             return False
@@ -371,8 +365,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return reason is None
 
     def _fail(self, sequence: Sequence, error: PDInferError) -> None:
-        """Ends a request whose computation failed; what it leaves behind is used by nobody."""
-        self._tables.forget(sequence)
+        """Ends a request whose computation failed. What it leaves behind is used by nobody, unless the failure was the
+        request's own doing."""
+        if not isinstance(error, RequestError):
+            self._tables.forget(sequence)
         self._end(sequence, FinishReason.FAILED, error)
 
     def _end(

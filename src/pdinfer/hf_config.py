@@ -20,9 +20,19 @@ from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
 
 MAX_EOS_IDS = 64
+MAX_LAYERS = 1024
 MAX_TOP_K = 1 << 24
 
 STORED_DTYPES = ("bfloat16", "float16", "float32")
+SUPPORTED_WEIGHTS = (
+    f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
+    "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
+)
+"""What to do about a checkpoint that is quantized otherwise, as the end of an error message."""
+FP8_FIELDS: Mapping[str, object] = MappingProxyType(
+    {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+)
+QUANTIZE = ("w8a8", "w8a8_dynamic")
 
 # A checkpoint's own code is never imported, and no option to do so exists.
 IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
@@ -67,14 +77,27 @@ class TopkMethod(enum.Enum):
     NOAUX_TC = "noaux_tc"
 
 
+class IndexerType(enum.Enum):
+    """Whether a layer of a model with sparse attention chooses tokens itself or takes the last full layer's choice."""
+
+    FULL = "full"
+    SHARED = "shared"
+
+
 @attrs.frozen(kw_only=True)
 class Family:
-    """What a `model_type` implies where its config.json is silent, and what it may say. The first is the default."""
+    """What a `model_type` implies where its config.json is silent, and what it may say. The first is the default.
+
+    `indexer_rope_interleave` is None in families without an indexer.
+    """
 
     scoring_func: ScoringFunc
     topk_methods: tuple[TopkMethod, ...]
     norm_topk_prob: tuple[bool, ...]
+    indexer_rope_interleave: bool | None = None
 
+
+_V3 = Family(scoring_func=ScoringFunc.SIGMOID, topk_methods=(TopkMethod.NOAUX_TC,), norm_topk_prob=(True, False))
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -84,9 +107,19 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             topk_methods=(TopkMethod.GREEDY, TopkMethod.GROUP_LIMITED_GREEDY),
             norm_topk_prob=(False,),
         ),
-        "deepseek_v3": Family(
-            scoring_func=ScoringFunc.SIGMOID, topk_methods=(TopkMethod.NOAUX_TC,), norm_topk_prob=(True, False)
-        ),
+        "deepseek_v3": _V3,
+        "deepseek_v32": attrs.evolve(_V3, indexer_rope_interleave=False),
+        "glm_moe_dsa": attrs.evolve(_V3, indexer_rope_interleave=True),
+        "kimi_k2": _V3,
+    }
+)
+
+# Relatives of these families, and why they are none.
+STRANGERS: Mapping[str, str] = MappingProxyType(
+    {
+        "deepseek_v4": "it is another architecture (compressed attention with sinks, hyper-connections), not MLA",
+        "kimi_k25": "it wraps a text model for images: export the text model, with tensors named model.*, as a "
+        "checkpoint of its own",
     }
 )
 
@@ -117,8 +150,10 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     values["topk_method"] = _member(TopkMethod, "topk_method", values["topk_method"])
     values["yarn"] = None
     values |= _rope(raw)
+    values |= _indexer(raw, family)
     values["eos_token_ids"] = eos_ids(raw.get("eos_token_id"))
     values["dtype"] = _stored_dtype(raw)
+    values["scale_fmt"] = _scale_fmt(raw)
     return values
 
 
@@ -142,19 +177,13 @@ def check_generation(raw: Mapping[str, object]) -> None:
 def _family(raw: Mapping[str, object]) -> Family:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ConfigError(f"model_type {clip(model_type)} is not supported; supported: {', '.join(FAMILIES)}")
+        why = STRANGERS.get(model_type) if isinstance(model_type, str) else None
+        because = f" ({why})" if why else ""
+        raise ConfigError(f"model_type {clip(model_type)} is not supported{because}; supported: {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
 def _refuse_unsupported(raw: Mapping[str, object]) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise ConfigError(
-            f"quantization_config (quant_method {clip(method)}) is not supported yet; {supported_dtypes()}"
-        )
-    if raw.get("quantize") is not None:
-        raise ConfigError(f"quantize {clip(raw['quantize'])} is not supported yet; {supported_dtypes()}")
     for name, value in FIXED_FIELDS.items():
         _check_fixed(raw, name, value)
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
@@ -163,6 +192,16 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
             f"num_key_value_heads must divide num_attention_heads = {clip(heads)} evenly, and equal it in a model with "
             f"latent attention, got {clip(kv_heads)}"
         )
+    kinds, num_dense, num_layers = (
+        raw.get(name) for name in ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
+    )
+    if isinstance(kinds, list) and isinstance(num_dense, int) and isinstance(num_layers, int):
+        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
+        if dense != list(range(min(num_dense, len(kinds)))) or len(kinds) < num_layers:
+            raise ConfigError(
+                f"mlp_layer_types must be first_k_dense_replace = {clip(num_dense)} times dense and then sparse, "
+                f"got {clip(kinds)}"
+            )
     nope, rope, head = (raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"))
     if head is not None and isinstance(nope, int) and isinstance(rope, int) and nope + rope != head:
         raise ConfigError(
@@ -170,9 +209,32 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
         )
 
 
-def supported_dtypes() -> str:
-    """What to do about a quantized checkpoint, as the end of an error message."""
-    return f"supported: weights stored as {', '.join(STORED_DTYPES)}"
+def _scale_fmt(raw: Mapping[str, object]) -> object:
+    """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
+    quantized is not asked here, because the files say it."""
+    _check_quantize(raw.get("quantize"))
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return None
+    fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    if fields.get("quant_method") != "fp8":
+        method = clip(fields.get("quant_method"))
+        raise ConfigError(f"quantization_config: quant_method {method} is not supported; {SUPPORTED_WEIGHTS}")
+    for name, value in FP8_FIELDS.items():
+        if fields.get(name) not in (None, value):
+            raise ConfigError(
+                f"quantization_config: {name} {clip(fields[name])} is not supported, it must be {clip(value)}; "
+                f"{SUPPORTED_WEIGHTS}"
+            )
+    if fields.get("weight_block_size") is None:
+        raise ConfigError(f"quantization_config: weight_block_size is missing; {SUPPORTED_WEIGHTS}")
+    return fields.get("scale_fmt")
+
+
+def _check_quantize(value: object) -> None:
+    """`quantize` of an INT8 export names its main scheme; the description file has one per tensor, and counts."""
+    if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
+        raise ConfigError(f"quantize {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
 
 
 def _check_fixed(fields: Mapping[str, object], name: str, expected: object) -> None:
@@ -212,6 +274,49 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
         if key not in yarn:
             raise ConfigError(f"rope scaling of type yarn needs {key}, which is missing")
     return {**rope, "yarn": yarn}
+
+
+def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """The fields of sparse attention; `indexer_types` has one entry per main layer."""
+    if family.indexer_rope_interleave is None:
+        if raw.get("index_topk") is not None:
+            raise ConfigError(
+                f"index_topk {clip(raw['index_topk'])} asks for sparse attention, which a {raw['model_type']} does not "
+                f"have; a DeepSeek-V3.2 has model_type deepseek_v32"
+            )
+        return dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk"))
+    interleave = raw.get("indexer_rope_interleave")
+    return {
+        "indexer_rope_interleave": family.indexer_rope_interleave if interleave is None else interleave,
+        "indexer_types": _indexer_types(raw),
+    }
+
+
+def _indexer_types(raw: Mapping[str, object]) -> tuple[IndexerType, ...]:
+    """From the list itself, a pattern such as "FSSS", or GLM-5.2's schedule: of the layers from
+    `index_skip_topk_offset - 1` on, every `index_topk_freq`-th is full; all before are. Without any, every layer is."""
+    num_layers = raw.get("num_hidden_layers")
+    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig says what is wrong with it
+    given, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
+    if given is None and isinstance(pattern, str):
+        given = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]
+    elif given is None:
+        given = pattern
+    if given is not None:
+        if not isinstance(given, list | tuple) or len(given) < count:
+            raise ConfigError(f"indexer_types must name each of the {count} layers, got {clip(given)}")
+        return tuple(_member(IndexerType, "indexer_types", value) for value in given[:count])
+    every, offset = (
+        raw.get(name, default) for name, default in (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
+    )
+    if not is_int(every) or not is_int(offset) or every < 1 or offset < 1:  # type: ignore[operator]
+        raise ConfigError(
+            f"index_topk_freq and index_skip_topk_offset must be ints of at least 1, got {clip(every)}, {clip(offset)}"
+        )
+    return tuple(
+        IndexerType.SHARED if max(layer - offset + 1, 0) % every else IndexerType.FULL  # type: ignore[operator]
+        for layer in range(count)
+    )
 
 
 def _add_rope(fields: dict[str, object], key: str, value: object) -> None:

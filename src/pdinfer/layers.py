@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import FloatWithBias, Weight
 
 
 class WeightSource(Protocol):
@@ -19,61 +21,76 @@ class WeightSource(Protocol):
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """The tensor called `name`, in the model's dtype unless `dtype` says otherwise."""
 
-    def into(self, name: str, destination: Tensor) -> None:
-        """Fills `destination`, a slice of a larger tensor, from the tensor called `name`."""
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        """As `take`, or None where a tensor called `name` is neither promised nor there."""
 
-    def new(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of the model's dtype, for `into` to fill."""
+    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
+        """The matrices [rows, columns] called `names`, one below the other, in the format the source holds them in."""
+
+    def format(self, name: str) -> type:
+        """The class of `Weight` that `weight` would hold this matrix in."""
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        """The same for every expert: a stack with as many as there are lists of names."""
 
 
 @attrs.frozen
 class Linear:
-    """x @ weight.T, weight [out, in]; no bias."""
+    """x @ weight.T, weight [out, in] in any format. Only what was quantized together with a bias has one."""
 
-    weight_OI: Tensor
-    ops: Ops
+    weight: Weight
+    op: Callable[[Tensor, Any], Tensor]
+    bias_O: Tensor | None = None
 
     @classmethod
     def build(cls, source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops) -> Linear:
-        return cls(source.take(f"{name}.weight", out_features, in_features), ops)
+        return cls.of(source.weight((f"{name}.weight",), out_features, in_features), ops)
+
+    @classmethod
+    def of(cls, weight: Weight, ops: Ops) -> Linear:
+        if isinstance(weight, FloatWithBias):
+            return cls(weight.numbers, ops.linear, weight.bias.squeeze(-1))
+        return cls(weight, ops.linear_by(weight))
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        return self.ops.linear(x_TI, self.weight_OI)
+        y_TO = self.op(x_TI, self.weight)
+        return y_TO if self.bias_O is None else y_TO + self.bias_O
 
 
 @attrs.frozen
 class RMSNorm:
-    """Root-mean-square norm over the last axis."""
+    """Root-mean-square norm over the last axis, and the bias that INT8 checkpoints may add to tame outliers."""
 
     weight_D: Tensor
     eps: float
     ops: Ops
+    bias_D: Tensor | None = None
 
     @classmethod
     def build(cls, source: WeightSource, name: str, size: int, eps: float, ops: Ops) -> RMSNorm:
-        return cls(source.take(f"{name}.weight", size), eps, ops)
+        return cls(source.take(f"{name}.weight", size), eps, ops, source.find(f"{name}.bias", size))
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.ops.rms_norm(x_TD, self.weight_D, self.eps)
+        y_TD = self.ops.rms_norm(x_TD, self.weight_D, self.eps)
+        return y_TD if self.bias_D is None else y_TD + self.bias_D
 
 
 @attrs.frozen
 class GatedMLP:
     """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate rows first."""
 
-    gate_up_JD: Tensor
-    down_DI: Tensor
+    gate_up: Linear
+    down: Linear
     ops: Ops
 
     @classmethod
     def build(cls, source: WeightSource, name: str, hidden_size: int, intermediate_size: int, ops: Ops) -> GatedMLP:
-        gate_up_JD = source.new(2 * intermediate_size, hidden_size)
-        source.into(f"{name}.gate_proj.weight", gate_up_JD[:intermediate_size])
-        source.into(f"{name}.up_proj.weight", gate_up_JD[intermediate_size:])
-        return cls(gate_up_JD, source.take(f"{name}.down_proj.weight", hidden_size, intermediate_size), ops)
+        names = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+        gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size), ops)
+        return cls(gate_up, Linear.build(source, f"{name}.down_proj", hidden_size, intermediate_size, ops), ops)
 
     def __call__(self, x_TD: Tensor) -> Tensor:
-        return self.ops.linear(self.ops.gated_silu(self.ops.linear(x_TD, self.gate_up_JD)), self.down_DI)
+        return self.down(self.ops.gated_silu(self.gate_up(x_TD)))
 
 
 @attrs.frozen

@@ -8,6 +8,9 @@ one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import attrs
 import torch
 from torch import Tensor
@@ -15,6 +18,7 @@ from torch import Tensor
 from pdinfer.batch import Batch
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic
 from pdinfer.layers import Linear, RMSNorm, WeightSource
 
 LATENT_NORM_EPS = 1e-6
@@ -23,7 +27,8 @@ LATENT_NORM_EPS = 1e-6
 
 @attrs.frozen(kw_only=True)
 class MLA:
-    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent."""
+    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent; `kv_b_OC` is
+    of floats whatever it is stored as, because absorbed attention takes it apart by heads."""
 
     config: ModelConfig
     ops: Ops
@@ -33,6 +38,7 @@ class MLA:
     kv_a: Linear
     kv_a_norm: RMSNorm
     kv_b_OC: Tensor
+    round_latent: Callable[[Tensor], Tensor]
     o: Linear
 
     @classmethod
@@ -57,30 +63,53 @@ class MLA:
             kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
             kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
             kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank),
+            round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
             o=Linear.build(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops),
         )
 
-    def __call__(self, x_TD: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> Tensor:
-        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D]."""
-        self.ops.store_latent(pages_PGW, batch.slots_T, self.latent(x_TD, angles))
-        q_nope_THN, q_rope_THR = self.query(x_TD, angles)
-        attend = absorbed if batch.absorbed else expanded
-        return self.o(attend(self, q_nope_THN, q_rope_THR, batch, pages_PGW).flatten(1))
+    def __call__(
+        self,
+        x_TD: Tensor,
+        query_TL: Tensor,
+        batch: Batch,
+        angles: tuple[Tensor, Tensor],
+        pages_PGW: Tensor,
+        selected_TS: Tensor | None = None,
+    ) -> Tensor:
+        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D].
 
-    def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """What the cache holds of each token, [T, C + R]: the latent after its norm, the key after its rotation."""
-        kv_TW = self.kv_a(x_TD)
-        c_TC, k_TR = kv_TW.tensor_split((self.config.kv_lora_rank,), -1)
-        k_TR = self.ops.rotate(k_TR[:, None], *angles)[:, 0]
-        return torch.cat((self.kv_a_norm(c_TC), k_TR), -1)
+        `query_TL` is `query_latent(x_TD)`. With `selected_TS` (positions as `kernels.ops.IndexTopK` returns them) each
+        token reads those of its sequence alone."""
+        self.ops.store_latent(pages_PGW, batch.slots_T, *self.latent(x_TD, angles))
+        q_nope_THN, q_rope_THR = self.query(query_TL, angles)
+        if batch.absorbed or selected_TS is not None:
+            out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, selected_TS)
+        else:
+            out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
+        return self.o(out_THV.flatten(1))
 
-    def query(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(q_nope_THN, q_rope_THR), the second part rotated."""
-        if self.q_a is not None and self.q_a_norm is not None:
-            x_TD = self.q_a_norm(self.q_a(x_TD))
-        q_THQ = self.q_b(x_TD).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
+    def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the cache holds of each token: the latent after its norm [T, C], the key after its rotation [T, R]."""
+        c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
+        return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+
+    def query_latent(self, x_TD: Tensor) -> Tensor:
+        """What queries are made of, an indexer's too: the normed latent [T, q_lora_rank], or `x_TD` without one."""
+        return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))
+
+    def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
+        q_THQ = self.q_b(query_TL).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
+
+
+def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """What a quantized kv_b_proj does to its input. It is all that reads a latent, so the cache holds it rounded, and
+    both forms of attention remain one function."""
+    if kv_b_format is FP8Blocks:
+        return partial(ops.round_fp8, ue8m0=config.scale_fmt == "ue8m0")
+    return ops.round_int8 if kv_b_format is Int8Dynamic else lambda c_TC: c_TC
 
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
@@ -97,13 +126,23 @@ def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pag
     )
 
 
-def absorbed(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
-    """Attention over the latents themselves, one query per sequence (T = B) -> [T, H, V]."""
-    config = mla.config
+def absorbed(
+    mla: MLA,
+    q_nope_THN: Tensor,
+    q_rope_THR: Tensor,
+    batch: Batch,
+    pages_PGW: Tensor,
+    selected_TS: Tensor | None,
+) -> Tensor:
+    """Attention over the latents themselves -> [T, H, V]: of selected positions, or of all with one query per sequence
+    (T = B)."""
+    config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
     kv_b_HOC = mla.kv_b_OC.view(config.num_attention_heads, -1, config.kv_lora_rank)
     k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
-    q_latent_THC = torch.bmm(q_nope_THN.transpose(0, 1), k_b_HNC).transpose(0, 1)
-    o_THC = mla.ops.mla_decode(
-        q_latent_THC, q_rope_THR, pages_PGW, batch.page_table_BM, batch.context_lens_B, scale=config.softmax_scale
-    )
+    q_THC = torch.bmm(q_nope_THN.transpose(0, 1), k_b_HNC).transpose(0, 1)
+    scale = config.softmax_scale
+    if selected_TS is None:
+        o_THC = ops.mla_decode(q_THC, q_rope_THR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
+    else:
+        o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=scale)
     return torch.bmm(o_THC.transpose(0, 1), v_b_HVC.transpose(1, 2)).transpose(0, 1)

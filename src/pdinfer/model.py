@@ -14,7 +14,8 @@ from pdinfer.checks import check_fits, physical_memory_bytes
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import ResolvedOps
-from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.formats import FP8, cache_components
+from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.moe.dispatch import LocalDispatcher
@@ -89,8 +90,9 @@ class Model:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
         angles = self.rotary(batch.positions_T)
+        selected_TS = None
         for layer, block in enumerate(self.blocks):
-            hidden_TD = block(hidden_TD, batch, angles, view.latents[layer])
+            hidden_TD, selected_TS = block(hidden_TD, batch, angles, view, selected_TS)
             yield layer, hidden_TD
 
     def forward(self, batch: Batch, view: KVView) -> Tensor:
@@ -146,30 +148,23 @@ class Model:
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """What a page of this model holds. `kv_format` "auto" is the model's dtype."""
-        dtype = str(self.dtype).removeprefix("torch.") if cache.kv_format == "auto" else cache.kv_format
-        if dtype != str(self.dtype).removeprefix("torch."):
+        """What a page of this model holds. `kv_format` "auto" is the model's dtype, "fp8" fits any. Raises ConfigError
+        for another dtype and for sizes that "fp8" cannot pack."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        kv_format = dtype if cache.kv_format == "auto" else cache.kv_format
+        if kv_format not in (dtype, FP8):
             raise ConfigError(
                 f'kv_format "{cache.kv_format}" was asked for and the model runs in {self.dtype}: load the model with '
                 'that dtype, or leave kv_format "auto"'
             )
-        rank, rope = self.config.kv_lora_rank, self.config.qk_rope_head_dim
-        latent = KVComponent(
-            name="latent",
-            format=f"mla.{dtype}.{rank}+{rope}.rope-interleaved",
-            dtype=dtype,
-            width=rank + rope,
-            token_bytes=(rank + rope) * self.dtype.itemsize,
-            layers=tuple(range(self.config.num_hidden_layers)),
-        )
-        components = [latent]
+        components = cache_components(self.config, kv_format, range(self.config.num_hidden_layers))
         if self.mtp is not None:
-            components.append(attrs.evolve(latent, name="mtp.latent", layers=(self.mtp.layer,)))
+            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix="mtp.")
         return KVLayout(
             model_id=self.config.fingerprint,
             weights_id=self.weights_id,
             page_size=cache.page_size,
-            components=tuple(components),
+            components=components,
         )
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:

@@ -21,12 +21,11 @@ from pdinfer import hf_config, rope
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.files import read_json
-from pdinfer.hf_config import FAMILIES, STORED_DTYPES, ScoringFunc, TopkMethod
+from pdinfer.hf_config import FAMILIES, MAX_LAYERS, STORED_DTYPES, IndexerType, ScoringFunc, TopkMethod
 from pdinfer.rope import MAX_POSITIONS, YarnScaling
 
-__all__ = ["ModelConfig", "ScoringFunc", "TopkMethod", "YarnScaling"]
+__all__ = ["IndexerType", "ModelConfig", "ScoringFunc", "TopkMethod", "YarnScaling"]
 
-MAX_LAYERS = 1024
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
 MAX_LATENT_RANK = 1 << 16
@@ -38,10 +37,13 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """The architecture of a DeepSeek-V2/V3 model. Fields keep the names of the Hugging Face config.json.
+    """The architecture of a DeepSeek-V2, V3, V3.2, Kimi-K2 or GLM-5 model. Fields keep the names of the Hugging Face
+    config.json.
 
-    Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one the weights are stored
-    in. Layers `first_k_dense_replace` and up are mixtures of experts.
+    Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one that weights which are
+    not quantized are stored in; `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two.
+    Layers `first_k_dense_replace` and up are mixtures of experts.
+    The `index_*` fields are None in models without sparse attention, and `indexer_types` is empty.
     """
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
@@ -72,9 +74,15 @@ class ModelConfig:
     yarn: YarnScaling | None = attrs.field(default=None, validator=attrs.validators.optional(instance_of(YarnScaling)))
     tie_word_embeddings: bool = attrs.field(default=False, validator=a_bool)
     num_nextn_predict_layers: int = attrs.field(default=0, validator=int_in(0, 16))
+    index_n_heads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 4096)))
+    index_head_dim: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(2, MAX_HEAD_DIM)))
+    index_topk: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, MAX_POSITIONS)))
+    indexer_rope_interleave: bool = attrs.field(default=False, validator=a_bool)
+    indexer_types: tuple[IndexerType, ...] = ()
     bos_token_id: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, MAX_VOCAB - 1)))
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = attrs.field(default="bfloat16", validator=one_of(*STORED_DTYPES))
+    scale_fmt: str | None = attrs.field(default=None, validator=attrs.validators.optional(one_of("ue8m0")))
 
     def __attrs_post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
@@ -86,6 +94,7 @@ class ModelConfig:
             )
         self._check_router()
         self._check_experts()
+        self._check_indexer()
         _check_token_ids("bos_token_id", () if self.bos_token_id is None else (self.bos_token_id,), self.vocab_size)
         _check_token_ids("eos_token_id", self.eos_token_ids, self.vocab_size)
 
@@ -125,6 +134,24 @@ class ModelConfig:
                 f"n_routed_experts = {experts}"
             )
 
+    def _check_indexer(self) -> None:
+        if FAMILIES[self.model_type].indexer_rope_interleave is None:
+            return
+        for name in ("index_n_heads", "index_head_dim", "index_topk", "q_lora_rank"):
+            if getattr(self, name) is None:
+                raise ConfigError(f"{name} is missing; a {self.model_type} cannot be built without it")
+        if self.index_head_dim is not None and self.index_head_dim < self.qk_rope_head_dim:
+            raise ConfigError(
+                f"index_head_dim must be at least qk_rope_head_dim = {self.qk_rope_head_dim} (its first elements are "
+                f"turned), got {self.index_head_dim}"
+            )
+        if len(self.indexer_types) != self.num_hidden_layers:
+            raise ConfigError(
+                f"indexer_types must name each of the {self.num_hidden_layers} layers, got {len(self.indexer_types)}"
+            )
+        if not self.has_indexer(0):
+            raise ConfigError("indexer_types: layer 0 is shared, and there is no layer before it to share with")
+
     @classmethod
     def from_checkpoint(cls, folder: str | os.PathLike[str]) -> ModelConfig:
         """The configuration of a model folder: its config.json, and end-of-sequence ids of generation_config.json.
@@ -132,12 +159,6 @@ class ModelConfig:
         Raises ConfigError with the path of the file at fault.
         """
         folder = Path(folder)
-        described = sorted(path.name for path in folder.glob("quant_model_description*.json"))
-        if described:
-            raise ConfigError(
-                f"{folder} holds {clip(described[0])}: quantized checkpoints are not supported yet; "
-                f"{hf_config.supported_dtypes()}"
-            )
         path, generation_path = folder / "config.json", folder / "generation_config.json"
         raw = read_json(path)
         with _naming(path):
@@ -193,6 +214,15 @@ class ModelConfig:
         return layer >= self.first_k_dense_replace
 
     @property
+    def is_sparse(self) -> bool:
+        """Whether attention reads only the `index_topk` tokens that an indexer chose (DeepSeek sparse attention)."""
+        return self.index_topk is not None
+
+    def has_indexer(self, layer: int) -> bool:
+        """Whether `layer` chooses tokens itself; next-token-prediction layers of a sparse model do."""
+        return self.is_sparse and (layer >= self.num_hidden_layers or self.indexer_types[layer] is IndexerType.FULL)
+
+    @property
     def num_parameters(self) -> int:
         """Elements of the main model: embedding, layers, final norm, head; norms, routers and correction biases too."""
         hidden, experts, expert_width = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size
@@ -204,15 +234,18 @@ class ModelConfig:
             + self.first_k_dense_replace * dense
             + moe_layers * moe
             + self._correction_biases
+            + self._indexer_parameters
             + self.vocab_size * hidden * (1 if self.tie_word_embeddings else 2)
             + hidden
         )
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the main model's weights in `dtype`; routers and their correction biases are kept in float32."""
+        """Bytes of the main model's weights in `dtype`; routers and their correction biases are kept in float32, and
+        so are norms and head weights of indexers."""
         moe_layers = self.num_hidden_layers - self.first_k_dense_replace
         exact = self._correction_biases + moe_layers * self.n_routed_experts * self.hidden_size
+        exact += self._exact_indexer_parameters
         return (self.num_parameters - exact) * ITEM_BYTES[self.dtype] + exact * ITEM_BYTES["float32"]
 
     @property
@@ -228,18 +261,33 @@ class ModelConfig:
         )
 
     @property
+    def _num_indexers(self) -> int:
+        return sum(map(self.has_indexer, range(self.num_hidden_layers)))
+
+    @property
+    def _indexer_parameters(self) -> int:
+        heads, width = self.index_n_heads or 0, self.index_head_dim or 0
+        projections = (self.q_lora_rank or 0) * heads * width + self.hidden_size * width
+        return self._num_indexers * projections + self._exact_indexer_parameters
+
+    @property
+    def _exact_indexer_parameters(self) -> int:
+        heads, width = self.index_n_heads or 0, self.index_head_dim or 0
+        return self._num_indexers * (self.hidden_size * heads + 2 * width)
+
+    @property
     def _correction_biases(self) -> int:
         moe_layers = self.num_hidden_layers - self.first_k_dense_replace
         return moe_layers * self.n_routed_experts if self.topk_method is TopkMethod.NOAUX_TC else 0
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and dtype."""
+        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and formats."""
         names = [field.name for field in attrs.fields(ModelConfig)]
         lines = [
             f"{name}={_canonical(getattr(self, name))}"
             for name in names
-            if name not in ("bos_token_id", "eos_token_ids", "dtype")
+            if name not in ("bos_token_id", "eos_token_ids", "dtype", "scale_fmt")
         ]
         return hashlib.sha256("\n".join(["pdinfer ModelConfig 1", *lines]).encode()).digest()
 
@@ -260,11 +308,14 @@ def _check_token_ids(name: str, ids: object, vocab_size: int) -> None:
 
 
 def _canonical(value: object) -> str:
-    """One spelling per value: floats exactly, in hexadecimal; enums by value; a YarnScaling by its fields."""
+    """One spelling per value: floats exactly, in hexadecimal; enums by value; tuples by their items; a YarnScaling by
+    its fields."""
     if isinstance(value, float):
         return value.hex()
-    if isinstance(value, ScoringFunc | TopkMethod):
+    if isinstance(value, ScoringFunc | TopkMethod | IndexerType):
         return str(value.value)
+    if isinstance(value, tuple):
+        return ",".join(map(_canonical, value))
     if isinstance(value, YarnScaling):
         return ";".join(f"{field.name}={_canonical(getattr(value, field.name))}" for field in attrs.fields(YarnScaling))
     return repr(value)

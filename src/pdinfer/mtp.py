@@ -82,7 +82,8 @@ class MTP:
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
         angles = self.tied.rotary(batch.positions_T)
-        return self.norm(self.block(hidden_TD, batch, angles, view.latents[self.layer]))
+        hidden_TD, _ = self.block(hidden_TD, batch, angles, view, None)
+        return self.norm(hidden_TD)
 
     def logits(self, y_TD: Tensor) -> Tensor:
         """float32 [T, vocab]: row i is for the token two behind position i."""

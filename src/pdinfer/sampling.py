@@ -30,7 +30,8 @@ _log = logging.getLogger("pdinfer")
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], Tensor], Tensor]
 """`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token, -inf for a
 token that must not come. It may change its argument in place, and must be a pure function of all three: prefill asks it
-for the first token and decode for the others, after a re-prefill again, and `output` may be a guess."""
+for the first token and decode for the others, and after a re-prefill again. `output` may be a guess of speculative
+decoding; where that is wrong, what the processor returns or raises is not used."""
 LogitsProcessorFactory = Callable[[str], LogitsProcessor]
 """Makes a request's processor from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
 
@@ -67,7 +68,7 @@ class Draw:
     @property
     def changes_logits(self) -> bool:
         """Whether anything but temperature and filters stands between the raw logits and the token."""
-        return bool(self.sampling.logit_bias or self.forbidden or self.processor) or self.penalizes
+        return self.processor is not None or self.penalizes or bool(self.sampling.logit_bias or self.forbidden)
 
 
 @attrs.frozen(kw_only=True)
@@ -184,9 +185,10 @@ def _change(logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int,
 
 
 def _nothing_left(draw: Draw) -> RequestError:
-    causes = [name for name, value in (("min_new_tokens", draw.forbidden), ("processor", draw.processor)) if value]
+    causes = ["min_new_tokens"] * bool(draw.forbidden) + ["its logits processor"] * (draw.processor is not None)
     return RequestError(
-        f"no token is left to draw: the logits are -inf, nan or inf after {' and '.join(causes) or 'the logit bias'}"
+        f"no token is left to draw: the best logit is -inf, inf or nan after {' and '.join(causes) or 'penalties'}; "
+        f"leave at least one finite logit"
     )
 
 
@@ -233,20 +235,21 @@ def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError
             continue
         logits_V = logits_BV[row]
         try:
-            logits_V.copy_(
-                _of_shape(draw.processor(tuple(draw.prompt), tuple(draw.output), logits_V.clone()), logits_V)
-            )
+            changed = draw.processor(tuple(draw.prompt), tuple(draw.output), logits_V.clone())
+            logits_V.copy_(_of_shape(changed, logits_V))
         except Exception as error:  # noqa: BLE001 - a host's own code; the rest of the batch goes on
-            _log.exception("a logits processor failed")
-            name = draw.sampling.logits_processor
-            errors[row] = RequestError(f"logits processor {clip(name)} failed: {type(error).__name__}")
+            _log.debug("a logits processor failed", exc_info=True)
+            errors[row] = RequestError(
+                f"logits processor {clip(draw.sampling.logits_processor)} failed: {type(error).__name__}: "
+                f"{str(error)[:200]}"
+            )
     return errors
 
 
-def _of_shape(processed: object, logits_V: Tensor) -> Tensor:
-    if not isinstance(processed, Tensor) or processed.shape != logits_V.shape:
-        raise TypeError(f"a logits processor must return a tensor of {len(logits_V)} logits")
-    return processed
+def _of_shape(changed: object, logits_V: Tensor) -> Tensor:
+    if not isinstance(changed, Tensor) or changed.shape != logits_V.shape:
+        raise TypeError(f"it must return a tensor of {len(logits_V)} logits")
+    return changed
 
 
 def _places(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -114,18 +114,21 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_bias(bias: object, vocab_size: int) -> None:
-    if isinstance(bias, tuple) and len(bias) > MAX_BIASED_TOKENS:
-        raise RequestError(f"sampling.logit_bias has {len(bias)} pairs, at most {MAX_BIASED_TOKENS}")
-    if not isinstance(bias, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in bias):
+    if not isinstance(bias, tuple):
         raise RequestError(f"sampling.logit_bias must be a tuple of (token id, bias) pairs, got {clip(bias)}")
+    if len(bias) > MAX_BIASED_TOKENS:
+        raise RequestError(f"sampling.logit_bias has {len(bias)} pairs, at most {MAX_BIASED_TOKENS}")
+    for index, pair in enumerate(bias):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise RequestError(f"sampling.logit_bias[{index}] must be a (token id, bias) pair, got {clip(pair)}")
+        if not _is_number(pair[1]) or abs(pair[1]) > MAX_BIAS:
+            raise RequestError(
+                f"the bias of sampling.logit_bias[{index}] must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
+                f"got {clip(pair[1])}"
+            )
     _check_tokens("sampling.logit_bias", tuple(token for token, _ in bias), vocab_size)
     if len({token for token, _ in bias}) < len(bias):
-        raise RequestError("sampling.logit_bias has two pairs for the same token id; give each token one")
-    for index, (_, value) in enumerate(bias):
-        if not _is_number(value) or abs(value) > MAX_BIAS:
-            raise RequestError(
-                f"sampling.logit_bias[{index}] must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, got {clip(value)}"
-            )
+        raise RequestError("sampling.logit_bias has two pairs of one token id; give each token one bias")
 
 
 def _check_processor(sampling: SamplingParams, limits: Sequence[RequestLimits]) -> None:

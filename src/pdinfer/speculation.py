@@ -41,10 +41,12 @@ class Draft:
 
 @attrs.define
 class DraftCounts:
-    """How many tokens were drafted, and how many of them were the model's own."""
+    """How many tokens were drafted, and how many of them were the model's own. Of an engine also `accept_length`, the
+    tokens that each sequence got in the last step, on average."""
 
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    accept_length: float = 0.0
 
     def add(self, num_drafted: int, *, num_accepted: int) -> None:
         """A step has checked its drafts."""

@@ -4,8 +4,10 @@ and at no time is there more than the model and one tensor."""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import attrs
 import torch
@@ -15,10 +17,21 @@ from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
-from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
+from pdinfer.kernels.weight_formats import (
+    FloatWithBias,
+    Int8Static,
+    Weight,
+    assign,
+    empty,
+    expert,
+    places,
+    tensors_of,
+)
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
 from pdinfer.mtp import copy_names
+from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
 
 Device = str | torch.device
@@ -27,24 +40,69 @@ DType = torch.dtype
 MAX_NAMED = 10
 
 
+OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
+    {
+        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
+        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
+        Scheme.INT8_STATIC: ("linear_int8_static",),
+    }
+)
+"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
+
+
 @attrs.define
 class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where."""
+    """A WeightSource that allocates on `device` and remembers which name belongs where. Without `stored` every weight
+    is of floats; with it, those of a scheme in `kept` are held as they are stored."""
 
     device: torch.device
     dtype: torch.dtype
-    tensors: dict[str, Tensor] = attrs.field(factory=dict)
+    stored: StoredWeights | None = None
+    kept: frozenset[Scheme] = frozenset()
+    places: dict[str, Weight] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self.tensors[name] = tensor
+        self.places[name] = tensor
         return tensor
 
-    def into(self, name: str, destination: Tensor) -> None:
-        self.tensors[name] = destination
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        there = self.stored is not None and name in self.stored.files.tensors
+        return self.take(name, *shape) if there else None
 
-    def new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
+        kind = self._format(names)
+        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
+        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns), 0)
+
+    def format(self, name: str) -> type:
+        scheme = self.scheme(name)
+        return FORMATS[scheme] if scheme in self.kept else Tensor
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        kind = self._format([name for parts in names for name in parts])
+        if kind is Int8Static:
+            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
+        return self._allocate(names, kind, rows, columns)
+
+    def _allocate(self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int) -> Weight:
+        shape = (len(names), len(names[0]), rows, columns)
+        ue8m0 = self.stored is not None and self.stored.ue8m0
+        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
+        self.places.update(places(stack, names))
+        return stack
+
+    def _format(self, names: Sequence[str]) -> type:
+        """The one format that these matrices, which lie in one tensor, can be held in."""
+        schemes = {self.scheme(name): name for name in names}
+        formats = {self.format(name) for name in names}
+        if len(formats) > 1:
+            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
+            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
+        return formats.pop()
+
+    def scheme(self, name: str) -> Scheme:
+        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)
 
 
 def load_model(
@@ -61,8 +119,10 @@ def load_model(
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
-    `dtype` defaults to the stored one. `weights`: "auto", "stored" or "float"; for the float checkpoints that are
-    supported all three mean the same. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
+    `dtype` defaults to the stored one. `weights`: "float" makes floats of quantized weights while they are read,
+    "stored" keeps them as they are (kv_b_proj alone becomes floats: attention takes it apart by heads) and quantizes
+    activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
+    tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
     `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
 
@@ -79,31 +139,55 @@ def load_model(
     resolved = resolve_ops(target, forced=providers)
 
     with Checkpoint.open(checkpoint) as files:
+        stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
+        kept = _kept(weights, resolved)
         copies = _own_copies(files, config) if mtp else ()
-        build = partial(Model.build, config, resolved=resolved, topology=topology, mtp=mtp, mtp_copies=copies)
-        plan = Destinations(torch.device("meta"), dtype)
-        build(plan, device=target, dtype=dtype)
-        wanted = _matched(files, plan.tensors, config)
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in plan.tensors.values())
+        build = partial(Model.build, config, device=target, dtype=dtype, topology=topology, mtp=mtp, mtp_copies=copies)
+        plan = Destinations(torch.device("meta"), dtype, stored, kept)
+        build(plan, resolved)
+        wanted = _matched(stored, plan.places, config)
+        needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place))
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
-        destinations = Destinations(target, dtype)
-        model = build(destinations, device=target, dtype=dtype, weights_id=files.sample_digest())
-        done, total = 0, sum(info.num_bytes for info in wanted)
+        resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
+        destinations = Destinations(target, dtype, stored, kept)
+        model = build(destinations, resolved, weights_id=files.sample_digest())
+        sizes = {info.name: sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted}
+        done, total = 0, sum(sizes.values())
         for info in wanted:
-            stored = files.read(info)
-            if check_finite and not bool(torch.isfinite(stored).all()):
-                bad = int((~torch.isfinite(stored)).sum())
-                raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")
-            destination = destinations.tensors[info.name].copy_(stored)
-            if check_finite and destination.dtype != stored.dtype and not bool(torch.isfinite(destination).all()):
-                raise CheckpointError(
-                    f"{info.file}: tensor {info.name} overflows {dtype}; load it as bfloat16 or float32"
-                )
-            done += info.num_bytes
+            _fill(destinations.places[info.name], stored.read(info.name), info, check_finite)
+            done += sizes[info.name]
             if progress is not None:
                 progress(done, total)
         _check_tied(files, config, model)
     return model
+
+
+def _kept(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
+    """The schemes of weights that are held as they are stored."""
+    if weights == "auto":
+        return frozenset(scheme for scheme in OPS_OF_SCHEME if not _slow_op(scheme, resolved))
+    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
+
+
+def _slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
+    """The first op of a scheme that loses to floats."""
+    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
+    return next(slow, None)
+
+
+def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[str]:
+    """What becomes of quantized weights, a sentence for each scheme and outcome."""
+    counts = Counter(
+        (plan.scheme(name), isinstance(place, Tensor | FloatWithBias)) for name, place in plan.places.items()
+    )
+    for scheme in OPS_OF_SCHEME:
+        if counts[scheme, False]:
+            yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
+        if counts[scheme, True]:
+            slow = _slow_op(scheme, resolved)
+            told = f": {slow.op} of {slow.provider} {slow.slow}" if weights == "auto" and slow else ""
+            dtype = str(plan.dtype).removeprefix("torch.")
+            yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{weights}"){told}'
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
@@ -138,21 +222,20 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(files: Checkpoint, expected: Mapping[str, Tensor], config: ModelConfig) -> list[TensorInfo]:
-    """The tensors to load, in file order; raises with the first names that are missing or of another shape."""
+def _matched(stored: StoredWeights, expected: Mapping[str, Weight], config: ModelConfig) -> list[TensorInfo]:
+    """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
+    files = stored.files
     missing = [name for name in expected if name not in files.tensors]
     if missing:
         raise CheckpointError(
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
             + _without_mtp(missing, config)
         )
-    wrong = []
-    for name, tensor in expected.items():
-        info = files.tensors[name]
-        if info.shape != tuple(tensor.shape):
-            wrong.append(f"{name} is {list(info.shape)} in {info.file}, the config says {list(tensor.shape)}")
-        elif info.dtype not in DTYPES.values():
-            wrong.append(f"{name} is {info.dtype} in {info.file}, supported are {', '.join(DTYPES)}")
+    wrong = [
+        complaint
+        for name, place in expected.items()
+        for complaint in stored.complaints(name, tuple(tensors_of(place)[0].shape))
+    ]
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
@@ -163,6 +246,17 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
     if not all(name.startswith(layer) for name in missing):
         return ""
     return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"
+
+
+def _fill(place: Weight, value: Weight, info: TensorInfo, check_finite: bool) -> None:
+    if isinstance(value, Int8Static) and isinstance(place, Tensor) and bool(value.bias.any()):
+        raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
+    assign(place, value)
+    numbers = tensors_of(place)[0]
+    if check_finite and numbers.dtype in (torch.float16, torch.bfloat16) and not bool(torch.isfinite(numbers).all()):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it as bfloat16 or float32"
+        )
 
 
 def _check_tied(files: Checkpoint, config: ModelConfig, model: Model) -> None:

@@ -18,6 +18,7 @@ from pdinfer.batch import Batch, Row
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import explain_backends, reference, resolve, resolve_ops, torch_ops
 from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, expert, map_tensors
 
 CPU = torch.device("cpu")
 NAMES = [name for name, _ in resolve.PROVIDERS]
@@ -116,6 +117,185 @@ def test_grouped_mlp(
     assert_close(got, reference.grouped_mlp(x.double(), counts_E, gate_up.double(), down.double()), dtype)
 
 
+# Quantized weights
+
+
+def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "cpu") -> FP8Blocks:
+    """Numbers [..., parts * rows, columns] for a shape (..., rows, columns), and scales far from one another."""
+    *lead, rows, columns = shape
+    numbers = draw(*lead, parts * rows, columns, seed=1) * 100
+    scale = draw(*lead, parts * math.ceil(rows / 128), math.ceil(columns / 128), seed=2).exp() * 0.01 * columns**-0.5
+    return FP8Blocks(
+        numbers=numbers.clamp(-448, 448).to(torch.float8_e4m3fn).to(device),
+        scale=scale.to(device),
+        ue8m0=ue8m0,
+        parts=parts,
+    )
+
+
+def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:
+    numbers = (draw(*shape, seed=1) * 40).round().clamp(-128, 127).to(torch.int8)
+    scale = draw(*shape[:-1], 1, seed=2).exp() * 0.02 * shape[-1] ** -0.5
+    return Int8Dynamic(numbers=numbers.to(device), scale=scale.to(device))
+
+
+def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> Int8Static:
+    plain = int8_weight(parts * rows, columns)
+    input_scale = torch.linspace(0.02, 0.05, parts).view(-1, 1)
+    input_offset = torch.linspace(-9, 30, parts).round().view(-1, 1)
+    undo = -input_offset.repeat_interleave(rows, 0) * plain.numbers.sum(-1, keepdim=True)
+    made = Int8Static(
+        numbers=plain.numbers,
+        scale=plain.scale,
+        input_scale=input_scale,
+        input_offset=input_offset,
+        output_scale=plain.scale * input_scale.repeat_interleave(rows, 0),
+        output_offset=undo.to(torch.int32) + 5,
+    )
+    return map_tensors(made, lambda tensor: tensor.to(device))  # type: ignore[return-value]
+
+
+def outliers(rows: int, columns: int) -> Tensor:
+    """Activations of several sizes; a token of zeros; a token that no format holds without a scale."""
+    x = draw(rows, columns)
+    x[:1] *= 1000
+    x[1:2] = 0
+    x[2:3] *= 1e-6
+    return x
+
+
+MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
+
+
+@for_every_provider
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
+def test_linear_fp8(
+    provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
+) -> None:
+    x, weight = outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0)
+    got = op_of(provider, "linear_fp8", device)(
+        x.to(device), fp8_weight(*size, parts=parts, ue8m0=ue8m0, device=device)
+    )
+    assert_close_by_row(got, by_hand_fp8(x, weight), dtype)
+
+
+def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> Tensor:
+    """Element by element of the scales, in float64."""
+    rows, columns = weight.numbers.shape
+    worth, rounded = weight.numbers.double(), x.double().clone()
+    of_part = math.ceil(rows // weight.parts / 128)
+    for row, column in product(range(rows), range(0, columns, 128)):
+        part, within = divmod(row, rows // weight.parts)
+        worth[row, column : column + 128] *= weight.scale[part * of_part + within // 128, column // 128].double()
+    for token, column in product(range(len(x)), range(0, columns, 128)):
+        block = rounded[token, column : column + 128]
+        scale = max(float(block.abs().max()), 1e-4) / 448
+        if weight.ue8m0:
+            scale = 2.0 ** math.ceil(math.log2(scale))
+        rounded[token, column : column + 128] = (block / scale).to(torch.float8_e4m3fn).double() * scale
+    return rounded @ worth.T
+
+
+def assert_close_by_row(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """As `assert_close`, for tokens of different sizes."""
+    assert (got.dtype, got.shape) == (dtype, exact.shape)
+    largest = exact.abs().amax(-1, keepdim=True) if exact.numel() else exact
+    error = (got.cpu().double() - exact).abs()
+    assert bool((error <= 8 * torch.finfo(dtype).eps * largest).all())
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("size", MATRICES)
+def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
+    x, weight = outliers(rows, size[1]).to(dtype), int8_weight(*size)
+    got = op_of(provider, "linear_int8", device)(x.to(device), int8_weight(*size, device=device))
+    amax = x.double().abs().amax(-1, keepdim=True) if rows else x.double()[:, :1]
+    rounded = (x.double() * 127 / amax.clamp(min=1e-10)).round() * amax / 127
+    assert_close_by_row(got, rounded @ (weight.numbers.double() * weight.scale.double()).T, dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((24, 48), 2)])
+def test_linear_int8_static(
+    provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int], parts: int
+) -> None:
+    x, weight = draw(rows, size[1]).to(dtype), static_weight(*size, parts)
+    got = op_of(provider, "linear_int8_static", device)(x.to(device), static_weight(*size, parts, device=device))
+    exact = []
+    for part, numbers in enumerate(weight.numbers.double().chunk(parts)):
+        scaled = (x.double() / weight.input_scale[part].double()).round() + weight.input_offset[part]
+        exact.append(scaled.clamp(-128, 127) @ numbers.T)
+    sums = torch.cat(exact, -1) + weight.output_offset[:, 0]
+    assert_close_by_row(got, sums * weight.output_scale[:, 0].double(), dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("op", ["linear_fp8", "linear_fp8-ue8m0", "linear_int8", "linear_int8_static"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_token_that_is_not_finite_stays_so(
+    provider: str, device: str, dtype: torch.dtype, op: str, bad: float
+) -> None:
+    """Integers cannot say NaN, and an engine must see it."""
+    x = draw(3, 130).to(dtype).to(device)
+    x[1, 129] = bad
+    weight = {
+        "linear_fp8": fp8_weight(9, 130, device=device),
+        "linear_fp8-ue8m0": fp8_weight(9, 130, ue8m0=True, device=device),
+        "linear_int8": int8_weight(9, 130, device=device),
+        "linear_int8_static": static_weight(9, 130, 1, device),
+    }[op]
+    finite = op_of(provider, op.removesuffix("-ue8m0"), device)(x, weight).isfinite().all(-1)
+    assert finite.tolist() == [True, False, True]
+
+
+@for_every_provider
+@pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (24, 16), (130, 168)], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_grouped_mlp_of_quantized_experts(
+    provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int], kind: str
+) -> None:
+    (hidden, width), experts = sizes, len(counts)
+    gate_up: Any
+    down: Any
+    if kind == "fp8":
+        gate_up = fp8_weight(experts, width, hidden, parts=2, device=device)
+        down = fp8_weight(experts, hidden, width, device=device)
+    else:
+        gate_up = int8_weight(experts, 2 * width, hidden, device=device)
+        down = int8_weight(experts, hidden, width, device=device)
+    x = draw(sum(counts), hidden).to(dtype)
+    got = op_of(provider, f"grouped_mlp_{kind}", device)(x.to(device), torch.tensor(counts), gate_up, down)
+    one_by_one, linear = [], op_of(provider, f"linear_{kind}", device)
+    for index, rows in enumerate(torch.split(x.to(device), list(counts))):
+        hidden_rows = op_of(provider, "gated_silu", device)(linear(rows, expert(gate_up, index)))
+        one_by_one.append(linear(hidden_rows, expert(down, index)))
+    assert torch.equal(got, torch.cat(one_by_one))
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("columns", [1, 128, 200])
+def test_rounding_is_what_multiplying_by_one_does(
+    provider: str, device: str, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    x = outliers(rows, columns).to(dtype).to(device)
+    one = torch.eye(columns, device=device)
+    fp8 = FP8Blocks(
+        numbers=one.to(torch.float8_e4m3fn), scale=torch.ones(*(math.ceil(columns / 128),) * 2, device=device)
+    )
+    int8 = Int8Dynamic(numbers=one.to(torch.int8), scale=torch.ones(columns, 1, device=device))
+    rounded = op_of(provider, "round_fp8", device)(x, ue8m0=False)
+    torch.testing.assert_close(rounded, op_of(provider, "linear_fp8", device)(x, fp8))
+    torch.testing.assert_close(
+        op_of(provider, "round_int8", device)(x), op_of(provider, "linear_int8", device)(x, int8)
+    )
+
+
 # The cache
 
 
@@ -128,7 +308,9 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
     pages = expected.to(device, copy=True)
     for slot, row in zip(slots.tolist(), latent, strict=True):
         expected[slot // page_size, slot % page_size] = row
-    assert op_of(provider, "store_latent", device)(pages, slots.to(device), latent.to(device)) is None
+    assert (
+        op_of(provider, "store_latent", device)(pages, slots.to(device), *latent.to(device).split((9, 4), -1)) is None
+    )
     assert torch.equal(pages.cpu(), expected)
 
 
@@ -384,12 +566,15 @@ def test_a_forced_provider_that_cannot_run_says_why(forced: Any, sentence: str) 
 def test_explain_backends_is_a_table_of_all_ops() -> None:
     head, *lines = explain_backends().splitlines()
     assert head.split() == ["op", "provider"]
+    slow = [line.strip() for line in lines if "slow: " in line]
+    lines = [line for line in lines if "slow: " not in line]
     assert [line.split() for line in lines] == [[op, "torch"] for op in OP_NAMES]
+    assert slow.count("slow: makes floats of FP8 weights in every call") == 2
     assert len({line.index("torch") for line in lines} | {head.index("provider")}) == 1
 
 
 @pytest.mark.usefixtures("newcomers")
 def test_explain_backends_shows_reasons_below_their_op() -> None:
     lines = [line.strip() for line in explain_backends("cpu").splitlines()]
-    at = lines.index("route         torch")
+    at = lines.index(f"{'route':<{max(map(len, OP_NAMES))}}  torch")
     assert lines[at + 1 : at + 3] == ["not absent: needs a quantum device, got cpu", "not partial: has no route"]

@@ -580,7 +580,7 @@ def test_an_offer_that_is_no_ring_closes_the_link(liar: tuple[Liar, End, Link], 
     assert finished(transfer).error is not None
 
 
-@pytest.mark.parametrize("lies", [["second"], ["lent"], ["lent", "back", "back"]])
+@pytest.mark.parametrize("lies", [["second"], ["lent"], ["lent", "back", "back"], ["endless"]])
 def test_offers_and_credits_are_counted(liar: tuple[Liar, End, Link], network: Network, lies: list[str]) -> None:
     peer, honest, link = liar
     network.engines["peer:1"] = FakeEngine(network, "peer:1")
@@ -592,9 +592,12 @@ def test_offers_and_credits_are_counted(liar: tuple[Liar, End, Link], network: N
     peer.say(OFFER, offer)
     peer.end.receiver.wait("placed", 3)
     bodies = {"second": (OFFER, offer), "lent": (CREDIT, b"\1\0\0\0"), "back": (CREDIT, b"\0\0\0\0")}
+    bodies["endless"] = (CREDIT, b"\xff" * 2000)  # a number with more digits than Python prints
     for lie in lies[1:] or lies:
         peer.say(*bodies[lie])
-    assert honest.receiver.wait("closed", 1, link)[0].error is not None
+    error = honest.receiver.wait("closed", 1, link)[0].error
+    assert error is not None
+    assert "callback failed" not in str(error)
     network.engines["peer:1"].memory.clear()
 
 

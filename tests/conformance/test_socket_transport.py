@@ -495,6 +495,13 @@ class TestAddresses:
         link = end.transport.connect([endpoint], timeout_s=0)
         assert endpoint in str(end.receiver.wait("closed", 1, link)[0].error)
 
+    @pytest.mark.parametrize("beyond", [1 << 16, 1 << 80])
+    def test_a_port_has_16_bits(self, open_end: Callable[..., End], beyond: int) -> None:
+        host, _, port = open_end().endpoints[0].rpartition(":")
+        for timeout_s in (0.0, 1.0):
+            with pytest.raises(TransferError, match="65535"):
+                open_end().transport.connect([f"{host}:{int(port) + beyond}"], timeout_s=timeout_s)
+
     def test_connecting_needs_a_memory(self) -> None:
         with pytest.raises(ConfigError, match="register"):
             SocketTransport().connect(["tcp://127.0.0.1:1"], timeout_s=1.0)

@@ -6,7 +6,7 @@ import functools
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ import attrs
 
 import pdinfer as pd
 from pdinfer.testing import random_model, tiny_config
+from tests.plain_sampling import plain_draw
 
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
@@ -211,11 +212,12 @@ def tokens_of(stream: Iterable[pd.TokenEvent]) -> list[int]:
 
 @attrs.frozen
 class Reference:
-    """A greedy continuation: tokens, their log-probabilities, and by how much each beat the second best."""
+    """A continuation: tokens, their log-probabilities, and by how much each beat the second best."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     margins: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @functools.cache
@@ -231,6 +233,30 @@ def reference(family: str, prompt: tuple[int, ...], count: int) -> Reference:
     return Reference(tuple(tokens[len(prompt) :]), tuple(logprobs), tuple(margins))
 
 
+def plain_reference(
+    model: pd.Model,
+    request: pd.Request,
+    tokens: Sequence[int],
+    allowed: Callable[[Sequence[int]], Collection[int]] | None = None,
+) -> Reference:
+    """What plain loops draw from `Model.logits` in the place of each of `tokens`, which continue the request. `allowed`
+    tells which tokens a logits processor leaves behind an output."""
+    rows = model.logits([*request.tokens, *tokens[:-1]])[len(request.tokens) - 1 :].tolist()
+    drawn = []
+    for position, row in enumerate(rows):
+        output = [*request.output, *tokens[:position]]
+        may_come = None if allowed is None else allowed(output)
+        drawn.append(
+            plain_draw(row, request.sampling, request.prompt, output, model.config.eos_token_ids, allowed=may_come)
+        )
+    return Reference(
+        tokens=tuple(one.token for one in drawn),
+        logprobs=tuple(one.logprob for one in drawn),
+        margins=tuple(one.margin for one in drawn),
+        top_logprobs=tuple(tuple(one.top_logprobs) for one in drawn),
+    )
+
+
 @attrs.define
 class Tally:
     """Compares tokens with the reference. A difference is excused only where the reference itself nearly ties, and then
@@ -240,9 +266,8 @@ class Tally:
     near_ties: list[str] = attrs.field(factory=list)
 
     def compare(self, name: str, stream: Sequence[pd.TokenEvent], expected: Reference) -> None:
-        tokens = tokens_of(stream)
-        assert len(tokens) == len(expected.tokens), f"{name}: {len(tokens)} tokens, not {len(expected.tokens)}"
-        for position, (event, token) in enumerate(zip(stream, expected.tokens, strict=True)):
+        events = [event for event in stream if event.token is not None]
+        for position, (event, token) in enumerate(zip(events, expected.tokens, strict=False)):
             self.num_tokens += 1
             if event.token != token:
                 margin = expected.margins[position]
@@ -251,6 +276,7 @@ class Tally:
                 return
             assert event.logprob is not None
             assert abs(event.logprob - expected.logprobs[position]) < 1e-4, f"{name}: logprob {position}"
+        assert len(events) == len(expected.tokens), f"{name}: {len(events)} tokens, not {len(expected.tokens)}"
 
     def check(self) -> None:
         """At most one excuse in 10,000 tokens."""

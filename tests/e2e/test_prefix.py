@@ -13,6 +13,7 @@ import torch
 import pdinfer as pd
 from pdinfer.kv.prefix import PrefixIndex
 from tests.e2e.setups import (
+    Reference,
     Setup,
     Tally,
     by_request,
@@ -22,6 +23,7 @@ from tests.e2e.setups import (
     join,
     local,
     model_of,
+    plain_reference,
     pool_of,
     prompt_of,
     recover,
@@ -425,11 +427,16 @@ def requests() -> list[pd.Request]:
 
 
 @pytest.fixture(scope="module")
-def without_cache(requests: list[pd.Request]) -> dict[str, list[int]]:
-    """The tokens of each request when nothing else runs and nothing is kept."""
+def without_cache(requests: list[pd.Request]) -> dict[str, Reference]:
+    """The tokens of each request when nothing else runs and nothing is kept, and by how much they won."""
     with split("shared", 4, switch=False, num_prefills=0) as setup:
-        pairing = setup.pairing
-        return {str(request.request_id): tokens_of(pairing.generate([request])) for request in requests}
+        streams = by_request(event for asked in requests for event in setup.pairing.generate([asked]))
+    tally, expected = Tally(), {}
+    for asked in requests:
+        name = str(asked.request_id)
+        expected[name] = plain_reference(model_of(), asked, tokens_of(streams[name]))
+        tally.compare(name, streams[name], expected[name])
+    return expected
 
 
 @pytest.mark.parametrize(
@@ -437,7 +444,7 @@ def without_cache(requests: list[pd.Request]) -> dict[str, list[int]]:
 )
 def test_under_load_with_pools_too_small_tokens_are_those_without_a_cache(
     requests: list[pd.Request],
-    without_cache: dict[str, list[int]],
+    without_cache: dict[str, Reference],
     monkeypatch: pytest.MonkeyPatch,
     transport: str,
     sizes: tuple[int, ...],
@@ -464,10 +471,12 @@ def test_under_load_with_pools_too_small_tokens_are_those_without_a_cache(
         found = [engine.load().prefix_hit_tokens for engine in setup.engines]
     streams = by_request(events)
     assert set(streams) == set(without_cache)
+    tally = Tally()
     for name, stream in streams.items():
-        tokens = tokens_of(stream)
         cancelled = stream[-1].finish_reason is pd.FinishReason.CANCELLED
         assert stream[-1].finish_reason is not pd.FinishReason.FAILED, stream[-1].error
-        assert tokens == without_cache[name][: len(tokens) if cancelled else None], name
+        expected = without_cache[name]
+        so_far = attrs.evolve(expected, tokens=expected.tokens[: len(tokens_of(stream))])
+        tally.compare(name, stream, so_far if cancelled else expected)
     assert evicted["pages"] > 100, "the pools were not too small"
     assert min(found) > 100, "hardly anything was found"

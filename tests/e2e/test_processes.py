@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -15,17 +16,20 @@ import pdinfer as pd
 from pdinfer.mailman import SILENT_S
 from tests.e2e.setups import (
     PROMPT,
+    Tally,
     by_request,
     collect,
     greedy,
     local,
+    model_of,
+    plain_reference,
     prompt_of,
     reference,
     request,
     tokens_of,
     wait_until,
 )
-from tests.e2e.worker import Worker, Workers
+from tests.e2e.worker import Worker, Workers, left_of_five
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 PROMPTLY_S = 5.0
@@ -95,19 +99,34 @@ def check_streams(events: list[pd.TokenEvent], *names: str, count: int = 5) -> N
 
 def test_tokens_are_those_of_one_process(workers: Workers) -> None:
     sampled = pd.SamplingParams(max_new_tokens=20, top_k=8, top_p=0.9, seed=4)
+    changed = pd.SamplingParams(
+        max_new_tokens=20,
+        min_new_tokens=9,
+        repetition_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias=((5, 3.0),),
+        seed=4,
+    )
     requests = [
         pd.Request(request_id=f"{length}/{name}", prompt=prompt_of(length), sampling=sampling)
         for length in (1, 16, 50)
-        for name, sampling in (("greedy", greedy(20)), ("sampled", sampled))
+        for name, sampling in (("greedy", greedy(20)), ("sampled", sampled), ("changed", changed))
     ]
     with local() as setup:
-        alone = {key: tokens_of(stream) for key, stream in by_request(setup.pairing.generate(requests)).items()}
+        alone = by_request(setup.pairing.generate(requests))
+    expected = {}
+    for one in requests:
+        name = str(one.request_id)
+        expected[name] = plain_reference(model_of(), one, tokens_of(alone[name]))
+        Tally().compare(name, alone[name], expected[name])
     # a pool that is too small for all, so that requests also go back and are prefilled again
     with fleet(workers, num_pages=24, config=pd.EngineConfig(chunked_prefill_size=16)) as processes:
         streams = by_request(processes.pairing.generate(requests))
-        assert {key: tokens_of(stream) for key, stream in streams.items()} == alone
+        assert set(streams) == set(alone)
         for one in requests:
-            usage = streams[str(one.request_id)][-1].usage
+            name = str(one.request_id)
+            Tally().compare(name, streams[name], expected[name])
+            usage = streams[name][-1].usage
             assert usage is not None
             assert usage.prompt_tokens == len(one.prompt)
             assert usage.ttft_s is not None
@@ -118,6 +137,22 @@ def test_tokens_are_those_of_one_process(workers: Workers) -> None:
             if usage.timeline.first_token_s >= usage.timeline.committed_s:  # not granted again after its first token
                 assert stages == sorted(stages)
             assert stages[-1] == usage.ttft_s
+
+
+def test_a_logits_processor_is_named_across_processes(workers: Workers) -> None:
+    sampling = greedy(12, ignore_eos=True, logits_processor="one_in_five", logits_processor_argument="3", logprobs=4)
+    good = request("good", sampling=sampling)
+    with fleet(workers, has_processor=True) as processes:
+        bad = request("bad", sampling=attrs.evolve(sampling, logits_processor_argument="three"))
+        unknown = request("unknown", sampling=attrs.evolve(sampling, logits_processor="json"))
+        streams = by_request(processes.pairing.generate([good, bad, unknown]))
+    expected = plain_reference(model_of(), good, tokens_of(streams["good"]), partial(left_of_five, 3))
+    Tally().compare("good", streams["good"], expected)
+    assert [len(event.top_logprobs) for event in streams["good"]] == [4] * 12
+    errors = {name: stream[0].error for name, stream in streams.items() if name != "good"}
+    assert {type(error) for error in errors.values()} == {pd.RequestError}
+    assert "'one_in_five' does not take its argument: ValueError" in str(errors["bad"])
+    assert "the prefill engine was given: one_in_five" in str(errors["unknown"])
 
 
 def test_several_of_each_share_the_work(workers: Workers) -> None:

@@ -19,6 +19,7 @@ import attrs
 import torch
 
 import pdinfer as pd
+from pdinfer.sampling import LogitsProcessor
 from pdinfer.testing import random_model
 
 START_S = 120.0
@@ -34,9 +35,28 @@ TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
 MEMORY = {"shm": "shared"}
 
 
+def one_in_five(argument: str) -> LogitsProcessor:
+    """A logits processor that leaves a fifth of the vocabulary, another one after each token."""
+    shift = int(argument)
+
+    def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: torch.Tensor) -> torch.Tensor:
+        masked_V = torch.full_like(logits_V, -torch.inf)
+        left = list(left_of_five(shift, output, len(logits_V)))
+        masked_V[left] = logits_V[left]
+        return masked_V
+
+    return processor
+
+
+def left_of_five(shift: int, output: Sequence[int], vocab_size: int = 97) -> range:
+    """What it leaves."""
+    return range((shift + sum(output)) % 5, vocab_size, 5)
+
+
 @attrs.frozen(kw_only=True)
 class Order:
-    """An engine to make and serve. While `slow_while` exists, its steps take long enough to be met in the middle."""
+    """An engine to make and serve, with `one_in_five` if it `has_processor`. While `slow_while` exists, its steps take
+    long enough to be met in the middle."""
 
     role: str
     seed: int = 0
@@ -46,6 +66,7 @@ class Order:
     transport: str = "tcp"
     folder: Path
     slow_while: Path | None = None
+    has_processor: bool = False
 
 
 FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
@@ -87,7 +108,8 @@ def work(control: Connection) -> None:
         pool = pd.PagePool(model_of(wanted.seed), cache)
         channel = pd.KVChannel(pool, TRANSPORTS[wanted.transport](wanted.folder))
         kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[wanted.role]
-        engine = kind(model_of(wanted.seed), channel, wanted.config)
+        processors = {"one_in_five": one_in_five} if wanted.has_processor else {}
+        engine = kind(model_of(wanted.seed), channel, wanted.config, logits_processors=processors)
         if wanted.slow_while is not None:
             slow_down(engine, wanted.slow_while)
         pd.remote.serve(engine, connection)

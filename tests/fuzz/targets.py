@@ -11,18 +11,25 @@ from functools import cache
 from pathlib import Path
 
 import attrs
+import xxhash
 
 from pdinfer import messages
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
-from pdinfer.hf_config import check_generation
+from pdinfer.hf_config import check_generation, eos_ids
 from pdinfer.kv import wire
-from pdinfer.kv.framing import HEADER, Header, Kind
+from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.lending import COUNT, SPAN_BYTES, packed_spans
+from pdinfer.kv.ring import Credit, Landed
+from pdinfer.kv.ring import Kind as RingKind
 from pdinfer.kv.seal import NONCE_BYTES
+from pdinfer.kv.transport import MAX_FRAME_BYTES
 from pdinfer.tensor_header import HeaderSource, header_bytes, parse_header
 from pdinfer.testing import tiny_config_dict
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, Request
+from tests.fuzz import ends
 from tests.fuzz.peers import Stranger
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
@@ -30,10 +37,11 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 @attrs.frozen
 class Target:
-    """A parser, and valid inputs to start from."""
+    """A parser, valid inputs to start from, and what an input may cost beside twice its length."""
 
     run: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
+    slack_bytes: int = 1 << 20
 
 
 def frame(data: bytes) -> None:
@@ -73,7 +81,9 @@ def config(data: bytes) -> None:
 
 
 def generation(data: bytes) -> None:
-    check_generation(parse_json(data, "generation_config.json", ConfigError))
+    raw = parse_json(data, "generation_config.json", ConfigError)
+    check_generation(raw)
+    eos_ids(raw.get("eos_token_id"))
 
 
 def tensors(data: bytes) -> None:
@@ -91,7 +101,8 @@ def _stranger() -> Stranger:
 
 def session(data: bytes) -> None:
     """Any sequence of frames, sealed as they must be, on a link that is open: each is u16 length, u8 write?, frame."""
-    _stranger().talk(data)
+    with ends.no_logged_bugs():
+        _stranger().talk(data)
 
 
 def _wire_seeds() -> tuple[bytes, ...]:
@@ -149,6 +160,85 @@ def _tensor_seeds() -> tuple[bytes, ...]:
     return (len(text).to_bytes(8, "little") + text + bytes(24),)
 
 
+def _frame(body: bytes) -> bytes:
+    return Header(Kind.FRAME, len(body)).packed() + body
+
+
+def _stream_seeds() -> tuple[bytes, ...]:
+    """See `ends.stream` for the first byte."""
+
+    def write(frame: bytes, payload: bytes, *, digest: bool = True) -> bytes:
+        head = Header(Kind.WRITE, len(frame), len(payload), digest).packed() + frame + payload
+        return head + (digest_bytes(xxhash.xxh3_64(head)) if digest else b"")
+
+    payload = bytes(range(200))
+    return (
+        b"\x03" + _frame(b"hello") + write(b"w\2", payload) + _frame(b"again") + write(b"w\0", payload[:9]),
+        b"\x09" + write(b"w\xff", payload, digest=False) + write(b"w", b"", digest=False) + _frame(b"!"),
+        b"\x00" + _frame(b"t") + write(b"0", payload) + write(b"w\1", b"") + write(b"?", payload),
+        b"\xfd" + write(b"-w", payload),
+        b"\x01" + write(b"!", payload) + _frame(b"a"),
+        b"\x02" + write(b"w", payload),
+    )
+
+
+def _mapped_seeds() -> tuple[bytes, ...]:
+    """See `ends.mapped` for the first two bytes."""
+    source = ends.source_bytes()
+    share = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(len(source))
+    copied = Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(150)
+
+    def write(frame: bytes, *sections: Spans, digest: bool = True, between: bytes = b"") -> bytes:
+        pieces = [span for section in sections for span in section]
+        head = Header(Kind.MAPPED, len(frame), sum(length for _, length in pieces), digest).packed() + frame
+        said = xxhash.xxh3_64(head + b"".join(source[offset : offset + length] for offset, length in pieces))
+        named = [Header(Kind.SPANS, len(spans) * SPAN_BYTES).packed() + packed_spans(spans) for spans in sections]
+        tail = [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(said)] if digest else []
+        return b"".join([head, between, *named, *tail])
+
+    pages: Spans = [(0, 100), (3000, 64), (100, 1)]
+    return (
+        b"\x03\x00" + share + write(b"w\2", pages) + _frame(b"a") + write(b"w\xff", pages, [(0, 3900)]),
+        b"\x01\x00" + share + write(b"w\0", pages, digest=False) + write(b"w", digest=False) + write(b"0", pages),
+        b"\x01\x08" + copied + share + write(b"w\1", pages) + copied,
+        b"\x01\x18" + share + write(b"w\1", pages, between=copied) + _frame(b"!"),
+        b"\x01\x20" + share + write(b"w\1", pages),
+        b"\x05\x40" + _frame(b"some words") + share + write(b"-w", pages),
+        b"\x03\x00" + share + write(b"w\2", [(0, 17), (100, 5), (200, 17)]),
+        b"\x01\x00" + share + write(b"!", pages),
+        b"\x00\x00" + _frame(b"t") + share + write(b"?", pages),
+        *(bytes((1, choice)) + share for choice in range(1, 8)),
+        b"\x05\x80" + share,
+    )
+
+
+def _ring_seeds() -> tuple[bytes, ...]:
+    """See `ends.ring` for what they are made of."""
+
+    def said(kind: int, body: bytes = b"\0") -> bytes:
+        return len(body).to_bytes(2, "little") + bytes((kind,)) + body
+
+    def landed(total: int, num_bytes: int, slot: int, *, digest: bool = True) -> bytes:
+        # A slot is empty until an engine writes there.
+        found = xxhash.xxh3_64(bytes(num_bytes)).intdigest() if digest else None
+        return said(RingKind.LANDED, Landed(total, num_bytes, slot, found).packed())
+
+    ask, offer = said(RingKind.ASK), said(RingKind.OFFER, ends.RING.packed())
+    write = said(RingKind.BEGIN, b"w\1") + landed(100, 64, 0) + landed(100, 36, 1)
+    back = b"".join(said(RingKind.CREDIT, Credit(slot).packed()) for slot in (0, 1))
+    return (
+        b"\1" + ask + write + said(0, b"a") + said(RingKind.BEGIN, b"w") + landed(0, 0, 0) + write,
+        b"\0" + ask + said(RingKind.BEGIN, b"w\0") + landed(30, 30, 1, digest=False) + said(RingKind.ALIVE) + write,
+        b"\1" + ask + said(RingKind.BEGIN, b"0") + landed(64, 64, 1) + said(RingKind.BEGIN, b"!") + landed(1, 1, 0),
+        b"\1" + ask + said(RingKind.BEGIN, b"-") + landed(64, 64, 1),
+        b"\1" + ask + said(RingKind.BEGIN, b"?") + landed(64, 64, 1),
+        b"\2" + offer + back,
+        b"\5" + back + ask + write,
+        b"\4" + offer,
+        b"\4" + said(RingKind.CREDIT, b"\xff" * 2000),
+    )
+
+
 @cache
 def targets() -> dict[str, Target]:
     """All of them by name."""
@@ -165,6 +255,10 @@ def targets() -> dict[str, Target]:
         "generation": Target(generation, (TINY.joinpath("generation_config.json").read_bytes(),)),
         "tensors": Target(tensors, _tensor_seeds()),
         "session": Target(session, (talk, *(len(f).to_bytes(2, "little") + b"\0" + f for f in frames))),
+        # A link that is trusted may announce a frame of MAX_FRAME_BYTES.
+        "stream": Target(ends.stream, _stream_seeds(), slack_bytes=2 * MAX_FRAME_BYTES),
+        "mapped": Target(ends.mapped, _mapped_seeds(), slack_bytes=2 * MAX_FRAME_BYTES),
+        "ring": Target(ends.ring, _ring_seeds()),
     }
 
 

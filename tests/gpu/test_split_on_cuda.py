@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,16 +15,31 @@ pytestmark = pytest.mark.gpu
 PROMPTS = [tuple((7 * i + j) % 97 for j in range(length)) for i, length in enumerate((1, 16, 33, 70))]
 
 
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 1.0},
+    "changed": {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": ((5, 3.0), (6, -3.0)),
+        "min_new_tokens": 8,
+        "stop_token_ids": (7,),
+        "logprobs": 4,
+    },
+}
+
+
 def requests() -> list[pd.Request]:
-    """Greedy and sampled, so that drawing is compared too."""
+    """Greedy, sampled, and with all that changes logits."""
     return [
         pd.Request(
-            request_id=f"{number}/{temperature}",
+            request_id=f"{number}/{name}",
             prompt=prompt,
-            sampling=pd.SamplingParams(max_new_tokens=16, temperature=temperature, seed=number, ignore_eos=True),
+            sampling=pd.SamplingParams(max_new_tokens=16, seed=number, ignore_eos=True, **asked),
         )
         for number, prompt in enumerate(PROMPTS)
-        for temperature in (0.0, 1.0)
+        for name, asked in ASKED.items()
     ]
 
 

@@ -91,14 +91,14 @@ def test_one_token_each_makes_the_rows_the_sequences(step: tuple[int, list[Row]]
 @given(steps())
 def test_index_tensors_are_int64_on_the_device(step: tuple[int, list[Row]]) -> None:
     tensors = [value for value in attrs.asdict(build(*step), recurse=False).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 5
+    assert len(tensors) == 6
     assert {(tensor.dtype, tensor.device) for tensor in tensors} == {(torch.int64, CPU)}
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_no_rows_are_an_empty_batch(absorbed: bool) -> None:
     batch = build(16, [], absorbed=absorbed)
-    assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.slots_T)] == [(0,)] * 3
+    assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.sequence_T, batch.slots_T)] == [(0,)] * 4
     assert (batch.page_table_BM.shape, batch.context_lens_B.shape) == ((0, 0), (0,))
     assert (batch.query_lens, batch.context_lens, batch.last_rows) == ((), (), [])
 
@@ -106,6 +106,7 @@ def test_no_rows_are_an_empty_batch(absorbed: bool) -> None:
 def test_an_example() -> None:
     batch = build(4, [Row([7, 8, 9], 3, [5, 2]), Row([1], 0, [9])])
     assert batch.positions_T.tolist() == [3, 4, 5, 0]
+    assert batch.sequence_T.tolist() == [0, 0, 0, 1]
     assert batch.slots_T.tolist() == [23, 8, 9, 36]
     assert batch.page_table_BM.tolist() == [[5, 2], [9, 9]]
     assert (batch.context_lens, batch.last_rows) == ((6, 1), [2, 3])

@@ -14,6 +14,7 @@ from pdinfer.checks import clip
 from pdinfer.config import (
     CacheConfig,
     EngineConfig,
+    IndexerType,
     ModelConfig,
     PairingConfig,
     ScoringFunc,
@@ -88,10 +89,38 @@ FAMILIES = {
 }
 
 
+SPARSE = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 16}
+FAMILIES |= {
+    "v3.2": BASE | SPARSE | {"model_type": "deepseek_v32"},
+    "glm": BASE | SPARSE | {"model_type": "glm_moe_dsa", "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+    "glm-5.2": BASE
+    | SPARSE
+    | {
+        "model_type": "glm_moe_dsa",
+        "n_group": 1,
+        "topk_group": 1,
+        "indexer_types": ["full", "shared", "shared", "full"],
+    },
+    "glm-schedule": BASE
+    | SPARSE
+    | {"model_type": "glm_moe_dsa", "num_hidden_layers": 9, "index_topk_freq": 4, "index_skip_topk_offset": 3},
+}
+
+
+def _kind(raw: dict[str, Any]) -> Any:
+    """The configuration class of transformers."""
+    transformers = pytest.importorskip("transformers")
+    return {
+        "deepseek_v2": transformers.DeepseekV2Config,
+        "deepseek_v3": transformers.DeepseekV3Config,
+        "deepseek_v32": transformers.DeepseekV32Config,
+        "glm_moe_dsa": transformers.GlmMoeDsaConfig,
+    }[raw["model_type"]]
+
+
 def _new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
     """`raw` as transformers 5 saves it."""
-    transformers = pytest.importorskip("transformers")
-    kind = transformers.DeepseekV2Config if raw["model_type"] == "deepseek_v2" else transformers.DeepseekV3Config
+    kind = _kind(raw)
     known = {name: value for name, value in raw.items() if name not in ("scoring_func", "model_type", "architectures")}
     if raw["model_type"] == "deepseek_v2":
         known.pop("num_nextn_predict_layers")
@@ -117,16 +146,16 @@ def test_num_parameters_is_that_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     new = _new_spelling(FAMILIES[name])
-    kind = transformers.DeepseekV2Config if new["model_type"] == "deepseek_v2" else transformers.DeepseekV3Config
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(kind(**new))
+        model = transformers.AutoModelForCausalLM.from_config(_kind(new)(**new))
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     parameters = sum(parameter.numel() for parameter in model.parameters())
     config = ModelConfig.from_dict(new)
     num_biases = sum(bias.numel() for bias in biases)
-    num_router = sum(p.numel() for name, p in model.named_parameters() if name.endswith("mlp.gate.weight"))
+    exact = ("mlp.gate.weight", "indexer.k_norm.weight", "indexer.k_norm.bias", "indexer.weights_proj.weight")
+    num_exact = sum(p.numel() for name, p in model.named_parameters() if name.endswith(exact))
     assert config.num_parameters == parameters + num_biases
-    assert config.weight_bytes == (parameters - num_router) * 2 + (num_router + num_biases) * 4
+    assert config.weight_bytes == (parameters - num_exact) * 2 + (num_exact + num_biases) * 4
     assert attrs.evolve(config, dtype="float32").weight_bytes == config.num_parameters * 4
 
 
@@ -181,6 +210,85 @@ def test_known_models() -> None:
     assert (v3.is_moe_layer(2), v3.is_moe_layer(3), v3.is_moe_layer(61)) == (False, True, True)
 
 
+LARGE: dict[str, Any] = BASE | {"hidden_size": 7168, "vocab_size": 129280, "num_hidden_layers": 61, "kv_lora_rank": 512}
+LARGE |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "q_lora_rank": 1536}
+LARGE |= {"num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "qk_rope_head_dim": 64}
+LARGE |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
+LARGE |= {"max_position_embeddings": 163840}
+V32 = LARGE | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+V32 |= {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+KIMI = LARGE | {"model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64}
+KIMI |= {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_theta": 5e4}
+KIMI |= {"routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "rope_scaling": KIMI_YARN}
+KIMI |= {"bos_token_id": 163584, "eos_token_id": 163585, "num_nextn_predict_layers": 0}
+GLM = V32 | {"model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "num_hidden_layers": 78}
+GLM |= {"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192}
+GLM |= {"v_head_dim": 256, "intermediate_size": 12288, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
+GLM |= {"max_position_embeddings": 202752, "rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5}
+GLM |= {"eos_token_id": [154820, 154827]}
+
+
+@pytest.mark.parametrize(
+    ("raw", "num_parameters", "per_indexer"),
+    [
+        # V3's 671,026,419,200 and 61 indexers
+        (V32, 671_026_419_200 + 61 * 13_959_424, 1536 * 64 * 128 + 7168 * 128 + 64 * 7168 + 256),
+        (KIMI, 1_026_408_232_448, 0),  # "1T"
+        (GLM, 743_911_218_432, 2048 * 32 * 128 + 6144 * 128 + 32 * 6144 + 256),  # "744B"
+    ],
+    ids=["V3.2", "Kimi-K2", "GLM-5"],
+)
+def test_models_of_other_families(raw: dict[str, Any], num_parameters: int, per_indexer: int) -> None:
+    config = ModelConfig.from_dict(raw)
+    assert config.num_parameters == num_parameters
+    assert config.is_sparse is bool(per_indexer)
+    without = attrs.evolve(config, model_type="deepseek_v3", index_topk=None, indexer_types=())
+    assert config.num_parameters - without.num_parameters == config.num_hidden_layers * per_indexer
+    heads, width = config.index_n_heads or 0, config.index_head_dim or 0
+    exact = config.num_hidden_layers * (heads * config.hidden_size + 2 * width) if per_indexer else 0
+    assert config.weight_bytes - without.weight_bytes == config.num_hidden_layers * per_indexer * 2 + exact * 2
+
+
+def test_which_layers_have_an_indexer() -> None:
+    config = ModelConfig.from_dict(FAMILIES["glm-schedule"])
+    assert [layer for layer in range(12) if config.has_indexer(layer)] == [0, 1, 2, 6, 9, 10, 11]
+    pattern = FAMILIES["glm"] | {"index_topk_pattern": "FSFS"}
+    assert [ModelConfig.from_dict(pattern).has_indexer(layer) for layer in range(5)] == [True, False, True, False, True]
+    assert not any(ModelConfig.from_dict(BASE).has_indexer(layer) for layer in range(5))
+
+
+def test_pairs_of_the_indexer_are_halves_in_v32_and_neighbours_in_glm() -> None:
+    assert not ModelConfig.from_dict(FAMILIES["v3.2"]).indexer_rope_interleave
+    assert ModelConfig.from_dict(FAMILIES["glm"]).indexer_rope_interleave
+    assert not ModelConfig.from_dict(FAMILIES["glm"] | {"indexer_rope_interleave": False}).indexer_rope_interleave
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"index_topk": None}, "index_topk is missing; a glm_moe_dsa cannot be built without it"),
+        ({"q_lora_rank": None}, "q_lora_rank is missing"),
+        ({"index_topk": 0}, "index_topk must be an int from 1 to"),
+        ({"index_head_dim": 8}, "index_head_dim must be at least qk_rope_head_dim = 16"),
+        ({"indexer_types": ["full"] * 3}, "indexer_types must name each of the 4 layers"),
+        ({"indexer_types": ["full", "half", "full", "full"]}, "indexer_types must be one of full, shared, got 'half'"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types: layer 0 is shared"),
+        ({"index_topk_pattern": "FSX"}, "indexer_types must name each of the 4 layers"),
+        ({"index_topk_pattern": "FSXF"}, "indexer_types must be one of full, shared, got 'X'"),
+        ({"index_topk_freq": 0}, "index_topk_freq and index_skip_topk_offset must be ints of at least 1, got 0"),
+        ({"mlp_layer_types": ["sparse"] * 4}, "mlp_layer_types must be first_k_dense_replace = 1 times dense"),
+        ({"model_type": "deepseek_v3"}, "index_topk 16 asks for sparse attention, which a deepseek_v3 does not have"),
+        ({"model_type": "deepseek_v4"}, "model_type 'deepseek_v4' is not supported (it is another architecture"),
+        ({"model_type": "kimi_k25"}, "model_type 'kimi_k25' is not supported (it wraps a text model"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_impossible_sparse_attention_is_named(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(FAMILIES["glm"] | changes)
+    assert str(caught.value).startswith(words)
+
+
 def test_families_fill_in_what_old_files_leave_out() -> None:
     silent = {name: value for name, value in BASE.items() if name not in ("scoring_func", "topk_method")}
     v3 = ModelConfig.from_dict(silent)
@@ -196,7 +304,7 @@ def test_head_dim_and_unknown_fields_are_ignored() -> None:
     assert ModelConfig.from_dict(BASE | {"head_dim": 192, "id2label": {}, "yarn": 3}) == ModelConfig.from_dict(BASE)
 
 
-def test_fingerprint_covers_every_field_but_token_ids_and_dtype() -> None:
+def test_fingerprint_covers_every_field_but_token_ids_and_number_formats() -> None:
     config = ModelConfig.from_dict(BASE | {"rope_scaling": YARN})
     assert config.yarn is not None
     changed: dict[str, Any] = {
@@ -213,8 +321,13 @@ def test_fingerprint_covers_every_field_but_token_ids_and_dtype() -> None:
         "n_group": 8,
         "rms_norm_eps": math.nextafter(config.rms_norm_eps, 1.0),
         "rope_theta": 10001.0,
+        "index_n_heads": 4,
+        "index_head_dim": 32,
+        "index_topk": 16,
+        "indexer_rope_interleave": True,
+        "indexer_types": (IndexerType.FULL, IndexerType.SHARED),
     }
-    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16"}
+    same = {"bos_token_id": 3, "eos_token_ids": (5,), "dtype": "float16", "scale_fmt": "ue8m0"}
     for field in attrs.fields(ModelConfig):
         value = same.get(field.name, changed.get(field.name))
         if value is None and field.name != "q_lora_rank":
@@ -275,8 +388,8 @@ def test_defaults() -> None:
         (CacheConfig, "mem_fraction_static", 1.0, "greater than 0 and less than 1"),
         (CacheConfig, "mem_fraction_static", math.nan, "greater than 0 and less than 1"),
         (CacheConfig, "mem_fraction_static", True, "greater than 0 and less than 1"),
-        (CacheConfig, "kv_format", "fp8", "auto, bfloat16, float16, float32"),
-        (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32"),
+        (CacheConfig, "kv_format", "fp4", "auto, bfloat16, float16, float32, fp8"),
+        (CacheConfig, "kv_format", None, "auto, bfloat16, float16, float32, fp8"),
         (CacheConfig, "memory", "gpu", "auto, shared, pinned"),
         (CacheConfig, "prefix_cache", 1, "true or false"),
         (EngineConfig, "max_running_requests", 0, "from 1 to"),

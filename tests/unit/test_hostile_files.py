@@ -54,6 +54,7 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
 }
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 # (id, fields changed, what the message must contain beside the field's name and value)
 BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
@@ -113,15 +114,26 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "H12-block-0x0",
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 0]}},
-        ("quantization_config", "'fp8'", "not supported yet", "bfloat16, float16, float32"),
+        ("quantization_config", "weight_block_size [0, 0]", "must be [128, 128]", "bfloat16, float16, float32"),
+    ),
+    ("H12-block-none", {"quantization_config": {"quant_method": "fp8"}}, ("weight_block_size is missing", "128 x 128")),
+    ("H12-fmt", {"quantization_config": FP8 | {"fmt": "e5m2"}}, ("fmt 'e5m2'", "must be 'e4m3'")),
+    ("H12-static", {"quantization_config": FP8 | {"activation_scheme": "static"}}, ("activation_scheme 'static'",)),
+    ("H12-scale_fmt", {"quantization_config": FP8 | {"scale_fmt": "ue4m3"}}, ("scale_fmt", "ue8m0", "'ue4m3'")),
+    (
+        "H12-int4",
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
+        ("quant_method 'compressed-tensors'", "supported:", "128 x 128", "W8A8"),
     ),
     ("H12-method-unknown", {"quantization_config": {"quant_method": "x" * 500}}, ("quantization_config", "supported:")),
     ("H12-no-object", {"quantization_config": "int3"}, ("quantization_config", "'int3'", "supported:")),
-    ("H12-quantize", {"quantize": "w8a8_dynamic"}, ("quantize 'w8a8_dynamic'", "supported:")),
+    ("H12-quantize", {"quantize": "w4a8_dynamic"}, ("quantize 'w4a8_dynamic'", "supported:")),
+    ("H12-quantize-number", {"quantize": 8}, ("quantize 8", "supported:")),
     ("H12-dtype", {"torch_dtype": "float64"}, ("dtype", "bfloat16, float16, float32", "'float64'")),
     ("H12-dtypes-disagree", {"torch_dtype": "float16", "dtype": "bfloat16"}, ("dtype", "'float16'", "must agree")),
     ("H15-unknown", {"model_type": "llama"}, ("model_type 'llama'", "deepseek_v2, deepseek_v3")),
-    ("H15-v32-later", {"model_type": "deepseek_v32"}, ("model_type 'deepseek_v32'", "deepseek_v2, deepseek_v3")),
+    ("H15-v4-later", {"model_type": "deepseek_v4"}, ("model_type 'deepseek_v4'", "deepseek_v2, deepseek_v3")),
+    ("H15-v32-index", {"model_type": "deepseek_v32"}, ("index_n_heads is missing", "deepseek_v32")),
     ("H15-list", {"model_type": ["deepseek_v3"]}, ("model_type ['deepseek_v3']", "deepseek_v2, deepseek_v3")),
     ("H15-null", {"model_type": None}, ("model_type None", "deepseek_v2, deepseek_v3")),
     ("H15-scoring_func", {"scoring_func": "tanh"}, ("scoring_func", "softmax, sigmoid", "'tanh'")),
@@ -244,13 +256,6 @@ def test_bad_generation_config(tmp_path: Path, content: dict[str, Any], promised
         ModelConfig.from_checkpoint(tmp_path)
     assert "generation_config.json" in str(caught.value)
     assert all(part in str(caught.value) for part in promised)
-
-
-def test_h12_a_quantized_folder_is_refused_by_its_description(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "quant_model_description.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"quant_model_description\.json.*not supported yet; supported"):
-        ModelConfig.from_checkpoint(tmp_path)
 
 
 def _file(header: object, data: bytes = b"", length: int | None = None) -> bytes:

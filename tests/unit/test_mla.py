@@ -56,7 +56,7 @@ class Layer:
 
     def run(self, x_TD: Tensor, rows: list[Row], pages: Tensor, *, absorbed: bool) -> Tensor:
         batch = Batch.build(rows, page_size=PAGE_SIZE, device=CPU, absorbed=absorbed)
-        return self.mla(x_TD, batch, self.rotary(batch.positions_T), pages)
+        return self.mla(x_TD, self.mla.query_latent(x_TD), batch, self.rotary(batch.positions_T), pages)
 
     def weight(self, part: str) -> Tensor:
         return self.weights[f"{NAME}.{part}.weight"]

@@ -18,6 +18,7 @@ from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -159,7 +160,7 @@ def test_each_layer_is_streamed_with_its_cache_written(absorbed: bool) -> None:
         sequence.run(tokens_of(model.config, 11))
     tokens = tokens_of(model.config, 1 if absorbed else 12)
     batch = sequence.batch(tokens, absorbed=absorbed)
-    slots = [pages.flatten(0, 1) for pages in sequence.view.latents]
+    slots = [pages.flatten(0, 1) for pages in sequence.view.latents.values()]
     seen: list[Tensor] = []
     for place, (layer, hidden) in enumerate(model.stream_layers(batch, sequence.view)):
         assert layer == place
@@ -178,7 +179,7 @@ def test_a_step_writes_its_own_slots_only() -> None:
     sequence = Sequence.of(model, 17)
     batch = sequence.batch(tokens_of(model.config, 17))
     model.forward(batch, sequence.view)
-    for pages in sequence.view.latents:
+    for pages in sequence.view.latents.values():
         written = ~pages.flatten(0, 1).isnan().any(-1)
         assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_T.tolist())
 
@@ -191,7 +192,7 @@ def test_an_empty_batch_passes(family: str, absorbed: bool) -> None:
     hidden = model.forward(Batch.build([], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed), view)
     assert hidden.shape == (0, model.config.hidden_size)
     assert model.head(model.norm(hidden)).shape == (0, model.config.vocab_size)
-    assert all(pages.isnan().all() for pages in view.latents)
+    assert all(pages.isnan().all() for pages in view.latents.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,10 +228,10 @@ class Counting(Destinations):
         self.allocated += tensor.nbytes
         return tensor
 
-    def new(self, *shape: int) -> Tensor:
-        tensor = Destinations.new(self, *shape)
-        self.allocated += tensor.nbytes
-        return tensor
+    def _allocate(self, *arguments: Any) -> Weight:
+        weight = Destinations._allocate(self, *arguments)
+        self.allocated += sum(tensor.nbytes for tensor in tensors_of(weight))
+        return weight
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -241,7 +242,7 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
     Model.build(
         config, source, resolve_ops(CPU), device=CPU, dtype=DTYPES[dtype], topology=Topology.single(), weights_id=b""
     )
-    named = sum(tensor.nbytes for tensor in source.tensors.values())
+    named = sum(place.nbytes for place in source.places.values())
     assert source.allocated == named == config.weight_bytes
 
 
@@ -251,7 +252,7 @@ def test_the_layout_knows_the_bytes_of_a_page(dtype: torch.dtype, page_size: int
     model = random_model(dtype=dtype)
     layout = model.kv_layout(CacheConfig(page_size=page_size))
     memory = model.allocate_pages(layout, 1)
-    assert layout.page_bytes == memory.num_bytes == sum(pages.nbytes for pages in KVView.of(memory).latents)
+    assert layout.page_bytes == memory.num_bytes == sum(pages.nbytes for pages in KVView.of(memory).latents.values())
     assert model.allocate_pages(layout, 7).num_bytes == 7 * layout.page_bytes
 
 

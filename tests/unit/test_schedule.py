@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from pdinfer.errors import RequestError
 from pdinfer.schedule import (
+    MAX_BIASED_TOKENS,
     MAX_DEADLINE_S,
     MAX_ID_CHARACTERS,
+    MAX_LOGPROBS,
     MAX_SALT_BYTES,
     MAX_STOP_TOKENS,
     RequestLimits,
@@ -65,6 +67,39 @@ HOSTILE = [
     *rows("H39", "stop_token_ids", TOKEN_RULE, (-1,), (90,), (2**31,), (0.5,), (True,), ("1",)),
     *rows("H39", "stop_token_ids", "must be a tuple of token ids", [1], {1}, 5, None),
     *rows("H39", "stop_token_ids", f"at most {MAX_STOP_TOKENS}", (1,) * (MAX_STOP_TOKENS + 1), (1,) * 100_000),
+    *rows("H39", "logit_bias", "must be a tuple of (token id, bias) pairs", [], None, {5: 1.0}, "5", 5),
+    *rows(
+        "H39", "logit_bias", "must be a (token id, bias) pair", (5,), ([5, 1.0],), ((5,),), ((5, 1.0, 2.0),), ("51",)
+    ),
+    *rows("H39", "logit_bias", TOKEN_RULE, ((-1, 1.0),), ((90, 1.0),), ((2**31, 1.0),), ((5.0, 1.0),), ((True, 1.0),)),
+    *rows("H39", "logit_bias", "from -100 to 100", ((5, NAN),), ((5, INF),), ((5, -INF),), ((5, 101),), ((5, "1"),)),
+    *rows("H39", "logit_bias", "from -100 to 100", ((5, 10**400),), ((5, None),), ((5, True),), ((5, (1.0,)),)),
+    *rows("H39", "logit_bias", "two pairs of one token id", ((5, 1.0), (6, 1.0), (5, 1.0))),
+    *rows("H39", "logit_bias", f"at most {MAX_BIASED_TOKENS}", ((5, 1.0),) * (MAX_BIASED_TOKENS + 1), (None,) * 10**5),
+    *rows("H40", "min_new_tokens", "from 0 to max_new_tokens, which is 8", 9, -1, 2**63, 1.0, "0", NAN, None, True),
+    *rows("H36", "logprobs", f"from 0 to {MAX_LOGPROBS}", MAX_LOGPROBS + 1, -1, 2**63, 1.0, "all", True, NAN),
+    *rows(
+        "H37", "repetition_penalty", "from 0.01 to 100", 0, -1.0, NAN, INF, -INF, 101, 1e-9, 10**400, "1", None, True
+    ),
+    *rows("H37", "presence_penalty", "from -2 to 2", 2.1, -2.1, NAN, INF, -INF, 10**400, "1", None, False),
+    *rows("H37", "frequency_penalty", "from -2 to 2", 2.1, -2.1, NAN, INF, -INF, 10**400, "1", None, False),
+    *rows(
+        "H45",
+        "logits_processor",
+        "engine was given: none",
+        "json",
+        "",
+        5,
+        b"json",
+        ("json",),
+        NAN,
+        {"json"},
+        "j" * 10**6,
+    ),
+    *rows(
+        "H45", "logits_processor_argument", "65536 bytes of UTF-8", 5, None, b"x", "x" * 65537, "ä" * 32769, "\ud800"
+    ),
+    *rows("H45", "logits_processor_argument", "logits_processor is None", "{}"),
     *rows("H40", "output", "nothing is left to generate", (1,) * 8, (1,) * 9),
     *rows("H40", "ignore_eos", "a bool", 1, None, "no", 0.0),
     *rows("H41", "deadline_s", f"a number from 0 to {MAX_DEADLINE_S:g}", -1, -0.001, NAN, INF, 1e9, 2**80, "5", True),
@@ -77,16 +112,6 @@ HOSTILE = [
     *rows("H44", "sampling", "must be SamplingParams", None, {"temperature": 1.0}, "greedy"),
     *rows("H44", "priority", "an int of 32 bits", 2**31, -(2**31), 2**500, 1.0, True, "high", None, NAN),
 ]
-"""What is banned or required among tokens (the rest of H40) and log probabilities are not supported yet: see below."""
-
-NOT_YET = [
-    *rows("H39", "logit_bias", "supports only its default", ((5, 1.0),), ((-1, 1.0),), ((2**31, NAN),), [], None),
-    *rows("H40", "min_new_tokens", "supports only its default 0", 1, -1, 2**63, "0", NAN),
-    *rows("H36", "logprobs", "supports only its default None", 0, 1, -1, 2**63, "all"),
-    *rows("H37", "repetition_penalty", "supports only its default 1.0", 0, 1.1, NAN, INF, -INF),
-    *rows("H37", "presence_penalty", "supports only its default 0.0", 1, -2.0, NAN, INF),
-    *rows("H37", "frequency_penalty", "supports only its default 0.0", 1, -2.0, NAN, INF),
-]
 
 
 def refusal(bad: Request) -> str:
@@ -95,7 +120,7 @@ def refusal(bad: Request) -> str:
     return str(info.value)
 
 
-@pytest.mark.parametrize(("field", "value", "limit"), HOSTILE + NOT_YET)
+@pytest.mark.parametrize(("field", "value", "limit"), HOSTILE)
 def test_a_hostile_value_is_refused_by_name_value_and_limit(field: str, value: object, limit: str) -> None:
     message = refusal(request(**{field: value}))
     assert field in message
@@ -120,8 +145,10 @@ def test_a_hostile_value_is_refused_by_name_value_and_limit(field: str, value: o
         ("request_id", "two\nlines", r"got 'two\nlines'"),
         ("cache_salt", "text", "got 'text'"),
         ("priority", 1.5, "got 1.5"),
-        ("logprobs", 5, "sampling.logprobs is 5;"),
-        ("logit_bias", ((5, 1.0),), "sampling.logit_bias is ((5, 1.0),);"),
+        ("logprobs", 21, "got 21"),
+        ("logit_bias", ((5, 1.0), (6, 200)), "logit_bias[1] must be a number from -100 to 100, got 200"),
+        ("logit_bias", ((5, 1.0), (95, 1.0)), "sampling.logit_bias[1] is 95;"),
+        ("logits_processor", "json", "sampling.logits_processor is 'json'; the prefill engine was given: none"),
     ],
 )
 def test_the_message_shows_the_value(field: str, value: object, shown: str) -> None:
@@ -168,6 +195,9 @@ def test_a_huge_value_makes_a_small_message_and_no_copy(field: str, value: objec
         {"seed": 0},
         {"seed": 2**64 - 1},
         {"stop_token_ids": (0, 89) * (MAX_STOP_TOKENS // 2), "ignore_eos": True},
+        {"logit_bias": tuple((token, -100.0) for token in range(90)), "min_new_tokens": 8, "logprobs": MAX_LOGPROBS},
+        {"logit_bias": ((0, 100), (89, -100)), "min_new_tokens": 0, "logprobs": 0},
+        {"repetition_penalty": 0.01, "presence_penalty": -2, "frequency_penalty": 2.0},
         {"priority": 2**31 - 1, "deadline_s": 0},
         {"priority": 1 - 2**31, "deadline_s": MAX_DEADLINE_S},
         {"cache_salt": b"\0" * MAX_SALT_BYTES},
@@ -236,3 +266,12 @@ def test_a_default_may_be_written_as_an_int() -> None:
     """JSON has no 0.0: clients send `presence_penalty: 0`."""
     sampling = SamplingParams(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, temperature=1, top_p=1)
     check_request(Request(prompt=(1,), sampling=sampling), [])
+
+
+def test_a_logits_processor_has_to_be_known_to_both_engines() -> None:
+    named = request(logits_processor="json", logits_processor_argument="ä" * 32768)
+    limits = {"name": "prefill", "vocab_size": 100, "max_tokens": 64}
+    knows = RequestLimits(**limits, logits_processors=("grammar", "json"))  # type: ignore[arg-type]
+    check_request(named, [knows, knows])
+    with pytest.raises(RequestError, match="'json'; the decode engine was given: none"):
+        check_request(named, [knows, DECODE])

@@ -209,7 +209,7 @@ def test_a_step_sees_one_tensor_per_layer() -> None:
     memory = model.allocate_pages(layout, 3)
     view = KVView.of(memory)
     assert len(view.latents) == len(layout.layers)
-    assert all(latent.shape == (3, 8, layout.components[0].width) for latent in view.latents)
+    assert all(latent.shape == (3, 8, layout.components[0].width) for latent in view.latents.values())
     view.latents[1].fill_(1.0)
     assert memory.pages("latent", 1).all()
     assert not memory.pages("latent", 0).any()

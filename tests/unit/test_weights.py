@@ -64,9 +64,9 @@ def tied(tmp_path: Path) -> Path:
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights may be listed on the meta device; one that takes memory fails the test."""
 
-    def listing(device: torch.device, dtype: torch.dtype) -> Destinations:
+    def listing(device: torch.device, *arguments: Any) -> Destinations:
         assert device.type == "meta", "memory was taken"
-        return Destinations(device, dtype)
+        return Destinations(device, *arguments)
 
     monkeypatch.setattr(weights, "Destinations", listing)
 
@@ -152,9 +152,8 @@ def test_a_tensor_of_another_shape_is_named_with_its_file(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(EXPERT, torch.int8, id="H52-int8"),
-        pytest.param(GATE, torch.float8_e4m3fn, id="H52-float8"),
         pytest.param(BIAS, torch.int64, id="H52-int64"),
+        pytest.param(NORM, torch.uint8, id="H52-uint8"),
     ],
 )
 def test_a_tensor_of_another_kind_is_named_with_its_file(folder: Path, name: str, dtype: torch.dtype) -> None:
@@ -162,7 +161,7 @@ def test_a_tensor_of_another_kind_is_named_with_its_file(folder: Path, name: str
     shape = load((folder / files[name]).read_bytes())[name].shape
     change(folder, {name: torch.ones(shape).to(dtype)})
     message = refusal(folder)
-    assert f"{name} is {dtype} in {files[name]}, supported are float32, bfloat16, float16" in message
+    assert f"{name} is {dtype} in {files[name]}, supported for FLOAT are float32, bfloat16, float16" in message
 
 
 @pytest.mark.usefixtures("no_memory")
@@ -192,7 +191,7 @@ def test_values_that_are_not_finite_are_refused_unless_allowed(folder: Path, nam
     model = load_model(folder, check_finite=False)
     held = {
         EMBED: model.embed_VD,
-        EXPERT: model.blocks[1].mlp.experts.down_EDI,
+        EXPERT: model.blocks[1].mlp.experts.down,
         BIAS: model.blocks[2].mlp.router.bias_E,
     }
     assert int((~held[name].isfinite()).sum()) == 2
@@ -259,7 +258,7 @@ def test_weights_are_converted_and_routers_stay_exact(tmp_path: Path, stored: st
         (model.embed_VD, EMBED),
         (model.lm_head_VD, HEAD),
         (model.norm.weight_D, NORM),
-        (model.blocks[1].mlp.experts.down_EDI[7], EXPERT),
+        (model.blocks[1].mlp.experts.down[7], EXPERT),
     ):
         assert held.dtype == dtype
         assert torch.equal(held, tensors[name].to(dtype))

@@ -96,12 +96,16 @@ wire_messages = st.one_of(
 samplings = values(
     SamplingParams,
     max_new_tokens=ints,
+    min_new_tokens=ints,
     temperature=floats,
+    repetition_penalty=floats,
     logit_bias=tops,
     seed=st.none() | ints,
     stop_token_ids=tuples(ints),
     ignore_eos=st.booleans(),
     logprobs=st.none() | ints,
+    logits_processor=st.none() | texts,
+    logits_processor_argument=texts,
 )
 requests = values(
     Request,

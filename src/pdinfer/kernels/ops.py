@@ -3,15 +3,20 @@
 Each field names an op; its Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
 functions of these names; `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
 specification; the others must agree with it.
+
+Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.packing` says, the store ops pack
+and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN included.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
+
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
 class RMSNorm(Protocol):
@@ -21,6 +26,14 @@ class RMSNorm(Protocol):
         """Returns weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
 
 
+class LayerNorm(Protocol):
+    """Normalises and centres rows."""
+
+    def __call__(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+        """Returns weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis, computed in float32, in x's
+        dtype."""
+
+
 class Linear(Protocol):
     """Multiplies by a weight matrix."""
 
@@ -28,18 +41,105 @@ class Linear(Protocol):
         """Linear map without bias: x @ weight.T -> [T, O] in x's dtype."""
 
 
+class LinearFP8(Protocol):
+    """Multiplies by a matrix in FP8 blocks."""
+
+    def __call__(self, x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+        """As `linear`, with x rounded to e4m3 per token and 128 channels: scale max(amax, 1e-4) / 448, or the next
+        power of two with `weight.ue8m0`. Products are summed in float32 within a block, then scaled and summed."""
+
+
+class LinearInt8(Protocol):
+    """Multiplies by an INT8 matrix; the scale of an activation is its own."""
+
+    def __call__(self, x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+        """As `linear`, with x rounded to int8 per token, scale amax / 127. Products are summed exactly."""
+
+
+class LinearInt8Static(Protocol):
+    """Multiplies by an INT8 matrix; the scale of an activation is the weight's."""
+
+    def __call__(self, x_TI: Tensor, weight: Int8Static) -> Tensor:
+        """(clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale, each part
+        of the rows with its own input scale and offset, in x's dtype. Products are summed exactly."""
+
+
+class RoundFP8(Protocol):
+    """Rounds activations as `linear_fp8` does."""
+
+    def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+        """What x is worth after that rounding, in x's dtype."""
+
+
+class RoundInt8(Protocol):
+    """Rounds activations as `linear_int8` does."""
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        """What x is worth after that rounding, in x's dtype."""
+
+
 class Rotate(Protocol):
     """Applies rotary positions."""
 
-    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
-        """Rotary embedding of interleaved pairs (2i, 2i+1) by angle i; cos and sin are float32 [T, R/2]. New tensor."""
+    def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+        """Rotary embedding of pairs (2i, 2i+1), or (i, i + R/2) where not `interleaved`, by angle i; cos and sin are
+        float32 [T, R/2]. New tensor, elements in the order of x."""
 
 
 class StoreLatent(Protocol):
     """Writes the cache."""
 
-    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
-        """Writes token t's latent to slot `page * page_size + offset` of the cache. Mutates `pages_PGW` alone."""
+    def __call__(self, pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+        """Writes token t's latent and rotated key to slot `page * page_size + offset` of the cache. Mutates `pages_PGW`
+        alone."""
+
+
+class StoreIndexKeys(Protocol):
+    """Writes the indexer's cache."""
+
+    def __call__(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+        """Writes token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
+
+
+class IndexTopK(Protocol):
+    """Chooses the tokens that sparse attention reads."""
+
+    def __call__(
+        self,
+        q_TXY: Tensor,
+        weights_TX: Tensor,
+        pages_PGY: Tensor,
+        page_table_BM: Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        top_k: int,
+    ) -> Tensor:
+        """The `top_k` best positions of each of a sequence's last `query_lens[b]` tokens, among its own and all before,
+        by sum over heads x of weights[x] * relu(q[x] . key), in float32; weights are float32.
+
+        Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
+        own sequence, ascending, and -1 behind the last where a token sees fewer than S. Of equal scores the lowest
+        position is taken, whatever the sizes of pages, chunks and batches. Lengths are host ints."""
+
+
+class MLASparse(Protocol):
+    """Attends to chosen tokens."""
+
+    def __call__(
+        self,
+        q_latent_THC: Tensor,
+        q_rope_THR: Tensor,
+        pages_PGW: Tensor,
+        page_table_BM: Tensor,
+        sequence_T: Tensor,
+        selected_TS: Tensor,
+        *,
+        scale: float,
+    ) -> Tensor:
+        """Absorbed attention of each token over the cached latents at `selected_TS`, *logical* positions of its own
+        sequence as `index_topk` returns them (-1 is none); `sequence_T` is each token's row of the page table
+        -> [T, H, C]. As `mla_decode` over these positions alone."""
 
 
 class MLAPrefill(Protocol):
@@ -76,7 +176,7 @@ class MLADecode(Protocol):
         scale: float,
     ) -> Tensor:
         """Absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent . c +
-        q_rope . k_rope)) . c -> [B, H, C]. Cache beyond a context may hold anything, NaN included."""
+        q_rope . k_rope)) . c -> [B, H, C]."""
 
 
 class Route(Protocol):
@@ -116,19 +216,58 @@ class GroupedMLP(Protocol):
         """Gated MLP of rows sorted by expert, `counts_E` (int64, on the host) rows for each -> [S, D]."""
 
 
+class GroupedMLPFP8(Protocol):
+    """Runs experts in FP8 blocks."""
+
+    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+        """As `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
+
+
+class GroupedMLPInt8(Protocol):
+    """Runs INT8 experts."""
+
+    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+        """As `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
+
+
 @attrs.frozen(kw_only=True)
 class Ops:
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
 
     rms_norm: RMSNorm
+    layer_norm: LayerNorm
     linear: Linear
+    linear_fp8: LinearFP8
+    linear_int8: LinearInt8
+    linear_int8_static: LinearInt8Static
+    round_fp8: RoundFP8
+    round_int8: RoundInt8
     rotate: Rotate
     store_latent: StoreLatent
+    store_index_keys: StoreIndexKeys
+    index_topk: IndexTopK
     mla_prefill: MLAPrefill
     mla_decode: MLADecode
+    mla_sparse: MLASparse
     route: Route
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP
+    grouped_mlp_fp8: GroupedMLPFP8
+    grouped_mlp_int8: GroupedMLPInt8
+
+    def linear_by(self, weight: Weight) -> Callable[[Tensor, Any], Tensor]:
+        """The op that multiplies by a weight of this format."""
+        if isinstance(weight, FP8Blocks):
+            return self.linear_fp8
+        if isinstance(weight, Int8Dynamic):
+            return self.linear_int8
+        return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
+
+    def grouped_mlp_by(self, weight: Weight) -> Callable[[Tensor, Tensor, Any, Any], Tensor]:
+        """The op that runs experts whose stacks have this format; floats are the only others."""
+        if isinstance(weight, FP8Blocks):
+            return self.grouped_mlp_fp8
+        return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp
 
 
 OP_NAMES: tuple[str, ...] = tuple(field.name for field in attrs.fields(Ops))

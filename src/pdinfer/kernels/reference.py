@@ -1,20 +1,43 @@
 """Every op in plain torch, one sequence and one expert at a time: slow, complete, and the specification.
 
 Formulas: DeepSeek-V2 report (arXiv 2405.04434) section 2 for MLA, DeepSeek-V3 report (arXiv 2412.19437) section 2.1.2
-for the router with correction bias. All arithmetic is float32 (float64 stays float64).
+for the router with correction bias, DeepSeek-V3.2 report (arXiv 2512.02556) section 2.1 for index scores. All
+arithmetic is float32 (float64 stays float64).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pdinfer.kernels import packing
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    FP8_MAX,
+    FP8Blocks,
+    Int8Dynamic,
+    Int8Static,
+    Weight,
+    expert,
+    to_power_of_two,
+)
+
+FP8_MIN_AMAX = 1e-4
+"""Activations smaller than this in all of a block count as this large."""
+INT8_MIN_AMAX = 1e-10
 
 
 def unavailable(device: torch.device) -> str | None:
     """None: plain torch runs everywhere."""
     return None
+
+
+def slow(op: str, device: torch.device) -> str | None:
+    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
 
 
 def _exact(x: Tensor) -> Tensor:
@@ -26,24 +49,135 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * _exact(weight_D)).to(x_TD.dtype)
 
 
+def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    x = _exact(x_TD)
+    x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    return (x * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
+
+
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return (_exact(x_TI) @ _exact(weight_OI).T).to(x_TI.dtype)
 
 
-def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+    numbers, scale = fp8_activation(x_TI, weight.ue8m0)
+    scale_of_row = weight.scale_of_row
+    y = _exact(x_TI).new_zeros(x_TI.shape[0], weight.numbers.shape[0])
+    for block in range(scale.shape[1]):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        sums = numbers[:, columns].to(y.dtype) @ weight.numbers[:, columns].to(y.dtype).T
+        y += sums * scale[:, block, None] * scale_of_row[:, block]
+    return y.to(x_TI.dtype)
+
+
+def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3 [T, I], scales [T, ceil(I / 128)]), from DeepSeek-V3's report, section 3.3.2."""
+    x = _exact(x_TI)
+    blocks = torch.split(x, BLOCK, -1)
+    scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
+    if ue8m0:
+        scale = to_power_of_two(scale)
+    scaled = [block / scale[:, at, None] for at, block in enumerate(blocks)]
+    return torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn), scale
+
+
+def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+    numbers, scale = fp8_activation(x_TI, ue8m0)
+    scale_of_channel = scale.repeat_interleave(BLOCK, -1)[:, : x_TI.shape[1]]
+    return (numbers.to(scale.dtype) * scale_of_channel).to(x_TI.dtype)
+
+
+def round_int8(x_TI: Tensor) -> Tensor:
+    numbers, scale = int8_activation(x_TI)
+    return (numbers * scale).to(x_TI.dtype)
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    numbers, scale = int8_activation(x_TI)
+    y = int8_sums(numbers, weight.numbers).to(_exact(x_TI).dtype) * scale * weight.scale.squeeze(-1)
+    return y.to(x_TI.dtype)
+
+
+def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [T, I], scales [T, 1]): amax / 127 per token; a token of zeros stays zeros."""
+    x = _exact(x_TI)
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
+def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+    inputs = zip(weight.input_scale.unbind(), weight.input_offset.unbind(), strict=True)
+    sums = [
+        int8_sums(int8_static_activation(x_TI, scale, offset), numbers)
+        for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
+    ]
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)).to(_exact(x_TI).dtype)
+    return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
+
+
+def not_finite(x_TI: Tensor) -> Tensor:
+    """[T, 1]: NaN for tokens that hold NaN or infinity, which integers cannot say; 0 for the others."""
+    return _exact(x_TI).abs().amax(-1, keepdim=True) * 0
+
+
+def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
+    """int8 [T, I]; `scale` and `offset` are float32 [1]."""
+    return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
+
+
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    """Exact sums of int8 products, as float64: torch multiplies integer matrices on few devices."""
+    return x_TI.double() @ numbers_OI.double().T
+
+
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
     x = _exact(x_THR)
-    even, odd = x[..., 0::2], x[..., 1::2]
+    half = x.shape[-1] // 2
+    first, second = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(half), slice(half, None))
+    left, right = x[..., first], x[..., second]
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
     out = torch.empty_like(x)
-    out[..., 0::2] = even * cos - odd * sin
-    out[..., 1::2] = even * sin + odd * cos
+    out[..., first] = left * cos - right * sin
+    out[..., second] = left * sin + right * cos
     return out.to(x_THR.dtype)
 
 
-def store_latent(pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
+def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+    _store(pages_PGW, slots_T, packing.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
+
+
+def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+    _store(pages_PGY, slots_T, packing.index_rows(keys_TY, pages_PGY.dtype))
+
+
+def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
     page_size = pages_PGW.shape[1]
-    for slot, latent in zip(slots_T.tolist(), latent_TW, strict=True):
-        pages_PGW[slot // page_size, slot % page_size] = latent
+    for slot, row in zip(slots_T.tolist(), rows_TW, strict=True):
+        pages_PGW[slot // page_size, slot % page_size] = row
+
+
+def index_topk(
+    q_TXY: Tensor,
+    weights_TX: Tensor,
+    pages_PGY: Tensor,
+    page_table_BM: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    top_k: int,
+) -> Tensor:
+    q_TXY = packing.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    selected = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
+    token = 0
+    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        keys = _exact(packing.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        for visible in range(context - num_queries + 1, context + 1):
+            scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
+            best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
+            selected[token, : len(best)] = best
+            token += 1
+    return selected
 
 
 def mla_prefill(
@@ -63,8 +197,8 @@ def mla_prefill(
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         q = _exact(q_THQ[first : first + num_queries])
         first += num_queries
-        cached = _exact(pages_PGW[page_table_BM[row]].flatten(0, 1)[:context])
-        c, k_rope = cached[:, :latent_rank], cached[:, latent_rank:]
+        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
+        c, k_rope = _unpacked(cached, latent_rank)
         kv = (c @ _exact(kv_b_OC).T).view(context, num_heads, nope + v_head_dim)
         scores = torch.einsum("qhn,khn->hqk", q[..., :nope], kv[..., :nope])
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
@@ -84,14 +218,42 @@ def mla_decode(
     *,
     scale: float,
 ) -> Tensor:
-    latent_rank = q_latent_BHC.shape[-1]
     out = torch.empty_like(q_latent_BHC)
     for row, context in enumerate(context_lens_B.tolist()):
-        cached = _exact(pages_PGW[page_table_BM[row]].flatten(0, 1)[:context])
-        c, k_rope = cached[:, :latent_rank], cached[:, latent_rank:]
-        scores = _exact(q_latent_BHC[row]) @ c.T + _exact(q_rope_BHR[row]) @ k_rope.T
-        out[row] = ((scale * scores).softmax(-1) @ c).to(out.dtype)
+        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
+        out[row] = _absorbed(q_latent_BHC[row], q_rope_BHR[row], cached, scale)
     return out
+
+
+def mla_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    page_size = pages_PGW.shape[1]
+    out = torch.empty_like(q_latent_THC)
+    for token, (row, positions_S) in enumerate(zip(sequence_T.tolist(), selected_TS, strict=True)):
+        positions_S = positions_S[positions_S >= 0]
+        cached = pages_PGW[page_table_BM[row, positions_S // page_size], positions_S % page_size]
+        out[token] = _absorbed(q_latent_THC[token], q_rope_THR[token], cached, scale)
+    return out
+
+
+def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
+    """(c, k_rope) of cached rows."""
+    return _exact(packing.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
+
+
+def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:
+    """One token's attention over cached rows [S, W] -> [H, C]."""
+    c, k_rope = _unpacked(cached_SW, q_latent_HC.shape[-1])
+    scores = _exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T
+    return ((scale * scores).softmax(-1) @ c).to(q_latent_HC.dtype)
 
 
 def route(
@@ -128,8 +290,22 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+
+
+def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+
+
+def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+) -> Tensor:
     outputs = [
-        linear(gated_silu(linear(rows, gate_up_EJD[expert])), down_EDI[expert])
-        for expert, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
+        multiply(gated_silu(multiply(rows, expert(gate_up, index))), expert(down, index))
+        for index, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
     ]
     return torch.cat(outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from typing import Protocol
 
 import attrs
 import torch
@@ -16,24 +17,28 @@ PROVIDERS: tuple[tuple[str, str], ...] = (
     ("reference", "pdinfer.kernels.reference"),
 )
 """(name, module) in order of preference. A module is imported only when its turn comes; it has a function
-`unavailable(device) -> str | None` (a sentence, or None when it can run) and the ops it offers under their names."""
+`unavailable(device) -> str | None` (a sentence, or None when it can run) and the ops it offers under their names. It
+may have `slow(op, device) -> str | None`: why an op on quantized weights loses to converting them to floats at load."""
 
 
 @attrs.frozen
 class OpChoice:
-    """Why an op runs where it runs: the provider taken and, for each one passed over, a sentence."""
+    """Why an op runs where it runs: the provider taken and, for each one passed over, a sentence. `slow` says why the
+    provider is no reason to keep quantized weights as they are stored."""
 
     op: str
     provider: str
     refusals: tuple[str, ...] = ()
+    slow: str | None = None
 
 
 @attrs.frozen
 class ResolvedOps:
-    """The ops of one model and the reasons for them."""
+    """The ops of one model and the reasons for them. `weights`: what became of its quantized weights, in sentences."""
 
     ops: Ops
     choices: tuple[OpChoice, ...]
+    weights: tuple[str, ...] = ()
 
 
 def resolve_ops(device: torch.device, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
@@ -65,17 +70,31 @@ def _choose(op: str, device: torch.device, wanted: str | None) -> tuple[object, 
         if reason is None and not hasattr(module, op):
             reason = f"has no {op}"
         if reason is None:
-            return getattr(module, op), OpChoice(op, name, tuple(refusals))
+            slow = module.slow(op, device) if hasattr(module, "slow") else None
+            return getattr(module, op), OpChoice(op, name, tuple(refusals), slow)
         refusals.append(f"{name}: {reason}")
     raise BackendUnavailable(f"op {op} cannot run on {device}: " + "; ".join(refusals))
 
 
-def explain_backends(device: str | torch.device = "cpu") -> str:
-    """A table: op, the provider it would get on `device`, and a sentence for each provider passed over."""
-    choices = resolve_ops(torch.device(device)).choices
-    width = max(len(choice.op) for choice in choices)
+class Resolved(Protocol):
+    """What was built with resolved ops: a model."""
+
+    @property
+    def resolved(self) -> ResolvedOps:
+        """Its ops, and why they are what they are."""
+
+
+def explain_backends(where: str | torch.device | Resolved = "cpu") -> str:
+    """A table: op, the provider it would get on a device, and a sentence for each provider passed over or slow.
+
+    For a `Model`: what it got, and what became of its quantized weights.
+    """
+    resolved = resolve_ops(torch.device(where)) if isinstance(where, str | torch.device) else where.resolved
+    width = max(len(choice.op) for choice in resolved.choices)
     lines = [f"{'op':<{width}}  provider"]
-    for choice in choices:
+    for choice in resolved.choices:
         lines.append(f"{choice.op:<{width}}  {choice.provider}")
         lines.extend(f"{'':<{width}}  not {refusal}" for refusal in choice.refusals)
-    return "\n".join(lines)
+        if choice.slow is not None:
+            lines.append(f"{'':<{width}}  slow: {choice.slow}")
+    return "\n".join([*lines, *resolved.weights])

@@ -1,23 +1,34 @@
 """Fast eager torch: batched where the reference loops, in the tensors' own dtype where rounding allows it.
 
-Softmax, norms and routing stay float32. Nothing of the size [tokens, tokens] is ever held: prefill attention goes
-through blocks of queries.
+Softmax, norms, routing and index scores stay float32. Nothing of the size [tokens, tokens] is ever held, nor keys and
+values of a long context: attention goes through blocks of queries, and of context where that is long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference
+from pdinfer.kernels import packing, reference
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
 """Memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a GEMM."""
 
+CONTEXT_BLOCK_BYTES = 64 << 20
+"""Memory for what is made of one block of context, such as its keys and values or its rows gathered token by token."""
+
+WEIGHT_BLOCK_BYTES = 8 << 20
+"""Memory for the rows of an FP8 matrix that are floats at one time."""
+
 route = reference.route
+layer_norm = reference.layer_norm
+round_fp8 = reference.round_fp8
+round_int8 = reference.round_int8
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -35,15 +46,68 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI)
 
 
-def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
+    rounded_TI = round_fp8(x_TI, ue8m0=weight.ue8m0)
+    scale_of_row = weight.scale_of_row
+    out = x_TI.new_empty(len(x_TI), len(weight.numbers))
+    step = max(1, WEIGHT_BLOCK_BYTES // (x_TI.shape[1] * x_TI.itemsize))
+    for first in range(0, len(weight.numbers), step):
+        rows = slice(first, first + step)
+        floats_OI = torch.empty(weight.numbers[rows].shape, dtype=x_TI.dtype, device=x_TI.device)
+        dequantize_fp8(weight.numbers[rows], scale_of_row[rows], floats_OI)
+        out[:, rows] = F.linear(rounded_TI, floats_OI)
+    return out
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    numbers, scale = reference.int8_activation(x_TI)
+    return (int8_sums(numbers, weight.numbers) * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
+
+
+def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+    inputs = zip(weight.input_scale, weight.input_offset, strict=True)
+    sums = [
+        int8_sums(reference.int8_static_activation(x_TI, scale, offset), numbers)
+        for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
+    ]
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)) * weight.output_scale.squeeze(-1)
+    return (y + reference.not_finite(x_TI)).to(x_TI.dtype)
+
+
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    """Exact sums of int8 products."""
+    # CUDA's integer product wants aligned shapes; that of torch 2.13 for CPUs leaves sums of one product unwritten.
+    if x_TI.device.type != "cpu" or x_TI.shape[1] == 1:
+        return reference.int8_sums(x_TI, numbers_OI)
+    return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
+
+
+def slow(op: str, device: torch.device) -> str | None:
+    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    if op.startswith("round_"):
+        return None
+    if op.endswith("_fp8"):
+        return "makes floats of FP8 weights in every call"
+    return "has no fused INT8 kernel" if op.endswith(("_int8", "_int8_static")) else None
+
+
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+    if not interleaved:
+        return reference.rotate(x_THR, cos_TF, sin_TF, interleaved=False)
     x = x_THR.float()
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos_TF[:, None, :], sin_TF[:, None, :]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x_THR.dtype)
 
 
-def store_latent(pages_PGW: Tensor, slots_T: Tensor, latent_TW: Tensor) -> None:
-    pages_PGW.view(-1, pages_PGW.shape[-1]).index_copy_(0, slots_T, latent_TW)
+def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
+    rows_TW = packing.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
+    pages_PGW.view(-1, pages_PGW.shape[-1]).index_copy_(0, slots_T, rows_TW)
+
+
+def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
+    rows_TY = packing.index_rows(keys_TY, pages_PGY.dtype)
+    pages_PGY.view(-1, pages_PGY.shape[-1]).index_copy_(0, slots_T, rows_TY)
 
 
 def mla_prefill(
@@ -60,16 +124,30 @@ def mla_prefill(
     num_heads, latent_rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     page_size = pages_PGW.shape[1]
+    block_pages = max(1, CONTEXT_BLOCK_BYTES // (page_size * num_heads * (2 * q_THQ.shape[-1] + v_head_dim) * 4))
+
+    def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
+        """(k_HQS, v_HSV) of the first `context` slots of these pages."""
+        cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
+        cached = packing.latents(cached, latent_rank, q_THQ.dtype)
+        kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
+        k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
+        return torch.cat((kv[..., :nope], k_rope), -1).permute(1, 2, 0), kv[..., nope:].transpose(0, 1)
+
     out = q_THQ.new_empty(q_THQ.shape[0], num_heads, v_head_dim)
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        cached = pages_PGW.index_select(0, table).flatten(0, 1)[:context]
-        kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
-        k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
-        k_HKQ = torch.cat((kv[..., :nope], k_rope), -1).permute(1, 2, 0)
         last = first + num_queries
-        _attend_causal(q_THQ[first:last].transpose(0, 1), k_HKQ, kv[..., nope:].transpose(0, 1), scale, out[first:last])
+        q_HTQ, out_THV = q_THQ[first:last].transpose(0, 1), out[first:last]
+        if len(table) <= block_pages:
+            _attend_causal(q_HTQ, *keys_values(table, context), scale, out_THV)
+        else:
+            blocks = (
+                (start * page_size, *keys_values(pages, min(len(pages) * page_size, context - start * page_size)))
+                for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True)
+            )
+            _attend_in_blocks(q_HTQ, context - num_queries, blocks, scale, out_THV)
         first = last
     return out
 
@@ -91,6 +169,36 @@ def _attend_causal(q_HTQ: Tensor, k_HQS: Tensor, v_HSV: Tensor, scale: float, ou
         out_THV[start:stop] = torch.bmm(weights, v_HSV[:, :visible]).transpose(0, 1)
 
 
+def _attend_in_blocks(
+    q_HTQ: Tensor, offset: int, blocks: Iterable[tuple[int, Tensor, Tensor]], scale: float, out_THV: Tensor
+) -> None:
+    """As `_attend_causal`, the first query standing at position `offset`, over blocks (first position, k_HQS, v_HSV) of
+    context one at a time: softmax with a running maximum (arXiv 1805.02867, algorithm 3)."""
+    num_heads, num_queries, _ = q_HTQ.shape
+    value_HTV = torch.zeros(num_heads, num_queries, out_THV.shape[-1], device=q_HTQ.device)
+    total_HT1 = torch.zeros(num_heads, num_queries, 1, device=q_HTQ.device)
+    maximum_HT1 = torch.full_like(total_HT1, -torch.inf)
+    for position, k_HQS, v_HSV in blocks:
+        size = k_HQS.shape[-1]
+        query_block = max(1, SCORE_BLOCK_BYTES // (4 * num_heads * size))
+        # queries before the block see nothing of it
+        for start in range(max(0, position - offset), num_queries, query_block):
+            part = slice(start, min(start + query_block, num_queries))
+            scores = torch.bmm(q_HTQ[:, part], k_HQS).float().mul_(scale)
+            if position + size > offset + start + 1:
+                at = torch.arange(offset + start, offset + part.stop, device=q_HTQ.device)
+                future = torch.arange(position, position + size, device=q_HTQ.device) > at[:, None]
+                scores.masked_fill_(future, -torch.inf)
+            before = maximum_HT1[:, part]
+            highest = torch.maximum(before, scores.amax(-1, keepdim=True))
+            weights = scores.sub_(highest).exp_()
+            kept = (before - highest).exp_()
+            total_HT1[:, part] = total_HT1[:, part] * kept + weights.sum(-1, keepdim=True)
+            value_HTV[:, part] = value_HTV[:, part] * kept + torch.bmm(weights.to(v_HSV.dtype), v_HSV).float()
+            maximum_HT1[:, part] = highest
+    out_THV.copy_((value_HTV / total_HT1).transpose(0, 1))
+
+
 def mla_decode(
     q_latent_BHC: Tensor,
     q_rope_BHR: Tensor,
@@ -100,15 +208,105 @@ def mla_decode(
     *,
     scale: float,
 ) -> Tensor:
-    latent_rank = q_latent_BHC.shape[-1]
-    cached_BSW = pages_PGW[page_table_BM].flatten(1, 2)
+    cached_BSW = packing.latents(pages_PGW[page_table_BM].flatten(1, 2), q_latent_BHC.shape[-1], q_latent_BHC.dtype)
     beyond_BS = torch.arange(cached_BSW.shape[1], device=cached_BSW.device) >= context_lens_B[:, None]
+    return _absorbed(q_latent_BHC, q_rope_BHR, cached_BSW, beyond_BS, scale)
+
+
+def mla_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    num_heads, latent_rank = q_latent_THC.shape[1:]
+    page_size, width = pages_PGW.shape[1], latent_rank + q_rope_THR.shape[-1]
+    rows_NW = pages_PGW.view(-1, pages_PGW.shape[-1])
+    block = max(1, CONTEXT_BLOCK_BYTES // (8 * max(1, selected_TS.shape[1]) * (width + num_heads)))
+    out = torch.empty_like(q_latent_THC)
+    for start in range(0, len(out), block):
+        part = slice(start, start + block)
+        none_TS = selected_TS[part] < 0
+        positions_TS = selected_TS[part].clamp_min(0)
+        pages_TS = page_table_BM[sequence_T[part, None], positions_TS // page_size]
+        slots_TS = pages_TS * page_size + positions_TS % page_size
+        cached_TSW = rows_NW.index_select(0, slots_TS.flatten()).view(*slots_TS.shape, -1)
+        cached_TSW = packing.latents(cached_TSW, latent_rank, out.dtype)
+        out[part] = _absorbed(q_latent_THC[part], q_rope_THR[part], cached_TSW, none_TS, scale)
+    return out
+
+
+def _absorbed(q_latent_THC: Tensor, q_rope_THR: Tensor, cached_TSW: Tensor, none_TS: Tensor, scale: float) -> Tensor:
+    """Attention of each token over cached rows of its own, but where `none_TS`; changes these rows."""
     # unused slots may hold NaN of an earlier owner, and 0 * NaN is NaN
-    cached_BSW = cached_BSW.masked_fill_(beyond_BS[..., None], 0)
-    q_BHW = torch.cat((q_latent_BHC, q_rope_BHR), -1)
-    scores_BHS = torch.bmm(q_BHW, cached_BSW.transpose(1, 2)).float().mul_(scale)
-    weights_BHS = scores_BHS.masked_fill_(beyond_BS[:, None, :], -torch.inf).softmax(-1).to(q_BHW.dtype)
-    return torch.bmm(weights_BHS, cached_BSW[..., :latent_rank])
+    cached_TSW = cached_TSW.masked_fill_(none_TS[..., None], 0)
+    q_THW = torch.cat((q_latent_THC, q_rope_THR), -1)
+    scores_THS = torch.bmm(q_THW, cached_TSW.transpose(1, 2)).float().mul_(scale)
+    weights_THS = scores_THS.masked_fill_(none_TS[:, None, :], -torch.inf).softmax(-1).to(q_THW.dtype)
+    return torch.bmm(weights_THS, cached_TSW[..., : q_latent_THC.shape[-1]])
+
+
+def index_topk(
+    q_TXY: Tensor,
+    weights_TX: Tensor,
+    pages_PGY: Tensor,
+    page_table_BM: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    top_k: int,
+) -> Tensor:
+    q_TXY = packing.index_queries(q_TXY.float(), pages_PGY.dtype)
+    page_size, num_heads = pages_PGY.shape[1], q_TXY.shape[1]
+    selected_TS = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
+    first = 0
+    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        table = page_table_BM[row, : -(-context // page_size)]
+        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing makes three times as much again of the scores
+        for start in range(0, num_queries, block):
+            part = slice(first + start, first + min(start + block, num_queries))
+            own = context - num_queries + start  # the position of the first of these queries
+            visible = own + part.stop - part.start
+            pages = table[: -(-visible // page_size)]
+            block_pages = max(1, SCORE_BLOCK_BYTES // (4 * page_size * (part.stop - part.start) * num_heads))
+            scores_TS = torch.cat(
+                [
+                    _index_scores(q_TXY[part], weights_TX[part], pages_PGY.index_select(0, few).flatten(0, 1))
+                    for few in torch.split(pages, block_pages)
+                ],
+                -1,
+            )[:, :visible]
+            best_TS = _lowest_of_best(scores_TS, own, min(top_k, visible))
+            selected_TS[part, : best_TS.shape[1]] = best_TS
+        first += num_queries
+    return selected_TS
+
+
+def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
+    """Scores of every token for every row, float32 [T, S]."""
+    keys_SY = packing.index_keys(rows_SY).float()
+    dots_TXS = (q_TXY.flatten(0, 1) @ keys_SY.T).view(*q_TXY.shape[:2], -1)
+    return torch.bmm(weights_TX[:, None], dots_TXS.relu_())[:, 0]
+
+
+def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
+    """The positions of the `count` largest scores of each row, ascending, of equal ones the lowest; -1 fills up where
+    row t sees fewer, which are those up to `own + t`. Changes the scores."""
+    position_S = torch.arange(scores_TS.shape[1], dtype=torch.int32, device=scores_TS.device)
+    last_T1 = torch.arange(own, own + len(scores_TS), device=scores_TS.device)[:, None]
+    # NaN ranks first, so that it is read and seen; what lies in the future may be anything
+    scores_TS.nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(position_S > last_T1, -torch.inf)
+    least_T1 = scores_TS.topk(count, -1).values[:, -1:]
+    above_TS = scores_TS > least_T1
+    equal_TS = scores_TS == least_T1
+    room_T1 = count - above_TS.sum(-1, keepdim=True)
+    taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1))
+    best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values.long()
+    return best_TS.masked_fill_(best_TS > last_T1, -1)
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
@@ -117,12 +315,27 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+
+
+def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+
+
+def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+
+
+def _by_expert(
+    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+) -> Tensor:
+    """Only experts that have rows are run."""
     out = torch.empty_like(x_SD)
     first = 0
-    for expert, count in enumerate(counts_E.tolist()):
+    for index, count in enumerate(counts_E.tolist()):
         if count:
             rows = x_SD[first : first + count]
-            hidden = gated_silu(F.linear(rows, gate_up_EJD[expert]))
-            out[first : first + count] = F.linear(hidden, down_EDI[expert])
+            hidden = gated_silu(multiply(rows, expert(gate_up, index)))
+            out[first : first + count] = multiply(hidden, expert(down, index))
             first += count
     return out

@@ -169,12 +169,12 @@ class KVChannel:
         """This writer's last word, behind all its pushes. ABORTED is legal at any time. When the Transfer is done,
         nothing reads the pages that were pushed for this grant. ConfigError when the hand-off's state is too long to
         travel; the room is still open then."""
-        wire.encode(wire.Finish(handoff))
+        frame = wire.encode(wire.Finish(handoff))
         self._write(self._pushes.flush(grant.room))
         with self._lock:
             self._accepted.finish(grant.room)
         for destination in grant.destinations:
-            self._tell(peer_key(destination), wire.Finish(handoff))
+            self._tell(peer_key(destination), frame)
         return self._pushes.end(grant.room)
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
@@ -270,7 +270,7 @@ class KVChannel:
             except StaleFrame:
                 self._dropped(key)
                 return None
-            peer.placing[frame] = (message, now)
+            peer.placing[frame] = (message, num_bytes, now)
         if num_bytes != layout.payload_bytes(message.layers, message.tokens):
             raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
         if grant.generations != self.pool.generations(grant.pages):
@@ -287,8 +287,7 @@ class KVChannel:
         peer, now = self._peers.at(link), self._clock()
         assert peer.address is not None
         with self._lock:
-            message, since = peer.placing.pop(frame)
-            num_bytes = self.pool.layout.payload_bytes(message.layers, message.tokens)
+            message, num_bytes, since = peer.placing.pop(frame)
             self._totals.writes_received += 1
             self._totals.bytes_received += num_bytes
             self._totals.receive_s += now - since
@@ -352,13 +351,13 @@ class KVChannel:
     def _tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
         for room, writers in rooms.items():
             for writer in writers:
-                self._tell(writer, wire.Abort(room, error))
+                self._tell(writer, wire.encode(wire.Abort(room, error)))
 
-    def _tell(self, key: PeerKey, message: wire.Message) -> None:
+    def _tell(self, key: PeerKey, frame: bytes) -> None:
         """Sends to a peer; one that is gone needs no telling, since `closed` has said it on both sides."""
         peer = self._peers.peer_at(key)
         if peer is not None:
-            self._peers.post(peer, message)
+            peer.post(self.transport, frame)
 
     def _write(self, groups: Iterable[Group]) -> None:
         """Hands joined pushes to the transport, one write per destination."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from pdinfer.errors import TransferError
 from pdinfer.kv import dial
-from pdinfer.kv.framing import HEADER, IOV_MAX, Buffers, Header, Kind
+from pdinfer.kv.framing import HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import Link, Receiver, check_arriving
 
@@ -25,8 +25,6 @@ STEP_BYTES = TURN_BYTES >> 6
 """What a message or a system call costs of a turn, however short it is."""
 MAX_WAITING_BYTES = 64 << 20
 """Frames that may wait to be sent. A peer for which more wait lives and does not read."""
-AHEAD_BYTES = 1 << 14
-"""Read ahead, so that small messages do not take two system calls each."""
 DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
@@ -65,10 +63,9 @@ class Connection:
         self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
+        self._ahead = Ahead()
         self._incoming = self._messages()
         self._filling = next(self._incoming)
-        self._scratch = memoryview(bytearray(AHEAD_BYTES))
-        self._ahead = self._scratch[:0]
 
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
         """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
@@ -162,8 +159,7 @@ class Connection:
                 self._filling = part
                 turn -= part.weight
             elif self._ahead:
-                taken = self._filling.fill(self._ahead)
-                self._ahead = self._ahead[taken:]
+                self._ahead.move(self._filling)
             else:
                 try:
                     count = self._read()
@@ -178,14 +174,14 @@ class Connection:
         """One system call: fills what is asked for, and when that is all taken, reads on."""
         wanted, room = self._filling.batch()
         if room == self._filling.num_left and len(wanted) < IOV_MAX:
-            wanted.append(self._scratch)
+            wanted.append(self._ahead.scratch)
         count = self._read_descriptors(wanted) if self._payloads.descriptor_bytes else self.sock.recvmsg_into(wanted)[0]
         if not count:
             raise TransferError(f"{self.link.endpoint} closed the connection, or died")
         if self._filling.payload:
             self.link.heard_at = self._clock()
         self._filling.advance(min(count, room))
-        self._ahead = self._scratch[: max(0, count - room)]
+        self._ahead.came(max(0, count - room))
         return count
 
     def _read_descriptors(self, wanted: list[memoryview]) -> int:
@@ -243,19 +239,19 @@ class Connection:
                     yield part
 
     def _messages(self) -> Iterator[Buffers]:
-        """Reads messages for ever. A callback may close the link, so each is followed by a look at `closed`."""
+        """Reads messages for ever. A callback may close the link, so each is followed by a look at `closed`, and by an
+        empty part, so that others have their turn."""
         while not self.closed:
             self.idle_since = self._clock()
-            head = bytearray(HEADER.size)
-            yield Buffers([memoryview(head)])
-            header = Header.parse(bytes(head))
+            head = yield from self._ahead.read(HEADER.size)
+            header = Header.parse(head)
             if header.kind is Kind.FRAME:
                 check_arriving(self.link, header.frame_bytes, is_write=False)
-                frame = bytearray(header.frame_bytes)
-                yield Buffers([memoryview(frame)])
-                self._receiver.received(self.link, bytes(frame))
+                frame = yield from self._ahead.read(header.frame_bytes)
+                self._receiver.received(self.link, frame)
             else:
-                yield from self._payloads.incoming(header, bytes(head))
+                yield from self._payloads.incoming(header, head, self._ahead.read)
+            yield Buffers()
 
 
 def _packed(message: Message) -> bytes:

@@ -20,6 +20,7 @@ TCP = "tcp://"
 UNIX = "unix://"
 BACKLOG = 128
 MAX_KNOWN = 1024
+MAX_PORT = 65535
 Addresses = list[tuple[socket.AddressFamily, Any]]
 BUFFER_BYTES = 4 << 20
 
@@ -46,8 +47,8 @@ class Listener:
 
 def check_port(port: int) -> None:
     """Raises ConfigError for a port that is none."""
-    if type(port) is not int or not 0 <= port <= 65535:
-        raise ConfigError(f"port {port!r} is not a TCP port; use 1 to 65535, or 0 for any free one")
+    if type(port) is not int or not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"port {port!r} is not a TCP port; use 1 to {MAX_PORT}, or 0 for any free one")
 
 
 def check_local(host: str, receiver: Receiver) -> None:
@@ -167,7 +168,10 @@ def _addresses(endpoint: str) -> Addresses:
     if not endpoint.startswith(TCP):
         return [(socket.AF_UNIX, endpoint.partition("://")[2])]
     host, _, port = endpoint.removeprefix(TCP).rpartition(":")
-    return _resolve(host.strip("[]"), int(port))
+    number = int(port)
+    if not 0 < number <= MAX_PORT:  # getaddrinfo takes it modulo 2**16, or raises an OverflowError
+        raise ValueError(f"a TCP port is 1 to {MAX_PORT}")
+    return _resolve(host.strip("[]"), number)
 
 
 def _resolve(host: str, port: int, flags: int = 0) -> Addresses:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import struct
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
 
 import attrs
@@ -26,6 +26,7 @@ HEADER = struct.Struct("<4sBBHIQ")
 DIGESTED = 1
 DIGEST_BYTES = 8
 IOV_MAX = 1024
+AHEAD_BYTES = 1 << 14
 BATCH_BYTES = 4 << 20
 """Bytes per system call, so that no link keeps the others waiting."""
 DIGESTED_BATCH_BYTES = 1 << 18
@@ -43,6 +44,9 @@ class Kind(enum.IntEnum):
     SPANS = 5
     DIGEST = 6
     COPIED = 7
+
+
+_KINDS = {kind.value: kind for kind in Kind}
 
 
 @attrs.frozen
@@ -66,14 +70,15 @@ class Header:
             raise TransferError(f"not a pdinfer peer: a message starts with {MAGIC!r}, this one with {data!r}")
         if version != VERSION:
             raise TransferError(f"the peer speaks version {version} of the stream format, this end {VERSION}")
-        is_write = kind in (Kind.WRITE, Kind.MAPPED)
-        if kind not in tuple(Kind) or flags & ~DIGESTED or (flags and not is_write):
+        known = _KINDS.get(kind)
+        is_write = known is Kind.WRITE or known is Kind.MAPPED
+        if known is None or flags & ~DIGESTED or (flags and not is_write):
             raise TransferError(f"message of unknown kind {kind}, flags {flags:#06x}")
         if payload_bytes and not is_write:
             raise TransferError(
-                f"a {Kind(kind).name} message announced a payload of {payload_bytes} bytes; only writes have one"
+                f"a {known.name} message announced a payload of {payload_bytes} bytes; only writes have one"
             )
-        return cls(Kind(kind), frame_bytes, payload_bytes, bool(flags))
+        return cls(known, frame_bytes, payload_bytes, bool(flags))
 
 
 def digest_bytes(digest: xxhash.xxh3_64) -> bytes:
@@ -154,3 +159,35 @@ class Buffers:
         if self._digest is not None:
             for view in taken:
                 self._digest.update(view)
+
+
+Read = Callable[[int], Generator[Buffers, None, bytes]]
+"""Gives the next so many bytes of a stream, see `Ahead.read`."""
+
+
+class Ahead:
+    """What was read beyond what was asked for, so small messages do not take two system calls each."""
+
+    def __init__(self) -> None:
+        self.scratch = memoryview(bytearray(AHEAD_BYTES))
+        self._data = self.scratch[:0]
+
+    def __bool__(self) -> bool:
+        return len(self._data) > 0
+
+    def came(self, num_bytes: int) -> None:
+        """So many bytes of `scratch` were read; those before them are used up."""
+        self._data = self.scratch[:num_bytes]
+
+    def move(self, part: Buffers) -> None:
+        """Fills the front of a part that was asked for."""
+        self._data = self._data[part.fill(self._data) :]
+
+    def read(self, num_bytes: int) -> Generator[Buffers, None, bytes]:
+        """The next bytes of the stream. Asks for them only when they are not here."""
+        if num_bytes <= len(self._data):
+            data, self._data = bytes(self._data[:num_bytes]), self._data[num_bytes:]
+            return data
+        body = bytearray(num_bytes)
+        yield Buffers([memoryview(body)])
+        return bytes(body)

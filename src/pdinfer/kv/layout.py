@@ -157,9 +157,10 @@ class KVLayout:
         yield "weights_id", self.weights_id.hex()[:16]
         yield "page_size", str(self.page_size)
         yield "components", ",".join(component.name for component in self.components)  # their order is the payload's
+        for component in self.components:  # first what says most: a long message may be cut
+            yield f"components.{component.name}.format", component.format
         for component in self.components:
             prefix = f"components.{component.name}"
-            yield f"{prefix}.format", component.format
             yield f"{prefix}.dtype", component.dtype
             yield f"{prefix}.width", str(component.width)
             yield f"{prefix}.token_bytes", str(component.token_bytes)

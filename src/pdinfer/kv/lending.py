@@ -73,6 +73,19 @@ class Lender:
             return
         if self._control is None:
             yield from self._offer()
+        costs = self._digest or self._ring is not None
+        for named in self._naming(message, transfer):
+            yield named and Buffers([memoryview(named[0])], weight=named[1] if costs else 0)
+
+    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+        """A small write in one piece, once the peer knows our pool; from any thread, while `parts` is not running."""
+        small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
+        if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
+            return None
+        return b"".join(named[0] for named in self._naming(message, transfer) if named)
+
+    def _naming(self, message: Message, transfer: Transfer) -> Iterator[tuple[bytes, int] | None]:
+        """(messages that name a section, bytes in it), one section after the other; None while the ring is full."""
         self._begun += transfer.num_bytes
         self._outstanding.append((self._begun, transfer))
         start = Header(Kind.MAPPED, len(message.frame), transfer.num_bytes, self._digest).packed() + message.frame
@@ -94,19 +107,12 @@ class Lender:
             part += [Header(Kind.SPANS, len(named) * SPAN_BYTES).packed(), packed_spans(named)]
             if self._digest and self._named == self._begun:
                 part += [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
-            yield Buffers([memoryview(b"".join(part))], weight=num_bytes if costs else 0)
+            yield b"".join(part), num_bytes
             part = []
         if not transfer.num_bytes:
             trailer = [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)] if self._digest else []
-            yield Buffers([memoryview(b"".join([start, *trailer]))])
+            yield b"".join([start, *trailer]), 0
             self._settle()
-
-    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
-        """A small write in one piece, once the peer knows our pool; from any thread, while `parts` is not running."""
-        small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
-        if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
-            return None
-        return b"".join(part for buffers in self.parts(message, transfer) if buffers for part in buffers.batch()[0])
 
     def _offer(self) -> Iterator[Buffers]:
         """Shows the peer our control page and source."""

@@ -22,7 +22,7 @@ from collections.abc import Generator, Iterator, Sequence
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind
+from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, Read
 from pdinfer.kv.lending import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
 from pdinfer.kv.payloads import Message, check_digest, check_digested
 from pdinfer.kv.segment import PeerSegment, Segment
@@ -75,15 +75,15 @@ class MappedPayloads:
         if len(self._descriptors) > NUM_DESCRIPTORS:
             raise TransferError(f"{self._link.endpoint} sent descriptors that nothing asked for")
 
-    def incoming(self, header: Header, head: bytes) -> Iterator[Buffers]:
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         check_arriving(self._link, header.frame_bytes, is_write=True)
         match header.kind:
             case Kind.SHARE:
-                yield from self._shared(header)
+                yield from self._shared(header, read)
             case Kind.COPIED:
-                yield from self._told_copied(header)
+                yield from self._told_copied(header, read)
             case Kind.MAPPED:
-                yield from self._write(header, head)
+                yield from self._write(header, head, read)
             case kind:
                 raise TransferError(f"{self._link.endpoint} sent a {kind.name} message where none belongs")
 
@@ -97,9 +97,9 @@ class MappedPayloads:
             if segment is not None:
                 segment.close()
 
-    def _shared(self, header: Header) -> Iterator[Buffers]:
+    def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
         """Maps what the peer shows."""
-        size = yield from _body(header, COUNT.size)
+        size = yield from _body(header, COUNT.size, read)
         if self._source is not None or len(self._descriptors) != NUM_DESCRIPTORS:
             raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
         control, source = self._descriptors
@@ -108,16 +108,16 @@ class MappedPayloads:
         self._descriptors = []
         self._source = PeerSegment(source, *COUNT.unpack(size))
 
-    def _told_copied(self, header: Header) -> Iterator[Buffers]:
-        body = yield from _body(header, COUNT.size)
+    def _told_copied(self, header: Header, read: Read) -> Iterator[Buffers]:
+        body = yield from _body(header, COUNT.size, read)
         self._lender.copied(*COUNT.unpack(body))
 
-    def _write(self, header: Header, head: bytes) -> Iterator[Buffers]:
+    def _write(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Copies a payload to where the receiver wants it, and verifies it."""
         check_digested(self._link, header, required=self._digest)
         if self._source is None:
             raise TransferError(f"{self._link.endpoint} sent a write and has shared no memory")
-        frame = yield from _body(header, header.frame_bytes)
+        frame = yield from read(header.frame_bytes)
         num_bytes = header.payload_bytes
         spans = self._receiver.place(self._link, frame, num_bytes)
         if self._closed:
@@ -130,7 +130,7 @@ class MappedPayloads:
         targets = _Targets(landed, digest)
         missing = num_bytes
         while missing:
-            offsets, lengths, size = yield from self._section(self._source, missing)
+            offsets, lengths, size = yield from self._section(self._source, missing, read)
             if spans is not None:
                 targets.copy(self._source.view, offsets, lengths)
             missing -= size
@@ -138,7 +138,7 @@ class MappedPayloads:
             # A ring must not run dry; a pool's pages are waited for when the write is over.
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
             yield Buffers(weight=size // COPY_SPEED)
-        said = (yield from self._next(Kind.DIGEST, DIGEST_BYTES)) if header.digested else b""
+        said = (yield from self._next(Kind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
         if spans is None:
             return
         self._check_revoked()
@@ -148,10 +148,10 @@ class MappedPayloads:
         self._receiver.placed(self._link, frame, error)
 
     def _section(
-        self, source: PeerSegment, missing: int
+        self, source: PeerSegment, missing: int, read: Read
     ) -> Generator[Buffers, None, tuple[Sequence[int], Sequence[int], int]]:
         """(offsets, lengths, sum of the lengths) of the pieces that come next; all lie in `source`."""
-        body = yield from self._next(Kind.SPANS)
+        body = yield from self._next(Kind.SPANS, read)
         if len(body) % SPAN_BYTES:
             raise TransferError(f"{self._link.endpoint} sent spans of {len(body)} bytes; each has {SPAN_BYTES}")
         numbers = struct.unpack(f"<{len(body) // 8}Q", body)
@@ -168,18 +168,16 @@ class MappedPayloads:
             raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes}")
         return offsets, lengths, size
 
-    def _next(self, kind: Kind, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
+    def _next(self, kind: Kind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
         """The body of the next message, which must be of this kind; the peer's COPIED may come between."""
         while True:
-            head = bytearray(HEADER.size)
-            yield Buffers([memoryview(head)])
-            header = Header.parse(bytes(head))
+            header = Header.parse((yield from read(HEADER.size)))
             check_arriving(self._link, header.frame_bytes, is_write=True)
             if header.kind is kind:
-                return (yield from _body(header, num_bytes or header.frame_bytes))
+                return (yield from _body(header, num_bytes or header.frame_bytes, read))
             if header.kind is not Kind.COPIED:
                 raise TransferError(f"{self._link.endpoint} sent {header.kind.name} inside a write, not {kind.name}")
-            yield from self._told_copied(header)
+            yield from self._told_copied(header, read)
 
     def _check_revoked(self) -> None:
         """Raises TransferError when the peer may have reused what we copied."""
@@ -232,10 +230,8 @@ class _Targets:
         self._rest = rest
 
 
-def _body(header: Header, num_bytes: int) -> Generator[Buffers, None, bytes]:
+def _body(header: Header, num_bytes: int, read: Read) -> Generator[Buffers, None, bytes]:
     """What follows a header, of the one size that it can have."""
     if header.frame_bytes != num_bytes:
         raise TransferError(f"a {header.kind.name} message has {num_bytes} bytes, not {header.frame_bytes}")
-    body = bytearray(num_bytes)
-    yield Buffers([memoryview(body)])
-    return bytes(body)
+    return (yield from read(num_bytes))

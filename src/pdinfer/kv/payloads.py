@@ -9,7 +9,7 @@ import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.framing import DIGEST_BYTES, Buffers, Header, Kind, digest_bytes
+from pdinfer.kv.framing import DIGEST_BYTES, Buffers, Header, Kind, Read, digest_bytes
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
 
@@ -51,9 +51,9 @@ class Payloads(Protocol):
     def took(self, descriptors: list[int]) -> None:
         """Descriptors that came with what has just arrived, or before it; ours to close."""
 
-    def incoming(self, header: Header, head: bytes) -> Iterator[Buffers]:
-        """What follows a header that is not a frame's; `head` is that header as it came. May yield empty buffers, so
-        that others have their turn."""
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
+        """What follows a header that is not a frame's; `head` is that header as it came, `read` gives what is short.
+        May yield empty buffers, so that others have their turn."""
 
     def shut(self, error: TransferError) -> None:
         """The link is closed: nothing is placed from now on, and transfers that left and are not done fail."""
@@ -95,21 +95,18 @@ class InlinePayloads:
     def took(self, descriptors: list[int]) -> None:
         raise AssertionError("there is no room for descriptors")
 
-    def incoming(self, header: Header, head: bytes) -> Iterator[Buffers]:
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Reads a write's payload to where the receiver wants it, and verifies it."""
         check_arriving(self._link, header.frame_bytes, is_write=True)
         if header.kind is not Kind.WRITE:
             raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
         check_digested(self._link, header, required=self._digest)
-        body = bytearray(header.frame_bytes)
-        yield Buffers([memoryview(body)])
-        frame, num_bytes = bytes(body), header.payload_bytes
+        frame, num_bytes = (yield from read(header.frame_bytes)), header.payload_bytes
         spans = self._receiver.place(self._link, frame, num_bytes)
         if self._closed:
             return
-        trailer = bytearray(DIGEST_BYTES if header.digested else 0)
         if spans is None:
-            yield from _discard(num_bytes + len(trailer))
+            yield from _discard(num_bytes + (DIGEST_BYTES if header.digested else 0))
             return
         placed = total_bytes(spans, self._memory)
         if placed != num_bytes:
@@ -119,8 +116,8 @@ class InlinePayloads:
         if header.digested:
             digest = xxhash.xxh3_64(head + frame)
             yield Buffers(landed, digest, payload=True)
-            yield Buffers([memoryview(trailer)])
-            error = check_digest(self._link, num_bytes, bytes(trailer), digest)
+            said = yield from read(DIGEST_BYTES)
+            error = check_digest(self._link, num_bytes, said, digest)
         else:
             yield Buffers(landed, payload=True)
         if error is None:

@@ -69,7 +69,7 @@ class Peer:
     refusal: PDInferError | None = None
     asked_for: PeerAddress | None = None
     stepped_at: float | None = None
-    placing: dict[bytes, tuple[wire.Data, float]] = attrs.field(factory=dict)
+    placing: dict[bytes, tuple[wire.Data, int, float]] = attrs.field(factory=dict)
     _ours: Seal | None = None
     _theirs: Seal | None = None
     _lock: threading.Lock = attrs.field(factory=threading.Lock)

@@ -73,9 +73,10 @@ class Peers:
     def at(self, link: Link, *, dialled: bool = True) -> Peer:
         """The record of a link, made when it is new."""
         with self._changed:
-            if link not in self._by_link:
-                self._by_link[link] = Peer(link, self._random_bytes(NONCE_BYTES), dialled, self._clock())
-            return self._by_link[link]
+            peer = self._by_link.get(link)
+            if peer is None:
+                peer = self._by_link[link] = Peer(link, self._random_bytes(NONCE_BYTES), dialled, self._clock())
+            return peer
 
     def link_to(self, key: PeerKey) -> Link | None:
         """The open link to a welcome peer."""

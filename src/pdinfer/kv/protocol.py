@@ -104,6 +104,7 @@ def _text(span: range) -> str:
 @attrs.define
 class _Room:
     grant: PageGrant
+    writers: dict[PeerKey, PeerAddress]
     coverage: Coverage
     expected_at: float
     first_byte_at: float | None = None
@@ -112,13 +113,6 @@ class _Room:
     fault: TransferError | None = None
     stopped: bool = False
     stopping_since: float | None = None
-
-    @property
-    def writers(self) -> list[PeerKey]:
-        return [peer_key(writer) for writer in self.grant.writers]
-
-    def address_of(self, peer: PeerKey) -> PeerAddress:
-        return next(writer for writer in self.grant.writers if peer_key(writer) == peer)
 
     def silent(self) -> list[PeerKey]:
         return [writer for writer in self.writers if writer not in self.words]
@@ -138,7 +132,8 @@ class Expected:
             raise TransferError(f"room {grant.room.hex()} is expected already")
         if not grant.writers:
             raise TransferError(f"room {grant.room.hex()} has no writer, so it could never settle")
-        self._rooms[grant.room] = _Room(grant, Coverage(self.layers, grant.tokens), now)
+        writers = {peer_key(writer): writer for writer in grant.writers}
+        self._rooms[grant.room] = _Room(grant, writers, Coverage(self.layers, grant.tokens), now)
 
     def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
         """A writer announces a payload: the grant that says where it goes. StaleFrame when it may not write."""
@@ -169,9 +164,8 @@ class Expected:
         state = self._rooms.get(word.room)
         if state is None or peer not in state.writers or peer in state.words:
             raise StaleFrame(f"a hand-off for room {word.room.hex()} that this peer does not owe")
-        state.words[peer] = attrs.evolve(word, writer=state.address_of(peer))  # whoever the word says it is from
-        silent = state.silent()
-        if not silent:
+        state.words[peer] = word
+        if len(state.words) == len(state.writers):
             self._settle(state)
         elif word.status is HandoffStatus.ABORTED:
             return self.stop(word.room)
@@ -202,7 +196,7 @@ class Expected:
         the other writers, to be told to stop."""
         to_stop: dict[bytes, list[PeerKey]] = {}
         for state in [state for state in self._rooms.values() if peer in state.silent()]:
-            room, writer = state.grant.room, state.address_of(peer)
+            room, writer = state.grant.room, state.writers[peer]
             to_stop[room] = self.said(
                 peer, Handoff(room=room, writer=writer, status=HandoffStatus.ABORTED, error=error)
             )
@@ -220,16 +214,24 @@ class Expected:
 
     def _settle(self, state: _Room) -> None:
         del self._rooms[state.grant.room]
-        words = [state.words[writer] for writer in state.writers]
-        whole = all(word.status is HandoffStatus.LANDED for word in words)
+        whole = all(word.status is HandoffStatus.LANDED for word in state.words.values())
         if whole and state.fault is None and not state.coverage.complete:
             state.fault = TransferError("a hand-off said LANDED but not every granted token had arrived")
-        if state.fault is not None:
-            words = [attrs.evolve(word, status=HandoffStatus.ABORTED, error=state.fault) for word in words]
         first_s, last_s = (
             None if at is None else at - state.expected_at for at in (state.first_byte_at, state.last_byte_at)
         )
-        self._settled += [attrs.evolve(word, first_byte_s=first_s, last_byte_s=last_s) for word in words]
+        for key, writer in state.writers.items():
+            word = state.words[key]
+            self._settled.append(
+                attrs.evolve(
+                    word,
+                    writer=writer,  # whoever the word says it is from
+                    status=word.status if state.fault is None else HandoffStatus.ABORTED,
+                    error=word.error if state.fault is None else state.fault,
+                    first_byte_s=first_s,
+                    last_byte_s=last_s,
+                )
+            )
 
 
 @attrs.define

@@ -46,7 +46,7 @@ class Kind(enum.IntEnum):
     LANDED = 4
     """A part of the write is in a slot, as a Landed."""
     CREDIT = 5
-    """That slot is free again; its number."""
+    """That slot is free again, as a Credit."""
     ALIVE = 6
     """Nothing; it only keeps the link from looking dead while frames wait behind a write."""
 
@@ -105,6 +105,25 @@ class Landed:
             raise TransferError(f"a peer told of a landed write in {len(data)} bytes, not {cls._FORM.size}")
         total, num_bytes, slot, has_digest, digest = cls._FORM.unpack(data)
         return cls(total, num_bytes, slot, digest if has_digest else None)
+
+
+@attrs.frozen
+class Credit:
+    """A slot that may be written again."""
+
+    slot: int
+
+    _FORM = struct.Struct("<I")
+
+    def packed(self) -> bytes:
+        return self._FORM.pack(self.slot)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Credit:
+        """Raises TransferError for another size; whether it was lent is the caller's to check."""
+        if len(data) != cls._FORM.size:
+            raise TransferError(f"a peer gave back a slot in {len(data)} bytes, not {cls._FORM.size}")
+        return cls(*cls._FORM.unpack(data))
 
 
 class Signals:

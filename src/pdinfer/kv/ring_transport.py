@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.ring import MAX_RING_BYTES, MAX_SLOTS, Incoming, Kind, Landed, NamedEngine, Offer, Signals
+from pdinfer.kv.ring import MAX_RING_BYTES, MAX_SLOTS, Credit, Incoming, Kind, Landed, NamedEngine, Offer, Signals
 from pdinfer.kv.ring_writer import Control, Message, RingWriter
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport, check_frame, total_bytes
 
@@ -246,7 +246,7 @@ class RingTransport:
             if kind is Kind.OFFER:
                 writer.offered(Offer.parse(frame))
             else:
-                writer.credited(int.from_bytes(frame, "little"))
+                writer.credited(Credit.parse(frame).slot)
 
     def tick(self) -> None:
         """A frame that waits behind a write cannot tell the peer that we live; this does."""
@@ -274,7 +274,7 @@ class RingTransport:
             raise TransferError(f"{link.endpoint} asked for a second ring")
 
         def credit(slot: int) -> None:
-            self._say(link, Kind.CREDIT, slot.to_bytes(4, "little"))
+            self._say(link, Kind.CREDIT, Credit(slot).packed())
 
         ring = Incoming(
             link,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -14,9 +14,8 @@ from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.segment import CAN_SHARE, Segment
 from pdinfer.kv.transport import Memory
 
-LATENTS = ("latent", "mtp.latent")
-"""Components that hold what attention reads: of the main layers, and of the MTP layer behind them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
 
 
 class PageMemory:
@@ -53,7 +52,7 @@ class PageMemory:
         component = next(c for c in self.layout.components if c.name == name)
         start = self.layout.region_offset(name, layer, self.num_pages)
         size = self.num_pages * self.layout.page_size * component.token_bytes
-        flat = self.buffer[start : start + size].view(DTYPES[component.dtype])
+        flat = self.buffer[start : start + size].view(PAGE_DTYPES[component.dtype])
         return flat.view(self.num_pages, self.layout.page_size, component.width)
 
     def read(self, spans: Spans) -> list[memoryview]:
@@ -100,11 +99,23 @@ def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
 class KVView:
     """The cache as one step's attention sees it: every region, addressed by the batch's page table and slots."""
 
-    latents: tuple[Tensor, ...]
-    """Per layer, that of MTP last, [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated
-    key."""
+    latents: Mapping[int, Tensor]
+    """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key. Packed in
+    "fp8": then uint8, and the last axis counts bytes."""
+
+    index_keys: Mapping[int, Tensor]
+    """Per layer with an indexer [num_pages, page_size, index_head_dim], or bytes."""
 
     @classmethod
     def of(cls, memory: PageMemory) -> KVView:
-        latents = [component for component in memory.layout.components if component.name in LATENTS]
-        return cls(tuple(memory.pages(component.name, layer) for component in latents for layer in component.layers))
+        """The components called "latent" and "index_k", whatever the dotted prefix of their names."""
+
+        def regions(kind: str) -> dict[int, Tensor]:
+            return {
+                layer: memory.pages(component.name, layer)
+                for component in memory.layout.components
+                if component.name.split(".")[-1] == kind
+                for layer in component.layers
+            }
+
+        return cls(regions("latent"), regions("index_k"))

@@ -120,10 +120,10 @@ def to_builtin(value: object) -> object:
 def from_builtin(kind: type, value: Any) -> object:
     """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked."""
     if kind is range:
-        start, stop = msgspec.convert(value, tuple[int, int])
-        if not 0 <= start <= stop < 2**31:
-            raise ValueError(f"[{start}, {stop}) is no range of tokens or layers")
-        return range(start, stop)
+        match value:
+            case [int(start), int(stop)] if 0 <= start <= stop < 2**31 and bool not in (type(start), type(stop)):
+                return range(start, stop)
+        raise ValueError(f"{str(value)[:64]} is no range of tokens or layers")
     if issubclass(kind, PDInferError):
         code, message = msgspec.convert(value, tuple[str, str])
         return error_from_code(code, message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model
 from pdinfer.topology import Topology
@@ -71,10 +73,23 @@ _V2 = {
     "norm_topk_prob": False,
     "n_shared_experts": 2,
 }
+# with fewer heads, two tokens on which all of them are silent tie, and implementations may choose either
+_SPARSE = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 11}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "v3": {},
     "v3-yarn": {"rope_scaling": _YARN},
     "v3-ungrouped": {"n_group": 1, "topk_group": 1, "n_routed_experts": 10, "num_experts_per_tok": 2},
+    "v32": {**_SPARSE, "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    "glm": {
+        **_SPARSE,
+        "architectures": ["GlmMoeDsaForCausalLM"],
+        "model_type": "glm_moe_dsa",
+        "n_group": 1,
+        "topk_group": 1,
+        "rms_norm_eps": 1e-5,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "shared", "full"],
+    },
     "v2": {**_V2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
     "v2-lite": {
         **_V2,
@@ -88,7 +103,8 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
-"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN."""
+"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN, with
+sparse attention in each layer and with choices shared between layers."""
 
 
 def tiny_config_dict(family: str = "v3", **overrides: Any) -> dict[str, Any]:
@@ -116,12 +132,21 @@ class RandomWeights:
         self.tensors[name] = tensor
         return tensor
 
-    def into(self, name: str, destination: Tensor) -> None:
-        destination.copy_(self._draw(name, tuple(destination.shape)))
-        self.tensors[name] = destination
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        return None
 
-    def new(self, *shape: int) -> Tensor:
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
+        return expert(self.stack([names], rows, columns), 0)
+
+    def format(self, name: str) -> type:
+        return Tensor
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        stack = empty(Tensor, (len(names), len(names[0]), rows, columns), dtype=self.dtype, device=self.device)
+        for name, place in places(stack, names):
+            assign(place, self._draw(name, (rows, columns)))
+            self.tensors[name] = tensors_of(place)[0]
+        return stack
 
     def _draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()

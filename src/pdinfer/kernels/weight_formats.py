@@ -1,0 +1,219 @@
+"""How a matrix of weights is held in memory: plain floats, or small numbers with the scales that give them their worth.
+
+A `Weight` is a float tensor [..., O, I] or one of the values below: frozen, with tensors that may change in place and
+never move. Leading axes are experts. A weight of `parts` matrices, one below the other, is quantized part by part; all
+its tensors are cut alike along their second axis from the end, so `part` and `expert` need not know the format.
+
+Sources: FP8 blocks, DeepSeek-V3 report (arXiv 2412.19437) section 3.3; INT8, the W8A8 and W8A8_DYNAMIC schemes of
+modelslim (https://gitee.com/ascend/msit).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""Rows and columns of weights that share an FP8 scale; also the channels of an activation that share one."""
+FP8_MAX = 448.0
+MIN_AMAX = 1e-12
+"""What a block or a row of zeros counts as, so that its scale is not zero."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class FP8Blocks:
+    """e4m3 numbers, multiplied by one float32 scale per block of 128 x 128; blocks at the edges are smaller.
+
+    `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. `ue8m0`: activations get power-of-two scales.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    ue8m0: bool = False
+    parts: int = 1
+
+    @property
+    def scale_of_row(self) -> Tensor:
+        """The scales of every row: float32 [..., O, ceil(I / 128)]."""
+        rows = self.numbers.shape[-2] // self.parts
+        of_part = [scale.repeat_interleave(BLOCK, -2)[..., :rows, :] for scale in self.scale.chunk(self.parts, -2)]
+        return torch.cat(of_part, -2)
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Int8Dynamic:
+    """int8 numbers and one float32 scale per row, [..., O, 1]; activations are scaled per token at run time."""
+
+    numbers: Tensor
+    scale: Tensor
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Int8Static:
+    """int8 numbers with one float32 scale per row, and the activations' own scale and offset, found beforehand.
+
+    `input_scale` and `input_offset` are float32 [..., parts, 1]; `output_scale` (float32) and `output_offset` (int32)
+    are [..., O, 1]: y = (x_int8 . numbers + output_offset) * output_scale. The checkpoint calls them deq_scale and
+    quant_bias.
+    """
+
+    numbers: Tensor
+    scale: Tensor
+    input_scale: Tensor
+    input_offset: Tensor
+    output_scale: Tensor
+    output_offset: Tensor
+
+    @property
+    def bias(self) -> Tensor:
+        """What `output_offset` adds beyond undoing `input_offset`: float32 [..., O, 1], 0 in a layer without bias."""
+        input_offset = self.input_offset.double().repeat_interleave(
+            self.numbers.shape[-2] // self.input_offset.shape[-2], -2
+        )
+        undone = input_offset * self.numbers.double().sum(-1, keepdim=True)
+        return ((self.output_offset + undone) * self.output_scale).float()
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class FloatWithBias:
+    """What an `Int8Static` is worth: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
+
+    numbers: Tensor
+    bias: Tensor
+
+
+Quantized = FP8Blocks | Int8Dynamic | Int8Static
+Weight = Tensor | FloatWithBias | Quantized
+
+
+def empty(
+    kind: type, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False
+) -> Weight:
+    """An uninitialised weight of class `kind` (Tensor for floats of `dtype`) and of `shape` (experts, parts, rows of a
+    part, columns); see the class for the shapes of its tensors."""
+    experts, parts, rows, columns = shape
+
+    def new(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(experts, parts * rows, columns, dtype=dtype, device=device)
+
+    if kind is FP8Blocks:
+        scale = new(-(-rows // BLOCK), -(-columns // BLOCK))
+        return FP8Blocks(numbers=new(rows, columns, torch.float8_e4m3fn), scale=scale, ue8m0=ue8m0, parts=parts)
+    if kind is Int8Dynamic:
+        return Int8Dynamic(numbers=new(rows, columns, torch.int8), scale=new(rows, 1))
+    if kind is Int8Static:
+        return Int8Static(
+            numbers=new(rows, columns, torch.int8),
+            scale=new(rows, 1),
+            input_scale=new(1, 1),
+            input_offset=new(1, 1),
+            output_scale=new(rows, 1),
+            output_offset=new(rows, 1, torch.int32),
+        )
+    numbers = new(rows, columns, dtype)
+    return FloatWithBias(numbers=numbers, bias=new(rows, 1, dtype)) if kind is FloatWithBias else numbers
+
+
+def part(weight: Weight, index: int, parts: int) -> Weight:
+    """A view of one of the `parts` matrices that lie one below the other in `weight`."""
+    view = map_tensors(weight, lambda tensor: tensor.chunk(parts, -2)[index])
+    return attrs.evolve(view, parts=1) if isinstance(view, FP8Blocks) else view
+
+
+def expert(weight: Weight, index: int) -> Weight:
+    """A view of one expert's weight in a stack of them."""
+    return map_tensors(weight, lambda tensor: tensor[index])
+
+
+def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Weight]]:
+    """Each name with a view of its matrix in `stack`, which holds as many experts as there are lists of names."""
+    for index, parts in enumerate(names):
+        for at, name in enumerate(parts):
+            yield name, part(expert(stack, index), at, len(parts))
+
+
+def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
+    """The weight with every tensor replaced by what `change` makes of it."""
+    if isinstance(weight, Tensor):
+        return change(weight)
+    changed = {name: change(tensor) for name, tensor in _named_tensors(weight)}
+    return attrs.evolve(weight, **changed)  # type: ignore[arg-type]
+
+
+def tensors_of(weight: Weight) -> list[Tensor]:
+    """Its tensors, the numbers first."""
+    return [weight] if isinstance(weight, Tensor) else [tensor for _, tensor in _named_tensors(weight)]
+
+
+def _named_tensors(weight: FloatWithBias | Quantized) -> list[tuple[str, Tensor]]:
+    fields = [(field.name, getattr(weight, field.name)) for field in attrs.fields(type(weight))]
+    return [(name, value) for name, value in fields if isinstance(value, Tensor)]
+
+
+def assign(destination: Weight, value: Weight) -> None:
+    """Writes `value` into the tensors of `destination`, which is of the same format or of floats."""
+    if isinstance(destination, Tensor):
+        dequantize(value, destination)
+    elif isinstance(destination, FloatWithBias) and isinstance(value, Int8Static):
+        dequantize(value, destination.numbers)
+        destination.bias.copy_(value.bias)
+    else:
+        for into, tensor in zip(tensors_of(destination), tensors_of(value), strict=True):
+            into.copy_(tensor)
+
+
+def dequantize(weight: Weight, out: Tensor) -> None:
+    """Writes what `weight` is worth to `out` [..., O, I]: float32 arithmetic, rounded once to the dtype of `out`."""
+    if isinstance(weight, Tensor):
+        out.copy_(weight)
+    elif isinstance(weight, FP8Blocks):
+        dequantize_fp8(weight.numbers, weight.scale_of_row, out)
+    elif isinstance(weight, FloatWithBias):
+        out.copy_(weight.numbers)
+    else:
+        out.copy_(weight.numbers.float().mul_(weight.scale))
+
+
+def quantize_fp8(matrix_OI: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
+    """(e4m3 [O, I], float32 scales [ceil(O / 128), ceil(I / 128)]): amax / 448 per block, or the next power of two."""
+    rows, columns = matrix_OI.shape
+    padded = torch.nn.functional.pad(matrix_OI.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scale = blocks.abs().amax((1, 3)).clamp(min=MIN_AMAX) / FP8_MAX
+    if ue8m0:
+        scale = to_power_of_two(scale)
+    numbers = (blocks / scale[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX).view(padded.shape)
+    return numbers[:rows, :columns].to(torch.float8_e4m3fn), scale
+
+
+def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
+    """(int8 [O, I], float32 scales [O, 1]): amax / 127 per row."""
+    floats_OI = matrix_OI.float()
+    scale = floats_OI.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) / 127
+    return (floats_OI / scale).round_().to(torch.int8), scale
+
+
+def to_power_of_two(scale: Tensor) -> Tensor:
+    """The smallest power of two that is not below each (positive) scale: what ue8m0 can say. NaN and infinity
+    stay what they are."""
+    fraction, exponent = torch.frexp(scale)
+    power = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
+    return torch.where(fraction.isfinite(), power, scale)
+
+
+def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:
+    """As `dequantize`, of some rows [..., rows, I] and their scales [..., rows, ceil(I / 128)]."""
+    for block in range(scale_of_row.shape[-1]):
+        columns = slice(block * BLOCK, (block + 1) * BLOCK)
+        out[..., columns] = e4m3_to_float(numbers[..., columns]).mul_(scale_of_row[..., block, None])
+
+
+def e4m3_to_float(numbers: Tensor) -> Tensor:
+    """float8_e4m3fn (no NaN) as float32, exactly; a fresh tensor."""
+    # Moved to the place of float16's exponent and mantissa they are 2^8 too small. Torch converts a CPU's e4m3 one
+    # by one; this is 8 times as fast.
+    bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).float().mul_(256)

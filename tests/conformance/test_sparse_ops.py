@@ -1,0 +1,358 @@
+"""The ops of sparse attention and of packed pages, for every provider, as in test_ops."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.batch import Batch, Row
+from pdinfer.kernels import packing, reference, torch_ops
+from tests.conformance.test_ops import (
+    ATTENTION,
+    CPU,
+    SCALE,
+    Attention,
+    assert_close,
+    assert_rounded_once,
+    contexts_of,
+    draw,
+    every_device,
+    every_provider,
+    for_every_provider,
+    op_of,
+    query_lens_of,
+)
+
+every_page_format = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+
+
+@for_every_provider
+@pytest.mark.parametrize(("rows", "width"), [*product((0, 1, 5), (1, 7, 48))])
+def test_layer_norm(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
+    x, weight, bias = draw(rows, width).to(dtype), draw(width, seed=1), draw(width, seed=2)
+    x[1:2] *= 1000
+    x[2:3] = 3
+    got = op_of(provider, "layer_norm", device)(x.to(device), weight.to(device), bias.to(device), 1e-6)
+    exact = torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-6)
+    assert_rounded_once(got, exact, dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
+def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
+    """Pairs (i, i + R/2) are turned like neighbours that were brought together and apart again."""
+    x = draw(rows, heads, width).to(dtype)
+    angles = draw(rows, width // 2, seed=1) * 100
+    together = x.view(rows, heads, 2, width // 2).transpose(-1, -2).reshape(x.shape)
+    turned = reference.rotate(together.double(), angles.cos(), angles.sin())
+    exact = turned.view(rows, heads, width // 2, 2).transpose(-1, -2).reshape(x.shape)
+    rotate = op_of(provider, "rotate", device)
+    got = rotate(x.to(device), angles.cos().to(device), angles.sin().to(device), interleaved=False)
+    assert_rounded_once(got, exact, dtype)
+
+
+# The cache
+
+
+@for_every_provider
+@every_page_format
+@pytest.mark.parametrize("name", ["store_latent", "store_index_keys"])
+@pytest.mark.parametrize(("page_size", "rows"), [*product((1, 16), (0, 1, 5))])
+def test_rows_are_stored(
+    provider: str, device: str, dtype: torch.dtype, packed: bool, name: str, page_size: int, rows: int
+) -> None:
+    x = draw(rows, 132 if name == "store_latent" else 16).to(dtype)
+    parts = x.split((128, 4), -1) if name == "store_latent" else (x,)
+    pack = packing.latent_rows if name == "store_latent" else packing.index_rows
+    kind = torch.uint8 if packed else dtype
+    slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(rows))[:rows]
+    written = pack(*parts, kind)
+    expected = torch.full((6, page_size, written.shape[-1]), 7, dtype=kind)
+    pages = expected.to(device, copy=True)
+    expected.view(-1, expected.shape[-1])[slots] = written
+    op_of(provider, name, device)(pages, slots.to(device), *(part.to(device) for part in parts))
+    assert torch.equal(pages.cpu(), expected)
+
+
+@attrs.frozen
+class PackedAttention(Attention):
+    """The same over packed pages; what is not a sequence's own is NaN."""
+
+    @property
+    def pages(self) -> Tensor:
+        latent, _, _, _ = self.dims
+        plain = super().pages.float()
+        rows = plain.flatten(0, 1)
+        packed = packing.latent_rows(rows[:, :latent], rows[:, latent:], torch.uint8)
+        return packed.view(*plain.shape[:2], -1)
+
+    def unpacked(self) -> Tensor:
+        return packing.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
+
+    def exact(self, name: str) -> Tensor:
+        op = getattr(reference, name)
+        return (self.prefill if name == "mla_prefill" else self.decode)(op, self.unpacked(), Tensor.double)
+
+
+@for_every_provider
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(("page_size", "count"), [*product((3, 16), (0, 5))])
+def test_attention_over_packed_pages(
+    provider: str, device: str, dtype: torch.dtype, name: str, page_size: int, count: int
+) -> None:
+    contexts = contexts_of(page_size, count)
+    case = PackedAttention(dtype, 3, page_size, contexts, query_lens_of(contexts), (256, 6, 7, 9))
+    assert_close(case.run(name, provider, device), case.exact(name), dtype)
+
+
+@pytest.mark.parametrize("context_bytes", [1, 4 * 16 * 3 * 46 * 2])
+@pytest.mark.parametrize("score_bytes", [1, 4 * 3 * 32 * 7, 1 << 20])
+@pytest.mark.parametrize("kind", [Attention, PackedAttention])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_long_context_is_attended_to_in_blocks(
+    dtype: torch.dtype, kind: type[Attention], score_bytes: int, context_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of one page and of two, behind and within the queries' own; of one query, a few and all."""
+    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", score_bytes)
+    monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", context_bytes)
+    dims = (128, 6, 12, 10) if kind is PackedAttention else (16, 6, 12, 10)
+    case = kind(dtype, 3, 16, (70, 33, 64, 81), (70, 20, 1, 49), dims)
+    assert_close(case.run("mla_prefill", "torch", "cpu"), case.exact("mla_prefill"), dtype)
+
+
+# Choosing tokens
+
+
+@attrs.frozen
+class Choice:
+    """Inputs of `index_topk`: small integers, so that sums are exact in any order and many scores are equal. Every slot
+    that is no sequence's own is NaN."""
+
+    page_size: int
+    contexts: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    top_k: int
+    dtype: torch.dtype = torch.float32
+    packed: bool = False
+    heads: int = 3
+    width: int = 16
+
+    def integers(self, low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+    def keys(self, row: int) -> Tensor:
+        return self.integers(-1, 1, self.contexts[row], self.width, seed=row)
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor]:
+        count = sum(self.query_lens)
+        return self.integers(-2, 2, count, self.heads, self.width, seed=50), self.integers(
+            -1, 2, count, self.heads, seed=51
+        )
+
+    def run(self, provider: str, device: str) -> Tensor:
+        attention = Attention(self.dtype, 1, self.page_size, self.contexts, self.query_lens)
+        kind = torch.uint8 if self.packed else self.dtype
+        num_pages = sum(map(len, attention.owned)) + 1
+        nothing = packing.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
+        pages = nothing.expand(num_pages, self.page_size, -1).clone()
+        for row, mine in enumerate(attention.owned):
+            rows = packing.index_rows(self.keys(row).to(self.dtype), kind)
+            for page, part in zip(mine, rows.split(self.page_size), strict=True):
+                pages[page, : len(part)] = part
+        q, weights = self.queries
+        return op_of(provider, "index_topk", device)(
+            q.to(device, self.dtype),
+            weights.to(device),
+            pages.to(device),
+            attention.table.to(device),
+            self.query_lens,
+            self.contexts,
+            top_k=self.top_k,
+        ).cpu()
+
+    def expected(self) -> list[list[int]]:
+        """Position by position, in plain ints; a sort by (score down, position up)."""
+        width = min(self.top_k, max(self.contexts, default=0))
+        (q, weights), rows, token = self.queries, [], 0
+        for row, (context, num_queries) in enumerate(zip(self.contexts, self.query_lens, strict=True)):
+            keys = self.keys(row)
+            for own in range(context - num_queries, context):
+                dots = (q[token] @ keys[: own + 1].T).clamp_min(0)
+                scores = (weights[token] @ dots).int().tolist()
+                best = sorted(range(own + 1), key=lambda at, scores=scores: (-scores[at], at))[: self.top_k]
+                rows.append(sorted(best) + [-1] * (width - len(best)))
+                token += 1
+        return rows
+
+
+@for_every_provider
+@every_page_format
+@pytest.mark.parametrize(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
+def test_index_topk(
+    provider: str, device: str, dtype: torch.dtype, packed: bool, page_size: int, count: int, top_k: int
+) -> None:
+    contexts = contexts_of(page_size, count)
+    case = Choice(page_size, contexts, query_lens_of(contexts), top_k, dtype, packed)
+    got = case.run(provider, device)
+    assert got.dtype == torch.int64
+    assert got.tolist() == case.expected()
+
+
+@pytest.mark.parametrize("score_bytes", [1, 4 * 70 * 7, 4 * 16 * 70 * 3])
+def test_blocks_of_scores_change_no_choice(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", score_bytes)
+    case = Choice(16, (70, 33, 64, 81), (70, 20, 1, 49), 9)
+    assert case.run("torch", "cpu").tolist() == case.expected()
+
+
+@every_provider
+@every_device
+def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: str) -> None:
+    pages = torch.ones(4, 4, 2)
+    q, weights = torch.ones(16, 1, 2), torch.zeros(16, 1)
+    table = torch.arange(4)[None]
+    op = op_of(provider, "index_topk", device)
+    got = op(*(x.to(device) for x in (q, weights, pages, table)), (16,), (16,), top_k=3).tolist()
+    assert got == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 14]
+
+
+@every_provider
+@every_device
+def test_a_key_that_is_no_number_is_chosen_and_so_seen(provider: str, device: str) -> None:
+    pages = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(1))
+    pages[2, 1] = torch.nan
+    q, weights, table = torch.ones(1, 1, 2), torch.ones(1, 1), torch.arange(3)[None]
+    op = op_of(provider, "index_topk", device)
+    (chosen,) = op(*(x.to(device) for x in (q, weights, pages, table)), (1,), (12,), top_k=3).tolist()
+    assert 9 in chosen
+
+
+# Attending to them
+
+
+@attrs.frozen
+class Sparse:
+    """Inputs of `mla_sparse`: tokens of several sequences with positions of their own, among slots full of NaN."""
+
+    dtype: torch.dtype
+    page_size: int
+    packed: bool
+    heads: int = 3
+    latent: int = 128
+    rope: int = 6
+    contexts: tuple[int, ...] = (17, 1, 40)
+    counts: tuple[int, ...] = (3, 1, 2, 5, 0, 7)
+    """How many positions each of six tokens reads: of the sequences 0, 1, 2, 2, 0, 2. None gives NaN."""
+
+    sequences: tuple[int, ...] = (0, 1, 2, 2, 0, 2)
+
+    @property
+    def selected(self) -> Tensor:
+        rows = torch.full((6, 8), -1)
+        for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
+            order = torch.randperm(self.contexts[row], generator=torch.Generator().manual_seed(token))
+            rows[token, :count] = order[:count].sort().values
+        return rows
+
+    @property
+    def queries(self) -> tuple[Tensor, Tensor]:
+        shapes = ((6, self.heads, self.latent), (6, self.heads, self.rope))
+        q_latent, q_rope = (draw(*shape, seed=9).to(self.dtype) for shape in shapes)
+        return q_latent, q_rope
+
+    @property
+    def cached(self) -> list[Tensor]:
+        """Of each sequence [context, width]: NaN where nobody reads."""
+        read: list[set[int]] = [set() for _ in self.contexts]
+        for row, positions in zip(self.sequences, self.selected.tolist(), strict=True):
+            read[row] |= {position for position in positions if position >= 0}
+        rows = [
+            draw(context, self.latent + self.rope, seed=row).to(self.dtype) for row, context in enumerate(self.contexts)
+        ]
+        for mine, positions in zip(rows, read, strict=True):
+            mine[[at for at in range(len(mine)) if at not in positions]] = torch.nan
+        return rows
+
+    def run(self, provider: str, device: str) -> Tensor:
+        owned = Attention(self.dtype, 1, self.page_size, self.contexts, (1,) * len(self.contexts)).owned
+        kind = torch.uint8 if self.packed else self.dtype
+        parts = [packing.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind) for rows in self.cached]
+        nothing = 0xFF if self.packed else torch.nan
+        pages = torch.full((sum(map(len, owned)) + 1, self.page_size, parts[0].shape[-1]), nothing, dtype=kind)
+        for rows, mine in zip(parts, owned, strict=True):
+            for page, part in zip(mine, rows.split(self.page_size), strict=True):
+                pages[page, : len(part)] = part
+        table = Batch.build(
+            [Row([0], context - 1, mine) for context, mine in zip(self.contexts, owned, strict=True)],
+            page_size=self.page_size,
+            device=CPU,
+            absorbed=True,
+        ).page_table_BM
+        inputs = (*self.queries, pages, table, torch.tensor(self.sequences), self.selected)
+        return op_of(provider, "mla_sparse", device)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
+
+    def expected(self) -> Tensor:
+        """Softmax over the chosen rows, token by token, in float64."""
+        q_latent, q_rope = self.queries
+        out = torch.full(q_latent.shape, torch.nan, dtype=torch.float64)
+        for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
+            rows = self.cached[row][self.selected[token, :count]]
+            if self.packed:
+                packed = packing.latent_rows(rows[:, : self.latent], rows[:, self.latent :], torch.uint8)
+                rows = packing.latents(packed, self.latent, self.dtype)
+            q = torch.cat((q_latent[token], q_rope[token]), -1).double()
+            if count:
+                out[token] = (SCALE * q @ rows.double().T).softmax(-1) @ rows[:, : self.latent].double()
+        return out
+
+
+@for_every_provider
+@every_page_format
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_mla_sparse(
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    packed: bool,
+    page_size: int,
+    block_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", block_bytes)
+    case = Sparse(dtype, page_size, packed)
+    got, exact = case.run(provider, device), case.expected()
+    some = [token for token, count in enumerate(case.counts) if count]
+    assert_close(got[some], exact[some], dtype)
+
+
+@for_every_provider
+def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torch.dtype) -> None:
+    case = Attention(dtype, 3, 4, (9, 6, 12), (1, 1, 1))
+
+    def decode(*inputs: Any, scale: float) -> Tensor:
+        q_latent, q_rope, pages, table, lens = inputs
+        at = torch.arange(12, device=lens.device).expand(3, -1)
+        selected = torch.where(at < lens[:, None], at, -1)
+        sequence = torch.arange(3, device=lens.device)
+        op = op_of(provider, "mla_sparse", device)
+        return op(q_latent, q_rope, pages, table, sequence, selected, scale=scale)
+
+    got = case.decode(decode, case.pages.to(device), lambda x: x.to(device))
+    assert_close(got, case.exact("mla_decode"), dtype)
+
+
+@every_provider
+@every_device
+def test_no_tokens_read_nothing(provider: str, device: str) -> None:
+    shapes = ((0, 2, 4), (0, 2, 2), (3, 4, 6))
+    q_latent, q_rope, pages = (torch.zeros(shape, device=device) for shape in shapes)
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    op = op_of(provider, "mla_sparse", device)
+    assert op(q_latent, q_rope, pages, empty.view(0, 0), empty, empty.view(0, 0), scale=1.0).shape == (0, 2, 4)

@@ -1,0 +1,117 @@
+"""A packed FP8 cache: what is read from it, through the split, and what the two sides say of different formats."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+import pdinfer as pd
+from pdinfer.batch import Batch, Row
+from pdinfer.config import CacheConfig
+from pdinfer.kernels import packing, resolve_ops
+from pdinfer.kv.view import KVView
+from pdinfer.model import Model
+from pdinfer.testing import RandomWeights, tiny_config
+from pdinfer.topology import Topology
+from tests.e2e.setups import greedy, join, prompt_of, tokens_of
+
+CPU = torch.device("cpu")
+FAMILIES = ("v3", "v32", "glm")
+RANK = 128
+
+
+@functools.cache
+def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = False) -> Model:
+    """With `rounds`, what goes into the cache is rounded as FP8 does and kept as floats: a second way to the same."""
+    resolved = resolve_ops(CPU)
+    plain = resolved.ops
+
+    def store_latent(pages: Tensor, slots: Tensor, c: Tensor, k_rope: Tensor) -> None:
+        rounded = packing.latents(packing.latent_rows(c, k_rope, torch.uint8), RANK, c.dtype)
+        plain.store_latent(pages, slots, *rounded.split((RANK, k_rope.shape[1]), -1))
+
+    def store_index_keys(pages: Tensor, slots: Tensor, keys: Tensor) -> None:
+        # the transform is its own inverse
+        rounded = packing.hadamard(packing.index_keys(packing.index_rows(keys, torch.uint8)))
+        plain.store_index_keys(pages, slots, rounded.to(keys.dtype))
+
+    if rounds:
+        ops = attrs.evolve(plain, store_latent=store_latent, store_index_keys=store_index_keys)
+        resolved = attrs.evolve(resolved, ops=ops)
+    config = tiny_config(family, kv_lora_rank=RANK)
+    return Model.build(
+        config, RandomWeights(0, dtype), resolved, device=CPU, dtype=dtype, topology=Topology.single(), weights_id=b"w"
+    )
+
+
+def logits_of(model: Model, kv_format: str, chunks: tuple[int, ...]) -> Tensor:
+    """Of one sequence run in chunks, one of a single token by absorbed attention, as decode does."""
+    tokens = list(prompt_of(sum(chunks)))
+    layout = model.kv_layout(CacheConfig(page_size=8, kv_format=kv_format))
+    pages = range(layout.num_pages(len(tokens)))
+    memory = model.allocate_pages(layout, len(pages))
+    memory.buffer.fill_(0xFF)
+    start, rows = 0, []
+    for chunk in chunks:
+        row = Row(tokens[start : start + chunk], start, pages)
+        batch = Batch.build([row], page_size=8, device=CPU, absorbed=chunk == 1)
+        rows.append(model.head(model.forward(batch, KVView.of(memory)), range(chunk)))
+        start += chunk
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("chunks", [(40,), (9, 15, 13, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_reads_what_fp8_keeps(family: str, chunks: tuple[int, ...]) -> None:
+    packed = logits_of(model_of(family), "fp8", chunks)
+    rounded = logits_of(model_of(family, rounds=True), "auto", chunks)
+    exact = logits_of(model_of(family), "auto", chunks)
+    assert (packed - rounded).abs().max() < 2e-4
+    assert (packed - exact).abs().mean() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_of_any_dtype_may_keep_fp8(dtype: torch.dtype) -> None:
+    packed, plain = (logits_of(model_of("v32", dtype), kv_format, (30, 1)) for kv_format in ("fp8", "auto"))
+    assert packed.isfinite().all()
+    assert (packed - plain).abs().mean() < 0.4 * plain.std()
+
+
+def pool_of(model: Model, page_size: int = 8, kv_format: str = "fp8") -> pd.PagePool:
+    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=64, kv_format=kv_format))
+
+
+def generated(model: Model, transport: str, *page_sizes: int) -> list[int]:
+    """One request through the split, in chunks: so the steps are the same, whatever joins the two sides."""
+    pools = [pool_of(model, size) for size in page_sizes]
+    engine = pd.EngineConfig(chunked_prefill_size=16)
+    with join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
+        request = pd.Request(prompt=prompt_of(50), sampling=greedy(12, ignore_eos=True))
+        tokens = tokens_of(setup.pairing.generate([request]))
+        setup.check_idle()
+    return tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("transport", "page_sizes"), [("loopback", (8, 8)), ("tcp", (16, 4)), ("unix", (3, 8))], ids=str
+)
+def test_packed_pages_travel(family: str, transport: str, page_sizes: tuple[int, int]) -> None:
+    tokens = generated(model_of(family), transport, *page_sizes)
+    assert len(tokens) == 12
+    assert tokens == generated(model_of(family), "shared", 8, 8)
+
+
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
+def test_sides_with_different_formats_refuse_each_other(transport: str) -> None:
+    model: Any = model_of("v32")
+    pools = [pool_of(model, kv_format="auto"), pool_of(model)]
+    with pytest.raises(pd.LayoutMismatch) as caught:
+        join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:])
+    for part in ("components.latent.format", "mla.float32.128", "mla.e4m3.128", "components.index_k.format"):
+        assert part in str(caught.value)

@@ -1,0 +1,259 @@
+"""Quantizing a checkpoint: what is written is what the published formats say, loads, and is close to what it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from pdinfer import explain_backends
+from pdinfer.checkpoint import Checkpoint
+from pdinfer.config import ModelConfig
+from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.model import Model
+from pdinfer.quantize import quantize_checkpoint
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from pdinfer.weights import load_model
+
+# No size is a multiple of 128, and several are larger, so blocks are cut at every edge.
+SIZES = {"hidden_size": 150, "intermediate_size": 170, "moe_intermediate_size": 140, "kv_lora_rank": 136}
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+SCHEMES: list[dict[str, Any]] = [{"scheme": "fp8"}, {"scheme": "fp8", "scale_fmt": "ue8m0"}, {"scheme": "w8a8_dynamic"}]
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: "-".join(scheme.values()))
+LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("floats")
+    write_checkpoint(folder, tiny_config_dict(torch_dtype="bfloat16", **SIZES))
+    return folder
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    with Checkpoint.open(folder) as files:
+        return {name: files.read(info) for name, info in files.tensors.items()}
+
+
+def worth(tensors: dict[str, Tensor], name: str) -> Tensor:
+    """The matrix in float64, element by element."""
+    numbers = tensors[name].double()
+    if f"{name}_scale_inv" in tensors:
+        scale = tensors[f"{name}_scale_inv"].double()
+        for row in range(len(numbers)):
+            for block in range(scale.shape[1]):
+                numbers[row, block * 128 : (block + 1) * 128] *= scale[row // 128, block]
+    elif f"{name}_scale" in tensors:
+        numbers *= tensors[f"{name}_scale"].double()
+    return numbers
+
+
+@every_scheme
+def test_linear_maps_are_quantized_and_everything_else_is_copied(
+    scheme: dict[str, Any], floats: Path, tmp_path: Path
+) -> None:
+    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+    before, after = tensors_in(floats), tensors_in(tmp_path / "q")
+    int8 = scheme["scheme"] == "w8a8_dynamic"
+    chosen = {name for name in before if name.split(".")[-2] in LINEARS and not (int8 and "kv_b_proj" in name)}
+    companions = ("_scale", "_offset") if int8 else ("_scale_inv",)
+    assert after.keys() == before.keys() | {f"{name}{end}" for name in chosen for end in companions}
+    for name, tensor in before.items():
+        if name not in chosen:
+            assert torch.equal(after[name], tensor)
+            continue
+        error = (worth(after, name) - tensor.double()).abs()
+        if int8:
+            assert after[name].dtype == torch.int8
+            assert bool((error <= tensor.double().abs().amax(-1, keepdim=True) / 127 * 0.501).all())
+        else:
+            assert after[name].dtype == torch.float8_e4m3fn
+            scale = after[f"{name}_scale_inv"]
+            assert torch.equal(torch.frexp(scale)[0] == 0.5, torch.ones_like(scale) > 0) is ("scale_fmt" in scheme)
+            # half a unit in the last of three places; below the normal numbers, of the smallest step
+            assert bool((error <= tensor.double().abs() / 16 * 1.001 + float(scale.max()) * 2**-10).all())
+
+
+@every_scheme
+def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
+    """`stored` differs from `float` by the rounding of activations alone, which these bounds leave room for."""
+    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+    tensors = tensors_in(tmp_path / "q")
+    held = load_model(tmp_path / "q", dtype=torch.float32, weights="float")
+    for layer, name in ((0, "model.layers.0.self_attn.o_proj.weight"), (2, "model.layers.2.self_attn.q_b_proj.weight")):
+        attention = held.blocks[layer].attention
+        matrix = (attention.o if "o_proj" in name else attention.q_b).weight
+        assert torch.equal(matrix, worth(tensors, name).float())
+    experts = held.blocks[1].mlp.experts  # type: ignore[union-attr]
+    gate = worth(tensors, "model.layers.1.mlp.experts.7.gate_proj.weight").float()
+    up = worth(tensors, "model.layers.1.mlp.experts.7.up_proj.weight").float()
+    assert torch.equal(experts.gate_up[7], torch.cat((gate, up)))  # type: ignore[index]
+
+    stored = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    original = load_model(floats, dtype=torch.float32)
+    drift = 0.1 if scheme["scheme"] == "fp8" else 0.03
+    assert distance(held, original) < drift
+    assert 1e-4 < distance(stored, held) < drift
+
+
+def distance(one: Model, other: Model) -> float:
+    """Of a layer's outputs, because a model's may differ in which experts are chosen: relative, root mean square."""
+    x = torch.randn(9, 150, generator=torch.Generator().manual_seed(1))
+    mine, others = (model.blocks[0].mlp(x) for model in (one, other))
+    return float((mine - others).norm() / others.norm())
+
+
+@every_scheme
+def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+    fast, plain = (
+        load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers=provider)
+        for provider in ("torch", "reference")
+    )
+    # An activation on the border of two numbers may fall to either side.
+    assert distance(fast, plain) < 0.01
+    assert fast.logits(TOKENS).isfinite().all()
+
+
+def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp_path: Path) -> None:
+    """So that expanded and absorbed attention remain one function."""
+    quantize_checkpoint(floats, tmp_path / "q")
+    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    attention = model.blocks[0].attention
+    latent, _ = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))
+    assert torch.equal(model.resolved.ops.round_fp8(latent, ue8m0=False), latent)
+
+
+@every_scheme
+def test_stored_weights_take_the_bytes_of_the_files(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+    model = load_model(tmp_path / "q", weights="stored")
+    held = sum(tensor.nbytes for tensor in tensors_of_model(model))
+    with Checkpoint.open(tmp_path / "q") as files:
+        assert held <= 1.1 * files.total_bytes
+
+
+def tensors_of_model(value: object) -> list[Tensor]:
+    """Every tensor an attrs value or a tuple of them holds, each once."""
+    found: dict[int, Tensor] = {}
+
+    def visit(item: object) -> None:
+        if isinstance(item, Tensor):
+            found[item.data_ptr()] = item
+        elif isinstance(item, tuple):
+            for part in item:
+                visit(part)
+        elif hasattr(type(item), "__attrs_attrs__"):
+            for field in type(item).__attrs_attrs__:  # type: ignore[attr-defined]
+                visit(getattr(item, field.name))
+
+    visit(value)
+    return list(found.values())
+
+
+def test_auto_says_what_it_made_of_the_weights(floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "q")
+    told = {word: explain_backends(load_model(tmp_path / "q", weights=word)) for word in ("auto", "stored", "float")}
+    count = sum(name.endswith("_scale_inv") for name in tensors_in(tmp_path / "q"))
+    assert f'{count} FP8 weights became bfloat16 (weights="auto"): linear_fp8 of torch makes floats' in told["auto"]
+    assert f"{count - 3} FP8 weights are held as they are stored" in told["stored"]
+    assert '3 FP8 weights became bfloat16 (weights="stored")' in told["stored"]
+    assert told["float"].endswith(f'{count} FP8 weights became bfloat16 (weights="float")')
+    assert "weights" not in explain_backends(load_model(floats)).splitlines()[-1]
+
+
+# Folders
+
+
+def test_config_and_small_files_come_along(floats: Path, tmp_path: Path) -> None:
+    (floats / "tokenizer.json").write_text("{}")
+    (floats / "generation_config.json").write_text('{"eos_token_id": 5}')
+    quantize_checkpoint(floats, tmp_path / "q", scheme="fp8", scale_fmt="ue8m0")
+    quantize_checkpoint(floats, tmp_path / "i", scheme="w8a8_dynamic")
+    config, before = (ModelConfig.from_checkpoint(folder) for folder in (tmp_path / "q", floats))
+    assert config.scale_fmt == "ue8m0"
+    assert config.fingerprint == before.fingerprint
+    assert config.eos_token_ids == (5,)
+    assert {path.name for path in (tmp_path / "i").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "quant_model_description.json",
+        "quant_model_weights-00001-of-00001.safetensors",
+        "quant_model_weights.safetensors.index.json",
+    }
+    description = json.loads((tmp_path / "i" / "quant_model_description.json").read_text())
+    assert description.keys() - tensors_in(tmp_path / "i").keys() == {"model_quant_type", "version", "group_size"}
+    assert description["model.layers.0.mlp.up_proj.weight"] == "W8A8_DYNAMIC"
+    assert description["model.layers.0.mlp.up_proj.weight_scale"] == "W8A8_DYNAMIC"
+    assert description["model.layers.0.self_attn.kv_b_proj.weight"] == description["lm_head.weight"] == "FLOAT"
+
+
+def test_int8_leaves_the_layers_behind_the_last_alone(tmp_path: Path) -> None:
+    name = "model.layers.3.self_attn.o_proj.weight"
+    folder = tmp_path / "floats"
+    write_checkpoint(folder, tiny_config_dict(num_nextn_predict_layers=1), num_shards=1)
+    file = folder / "model-00001-of-00001.safetensors"
+    save_file(load(file.read_bytes()) | {name: torch.ones(48, 40)}, file)
+    (folder / "model.safetensors.index.json").unlink()
+    quantize_checkpoint(folder, tmp_path / "i", scheme="w8a8_dynamic")
+    quantize_checkpoint(folder, tmp_path / "q", scheme="fp8")
+    assert tensors_in(tmp_path / "i")[name].dtype == torch.float32
+    assert tensors_in(tmp_path / "q")[name].dtype == torch.float8_e4m3fn
+
+
+def test_shards_are_no_larger_than_asked_and_one_model(floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "one")
+    calls: list[tuple[int, int]] = []
+    quantize_checkpoint(
+        floats, tmp_path / "many", max_shard_bytes=300_000, progress=lambda done, total: calls.append((done, total))
+    )
+    shards = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert len(shards) > 3
+    assert max(shard.stat().st_size for shard in shards) < 300_000
+    one, many = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "many")
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name].view(torch.uint8), many[name].view(torch.uint8)) for name in one)
+    assert calls[-1][0] == calls[-1][1]
+    assert [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+def test_a_folder_with_anything_in_it_is_left_alone(floats: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    before = {path.name: path.stat().st_mtime_ns for path in floats.iterdir()}
+    for folder in (tmp_path, floats):
+        with pytest.raises(ConfigError, match=r"is not empty, it holds .*; choose a new folder"):
+            quantize_checkpoint(floats, folder)
+    with pytest.raises(ConfigError, match=r"cannot write to .*notes\.txt"):
+        quantize_checkpoint(floats, tmp_path / "notes.txt")
+    assert {path.name: path.stat().st_mtime_ns for path in floats.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "q")
+    with pytest.raises(CheckpointError, match=r"is torch\.float8_e4m3fn in model-.* is quantized already"):
+        quantize_checkpoint(tmp_path / "q", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize("arguments", [{"scheme": "int4"}, {"scheme": "fp8", "scale_fmt": "e8"}, {"scale_fmt": "e8"}])
+def test_an_unknown_scheme_is_refused(floats: Path, tmp_path: Path, arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r'choose "fp8" with scale_fmt None or "ue8m0", or "w8a8_dynamic"'):
+        quantize_checkpoint(floats, tmp_path / "q", **arguments)
+
+
+def test_a_folder_that_was_not_finished_cannot_be_loaded(tmp_path: Path) -> None:
+    folder = tmp_path / "floats"
+    tensors = write_checkpoint(folder, tiny_config_dict(), num_shards=1)
+    tensors["model.layers.2.self_attn.o_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, folder / "model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.self_attn\.o_proj\.weight holds NaN"):
+        quantize_checkpoint(folder, tmp_path / "q", max_shard_bytes=10_000)
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_model(tmp_path / "q")
