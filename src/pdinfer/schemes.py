@@ -79,7 +79,7 @@ COMPANIONS: Mapping[Scheme, tuple[Companion, ...]] = {
         Companion("input_scale", FLOATS, per="matrix"),
         Companion("input_offset", FLOATS + INTS, per="matrix"),
         Companion("deq_scale", (*FLOATS, torch.int64)),
-        Companion("quant_bias", (torch.int32, torch.int64)),
+        Companion("quant_bias", (torch.int32,)),
     ),
 }
 
@@ -129,6 +129,8 @@ class StoredWeights:
             yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
         elif info.dtype not in NUMBERS[scheme]:
             yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, scheme)}"
+        elif scheme is not Scheme.FLOAT and len(shape) != 2:
+            yield f"{name} is {list(info.shape)} in {info.file}, and {scheme.value} is for matrices"
         elif scheme is not Scheme.INT8_STATIC and name.endswith(f".{SUFFIX}") and len(shape) == 2:
             bias = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}bias")
             if bias is not None:
@@ -170,7 +172,7 @@ class StoredWeights:
             input_scale=self._positive(name, "input_scale", companions).view(1, 1),
             input_offset=companions["input_offset"].float().view(1, 1),
             output_scale=self._positive(name, "deq_scale", companions).view(-1, 1),
-            output_offset=companions["quant_bias"].to(torch.int32).view(-1, 1),
+            output_offset=companions["quant_bias"].view(-1, 1),
         )
 
     def _companions(self, name: str) -> dict[str, Companion]:
@@ -190,7 +192,9 @@ class StoredWeights:
         if info.dtype in (torch.float8_e8m0fnu, torch.uint8):
             tensor = tensor.view(torch.float8_e8m0fnu).float()
         elif info.dtype == torch.int64 and info.name.endswith("deq_scale"):
-            tensor = tensor.to(torch.int32).view(torch.float32)  # the bits of a float32, in a wider integer
+            if bool((tensor != tensor.to(torch.int32)).any()):
+                raise CheckpointError(f"{info.file}: tensor {info.name} holds integers that are no float32's bits")
+            tensor = tensor.to(torch.int32).view(torch.float32)
         if self.check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")

@@ -151,13 +151,7 @@ def load_model(
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved, weights_id=files.sample_digest())
-        sizes = {info.name: sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted}
-        done, total = 0, sum(sizes.values())
-        for info in wanted:
-            _fill(destinations.places[info.name], stored.read(info.name), info, check_finite)
-            done += sizes[info.name]
-            if progress is not None:
-                progress(done, total)
+        _read_all(stored, wanted, destinations.places, progress)
         _check_tied(files, config, model)
     return model
 
@@ -248,7 +242,22 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
     return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"
 
 
-def _fill(place: Weight, value: Weight, info: TensorInfo, check_finite: bool) -> None:
+def _read_all(
+    stored: StoredWeights,
+    wanted: Sequence[TensorInfo],
+    where: Mapping[str, Weight],
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
+    done, total = 0, sum(sizes)
+    for info, size in zip(wanted, sizes, strict=True):
+        _put(stored.read(info.name), where[info.name], info, stored.check_finite)
+        done += size
+        if progress is not None:
+            progress(done, total)
+
+
+def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:
     if isinstance(value, Int8Static) and isinstance(place, Tensor) and bool(value.bias.any()):
         raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
     assign(place, value)

@@ -112,11 +112,12 @@ def distance(one: Model, other: Model) -> float:
 def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
     quantize_checkpoint(floats, tmp_path / "q", **scheme)
     fast, plain = (
-        load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers=provider).logits(TOKENS)
+        load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers=provider)
         for provider in ("torch", "reference")
     )
-    # One activation on the border of two numbers may fall to either side; it moves few rows, and those not far.
-    assert float((fast - plain).abs().median()) < 1e-3
+    # An activation on the border of two numbers may fall to either side.
+    assert distance(fast, plain) < 0.01
+    assert fast.logits(TOKENS).isfinite().all()
 
 
 def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp
     quantize_checkpoint(floats, tmp_path / "q")
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
     attention = model.blocks[0].attention
-    latent = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))[:, :136]
+    latent, _ = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))
     assert torch.equal(model.resolved.ops.round_fp8(latent, ue8m0=False), latent)
 
 

@@ -335,6 +335,16 @@ def static_but(change: Change) -> Change:
             STATIC,
             "{q}.input_scale holds values that are zero",
         ),
+        (
+            static_but(swap(f"{QUERY}.deq_scale", torch.full((24,), 1 << 40))),
+            STATIC,
+            "{1}: tensor {q}.deq_scale holds integers that are no float32's bits",
+        ),
+        (
+            swap("model.norm.weight", torch.ones(150, dtype=torch.int8)),
+            {"model.norm.weight": "W8A8_DYNAMIC"},
+            "model.norm.weight is [150] in {0}, and W8A8_DYNAMIC is for matrices",
+        ),
         (static_but(put(f"{QUERY}.deq_scale", 2, torch.inf)), STATIC, "{q}.deq_scale holds 1 NaN or infinite"),
     ],
     ids=lambda value: value[:60] if isinstance(value, str) else "",

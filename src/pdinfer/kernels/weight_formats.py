@@ -197,7 +197,7 @@ def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below each (positive) scale: what the format ue8m0 can say. NaN and infinity
+    """The smallest power of two that is not below each (positive) scale: what ue8m0 can say. NaN and infinity
     stay what they are."""
     fraction, exponent = torch.frexp(scale)
     power = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())

@@ -2,7 +2,7 @@
 
     queue ─► frame ─────────────────────────────────────────────► control
           └► write ─► gather into a block ─► engine ─► landed? ──► control: BEGIN, LANDED
-                      (the next, while one write is under way: it starts before that one has landed)
+                      (the next, while one write is under way)
 
 A write that is not known to have landed holds two places: the block it reads and the slot it hits. Repeated from the
 same block into the same slot it is harmless whenever it lands, as the bytes are the same; afterwards neither place is
@@ -94,7 +94,7 @@ class RingWriter:
         self._lent: set[int] = set()
         self._lost: set[int] = set()
         self._reading: Transfer | None = None
-        self._flying: deque[_Part] = deque()
+        self._flying: _Part | None = None
         self._met = False
         self._blocks: list[Block] = []
         self._unclean: list[Block] = []
@@ -159,7 +159,7 @@ class RingWriter:
         try:
             while (message := self._next()) is not None:
                 if message.transfer is None:
-                    self._settle(0)
+                    self._settle()
                     self._control.send(message.frame)
                 else:
                     self._write(message, message.transfer)
@@ -178,17 +178,17 @@ class RingWriter:
             block.release(clean=False)
 
     def _next(self) -> Message | None:
-        """What to do next; None when the link is closed. Settles the writes under way before it sleeps."""
+        """What to do next; None when the link is closed. Settles the write under way before it sleeps."""
         while True:
             with self._changed:
-                if not self._flying and not self._queue:
+                if self._flying is None and not self._queue:
                     self.is_busy = False
                     self._changed.wait_for(lambda: self._queue or self._closed)
                 if self._closed:
                     return None
                 if self._queue:
                     return self._queue.popleft()
-            self._settle(len(self._flying) - 1)
+            self._settle()
 
     def _write(self, message: Message, transfer: Transfer) -> None:
         self._reading = transfer
@@ -207,8 +207,8 @@ class RingWriter:
             frame, missing = None, missing - part.num_bytes
             if not missing:
                 transfer.complete()
+            self._settle()
             self._start(part)
-            self._settle(1)
 
     def _meet(self) -> None:
         """The first contact with a peer, for which Mooncake takes a lock that its writes to all peers need: made when
@@ -226,30 +226,27 @@ class RingWriter:
         return part
 
     def _start(self, part: _Part) -> None:
-        """Writes a part into the next free slot, behind the one that is under way, so that the engine is never idle
-        while this thread finds out that a write has landed. Without a free slot the peer must be told of that first."""
+        """Writes a part into the next free slot. The one before it has landed, so two blocks are enough."""
         if part.block is not None:
-            if not self._free:
-                self._settle(0)
             part.slot = self._borrow()
             part.number = self._submit(part.block, self._slot_address(part.slot), part.num_bytes)
-        self._flying.append(part)
+        self._flying = part
 
-    def _settle(self, left: int) -> None:
-        """Waits until no more than `left` writes are under way: the oldest first, mends it if need be, and tells the
-        peer of it. One that is left has a block, so two blocks are enough."""
-        while len(self._flying) > left:
-            part = self._flying.popleft()
-            if part.block is not None:
-                if not self._landed(part.number, self._timeout_s):
-                    self._mend(part, part.block)
-                if not part.repeated:
-                    self._return_block(part.block)
-            self._check_open()
-            if part.frame is not None:
-                self._control.say(Kind.BEGIN, part.frame)
-            landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
-            self._control.say(Kind.LANDED, landed.packed())
+    def _settle(self) -> None:
+        """Waits for the write under way, mends it if need be, and tells the peer of it."""
+        part, self._flying = self._flying, None
+        if part is None:
+            return
+        if part.block is not None:
+            if not self._landed(part.number, self._timeout_s):
+                self._mend(part, part.block)
+            if not part.repeated:
+                self._return_block(part.block)
+        self._check_open()
+        if part.frame is not None:
+            self._control.say(Kind.BEGIN, part.frame)
+        landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
+        self._control.say(Kind.LANDED, landed.packed())
 
     def _mend(self, part: _Part, block: Block) -> None:
         """After a write of which nothing is known: silence, probes until the way is clear, and the write once more."""
