@@ -92,13 +92,18 @@ DOTS(1)
 DOTS(2)
 DOTS(3)
 
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. */
+/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. While rows of x are still to come for a block of
+ * weights, the next block is fetched, part by part; past the last one that is harmless. One or two long rows are as fast
+ * as memory by themselves. */
 static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+    i64 lines = rows > 2 || n < 1024 ? OUTS * n / 32 : 0;
     for (i64 o = first; o < last; o += OUTS)
         for (i64 m = 0; m < rows;) {
             i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
             const bf16 *xs = x + m * ldx, *block = w + o * n;
             bf16 *to = y + m * ldy + o;
+            for (i64 line = lines * m / rows; line < lines * (m + now) / rows; line++)
+                _mm_prefetch((const char *)(block + OUTS * n + 32 * line), _MM_HINT_T1);
             if (now == 1) dots_1(xs, ldx, block, n, to, ldy);
             else if (now == 2) dots_2(xs, ldx, block, n, to, ldy);
             else dots_3(xs, ldx, block, n, to, ldy);
