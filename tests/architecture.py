@@ -44,7 +44,7 @@ LAYERS = (
     ("hf_config", "tensor_header", "rope"),
     ("files",),
     ("checks",),
-    ("types",),
+    ("types", "trace"),
     ("errors",),
 )
 

@@ -8,6 +8,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.trace import Trace
+
 
 @attrs.frozen
 class Row:
@@ -28,7 +30,7 @@ class Batch:
     page_size + offset); `page_table_BM` is padded with pages of the same row; `context_lens` counts the tokens a
     sequence has after this step. Lengths are also on the host, so that no kernel has to sync. `absorbed` picks the
     attention form (see `mla`); there every token is a sequence of its own, T = B, which shares its pages with those
-    before it.
+    before it. `trace` is told which part of the model runs.
     """
 
     tokens_T: Tensor
@@ -40,9 +42,18 @@ class Batch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     absorbed: bool
+    trace: Trace | None = None
 
     @classmethod
-    def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device, absorbed: bool) -> Batch:
+    def build(
+        cls,
+        rows: Sequence[Row],
+        *,
+        page_size: int,
+        device: torch.device,
+        absorbed: bool,
+        trace: Trace | None = None,
+    ) -> Batch:
         """A batch of `rows`; none is an empty batch, which every layer accepts."""
         if absorbed:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
@@ -73,6 +84,7 @@ class Batch:
             query_lens=tuple(len(row.tokens) for row in rows),
             context_lens=context_lens,
             absorbed=absorbed,
+            trace=trace,
         )
 
     def shifted(self, next_tokens: Sequence[int]) -> Batch:

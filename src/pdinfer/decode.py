@@ -86,7 +86,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         and will use them if it is retracted. Unknown or finished ids are ignored."""
         self._inbox.put((request_id, tuple(writers)))
 
-    def step(self) -> list[Event]:
+    def _step(self) -> list[Event]:
         """Takes what came, admits what landed, grants pages, runs one batch."""
         if not self._closed:
             self._take_inbox()
@@ -124,18 +124,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
-        peer can write any more and every page is free. A second call does nothing."""
-        if self._closed:
-            return
+        peer can write any more and every page is free."""
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
         self.channel.close()
         self._land()
-        self._closed = True
-        self._inbox.wake()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,10 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.model import Model
-from pdinfer.runner import ModelRunner, Runner
+from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request
+from pdinfer.trace import STEP, Trace, part, span
 from pdinfer.types import Event, PeerAddress, Request, SamplingParams
 
 Submitted = TypeVar("Submitted")
@@ -47,6 +48,9 @@ class Engine(ABC, Generic[Submitted]):
         self.config = config or EngineConfig()
         self._factories = dict(logits_processors or {})
         self._clock = clock
+        self._trace: Trace | None = None
+        if self.config.trace is not None:
+            self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
         self._runner = self.make_runner(model, channel.pool.memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
         self._events: list[Event] = []
@@ -59,7 +63,7 @@ class Engine(ABC, Generic[Submitted]):
 
     def make_runner(self, model: Model, memory: Memory) -> Runner:
         """What runs this engine's steps; a simulator puts arithmetic in its place."""
-        return ModelRunner(model, memory)
+        return ModelRunner(model, memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:
@@ -95,9 +99,15 @@ class Engine(ABC, Generic[Submitted]):
         """Calls `listener`, from any thread, when a step would do something."""
         self._inbox.listen(listener)
 
-    @abstractmethod
     def step(self) -> list[Event]:
-        """Does what can be done now."""
+        """Does what can be done now and returns what came of it. Never waits."""
+        with using_threads(self.config.num_threads), span(self._trace, STEP):
+            part(self._trace, "schedule")
+            return self._step()
+
+    @abstractmethod
+    def _step(self) -> list[Event]:
+        """One step, for which `step` has made everything ready."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -113,9 +123,20 @@ class Engine(ABC, Generic[Submitted]):
         self._events = events + self._events
         return not self.num_unfinished
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends what is unfinished and closes the channel. A second call does nothing."""
+        """Ends what is unfinished, closes the channel and writes the trace, if there is one. A second call does
+        nothing."""
+        if self._closed:
+            return
+        self._close()
+        self._closed = True
+        self._inbox.wake()
+        if self._trace is not None:
+            self._trace.write()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Ends what is unfinished and closes the channel."""
 
     def _take(self, request: Request) -> LogitsProcessor | None:
         """Checks a request, and makes its logits processor; RequestError when either fails."""
