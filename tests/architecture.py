@@ -29,6 +29,7 @@ LAYERS = (
     ("prefill", "decode"),
     ("page_tables",),
     ("engine", "sequence"),
+    ("warm_up",),
     ("runner",),
     ("speculation",),
     ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -32,7 +32,9 @@ from pdinfer.types import (
     PeerAddress,
     Refused,
     Request,
+    WarmUpStep,
 )
+from pdinfer.warm_up import WarmUpRun
 
 WRITER_GRACE_S = 30.0
 """How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
@@ -123,6 +125,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.decode()
 
     def _close(self) -> None:
         """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no

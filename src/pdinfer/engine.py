@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 from pdinfer.config import EngineConfig
-from pdinfer.errors import RequestError
+from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
@@ -17,7 +17,8 @@ from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request
 from pdinfer.trace import STEP, Trace, part, span
-from pdinfer.types import Event, PeerAddress, Request, SamplingParams
+from pdinfer.types import Event, PeerAddress, Request, SamplingParams, WarmUp, WarmUpStep
+from pdinfer.warm_up import WarmUpRun
 
 Submitted = TypeVar("Submitted")
 
@@ -108,6 +109,35 @@ class Engine(ABC, Generic[Submitted]):
     @abstractmethod
     def _step(self) -> list[Event]:
         """One step, for which `step` has made everything ready."""
+
+    def warm_up(self) -> WarmUp:
+        """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
+
+        It takes seconds. Call it from the thread that steps and before requests come, for example before
+        `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and counts in no
+        `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are unfinished
+        or no page is free, RequestError when the engine is closed.
+        """
+        if self._closed:
+            raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
+        if self.num_unfinished:
+            raise Overloaded(
+                f"the {self.role} engine has {self.num_unfinished} unfinished requests: warm up before the first one, "
+                "or drain it"
+            )
+        run = WarmUpRun(
+            runner=self._runner,
+            pool=self.channel.pool,
+            config=self.config,
+            limits=self.limits,
+            clock=self._clock,
+        )
+        with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
+            return WarmUp(steps=tuple(self._warm_up(run)))
+
+    @abstractmethod
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        """The steps of this role."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:

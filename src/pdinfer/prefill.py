@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -18,7 +18,8 @@ from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import plan_chunk
 from pdinfer.trace import part
-from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
+from pdinfer.warm_up import WarmUpRun
 
 _log = logging.getLogger("pdinfer")
 
@@ -122,6 +123,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if self._closed:
             return False
         return self._can_run() or self._inbox.wait(timeout_s)
+
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.prefill()
 
     def _close(self) -> None:
         """Aborts what is unfinished and closes the channel."""
