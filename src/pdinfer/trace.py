@@ -36,7 +36,7 @@ from pdinfer.errors import ConfigError
 STEP = "step"
 HOST_PARTS = frozenset({"schedule", "batch", "push", "emit"})
 MAX_EVENTS = 1 << 18
-"""Spans and parts that are kept, the newest: those of about 3000 steps of a model of 27 layers, in about 60 MB."""
+"""Spans and parts that are kept, the newest: those of about 3000 steps of a model of 27 layers, in about 80 MB."""
 IDLE_NS = 100_000
 """A span in which no model ran and that was shorter is left out: a host that polls would fill the file with them."""
 
