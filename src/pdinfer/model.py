@@ -88,6 +88,8 @@ class Model:
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
+        if batch.trace is not None:
+            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
         angles = self.rotary(batch.positions_T)
         selected_TS = None
