@@ -94,6 +94,15 @@ def test_who_would_wait_beyond_its_deadline_is_turned_away() -> None:
         setup.check_idle()
 
 
+def test_generate_waits_until_a_deadline_can_be_met() -> None:
+    with local(clock=VirtualClock()) as setup:
+        speed_of(setup.prefills[0], 10)
+        requests = [request(str(number), deadline_s=0.5) for number in range(3)]
+        streams = by_request(list(setup.pairing.generate(requests)))
+        assert [len(streams[name]) for name in "012"] == [5, 5, 5]
+        setup.check_idle()
+
+
 def test_a_decode_whose_line_is_full_lets_requests_wait_in_the_pairing() -> None:
     engine = pd.EngineConfig(max_running_requests=1, max_queued_requests=1)
     with local(engine=engine) as setup:
