@@ -19,6 +19,7 @@ from pdinfer.decode import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.policy import Policy
 from pdinfer.ports import Port, Promised, Roster
+from pdinfer.schedule import queueing_s
 from pdinfer.ticket import Ticket
 from pdinfer.types import Event, FinishReason, Granted, PairingStats, PeerAddress, Refused, TokenEvent
 
@@ -96,6 +97,24 @@ class Broker:
             links_down=tuple(sorted(self._roster.links_down, key=str)),
         )
 
+    def queueing_s(self, priority: float = float("-inf")) -> float | None:
+        """Estimate of how many seconds pass before a request of this priority that comes now has its turn: prefills
+        first compute what they have and what the requests ahead of it bring, and, when every decode has some waiting
+        for pages, decodes what those may generate. None when no speed has been measured. Any thread."""
+        prefills = [port.load() for port in list(self._roster.prefills.values())]
+        decodes = [port.load() for port in list(self._roster.decodes.values())]
+        tickets = [ticket for ticket in list(self.tickets.values()) if not ticket.num_grants]
+        ahead = [ticket for ticket in tickets if ticket.request.priority >= priority]
+        to_compute = sum(ticket.num_prompt_tokens for ticket in ahead) + sum(
+            load.num_queued_tokens for load in prefills
+        )
+        full = all(load.num_waiting_requests for load in decodes)
+        to_generate = sum(ticket.max_tokens - ticket.num_prompt_tokens for ticket in ahead) if full else 0
+        return queueing_s(
+            (to_compute, sum(load.tokens_per_s for load in prefills)),
+            (to_generate, sum(load.tokens_per_s for load in decodes)),
+        )
+
     # -- the line ---------------------------------------------------------------------------------------------------
 
     def cancel(self, ticket: Ticket) -> None:
@@ -110,14 +129,15 @@ class Broker:
             self._roster.decodes[ticket.decode].cancel(ticket.request_id)
 
     def _dispatch(self, now: float) -> None:
-        """Sends requests of the line to the pair the policy chooses, highest priority first, until it says wait."""
+        """Sends requests of the line to the pair the policy chooses, by priority, deadline and age, until it says
+        wait."""
         most = self._roster.most_tokens
         for ticket in list(self.line):
             if (end := self._end_in_line(ticket, now, most)) is not None:
                 self.line.remove(ticket)
                 self.end(ticket, *end)
         promised = self._promised() if self.line else Promised()
-        for ticket in sorted(self.line, key=lambda ticket: -ticket.request.priority):
+        for ticket in sorted(self.line, key=lambda ticket: ticket.order):
             if ticket.request_id not in self._parting and not self._assign(ticket, now, promised):
                 break
 

@@ -30,6 +30,7 @@ __all__ = [
 
 MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
+MAX_TOTAL_TOKENS = 1 << 40
 MAX_DEADLINE_S = 30 * 24 * 3600
 
 
@@ -81,8 +82,10 @@ class EngineConfig:
     """Limits of one engine.
 
     `chunked_prefill_size` is the most prompt tokens of a prefill step; -1 runs every prompt in one piece, and then
-    `max_prefill_tokens` caps the tokens that one step admits across prompts. `growth_watermark` is the fraction of
-    pages kept free for running sequences to grow into. `max_attempts` counts tries of one request, the first included.
+    `max_prefill_tokens` caps the tokens that one step admits across prompts. `max_total_tokens` caps the tokens that
+    the pages in use, of running and of granted requests, have room for; None lets them fill the pool.
+    `growth_watermark` is the fraction of pages kept free for running sequences to grow into; it is the least one, and
+    there are more for a while after retractions. `max_attempts` counts tries of one request, the first included.
     Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
     With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
     batch: the tokens stay the same, and there are fewer steps.
@@ -96,6 +99,9 @@ class EngineConfig:
     max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
     chunked_prefill_size: int = attrs.field(default=4096, validator=_chunk)
     max_prefill_tokens: int = attrs.field(default=16384, validator=int_in(1, MAX_STEP_TOKENS))
+    max_total_tokens: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(int_in(1, MAX_TOTAL_TOKENS))
+    )
     growth_watermark: float = attrs.field(
         default=0.02, converter=as_float, validator=float_in(0, 0.5, low_included=True)
     )

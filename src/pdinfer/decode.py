@@ -19,7 +19,7 @@ from pdinfer.kv.protocol import first_error
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
-from pdinfer.schedule import youngest
+from pdinfer.schedule import choose_victim
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
@@ -47,9 +47,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     """Continuous batching over the pages of `channel.pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
-    page by page. When the pool is exhausted the youngest running sequence is retracted: it returns to the front of the
-    line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so that it cannot
-    be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted right, and one.
+    page by page. When the pool is exhausted a running sequence is retracted (`schedule.choose_victim`): it returns to
+    the front of the line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so
+    that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted
+    right, and one.
     """
 
     role = "decode"
@@ -270,8 +271,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:
-        holding = len(self._running) + len(self._granted)
-        return holding < self.config.max_running_requests and self._tables.may_reserve(sequence, num_holding=holding)
+        holding = [*self._running, *self._granted.values()]
+        if len(holding) >= self.config.max_running_requests:
+            return False
+        return self._tables.may_reserve(sequence, holding=holding)
 
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.address)
@@ -291,9 +294,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         cannot run this step."""
         while not self._tables.extend(sequence):
             candidates = [running for running in self._running if not running.protected]
-            victim = candidates[youngest([(c.request.priority, c.arrival) for c in candidates])]
+            victim = candidates[choose_victim([(c.request.priority, c.attempts, c.arrival) for c in candidates])]
             if victim is sequence and (self._granted or self._tables.num_orphans):
-                return False  # pages are on their way: whoever lands next is younger and gives way
+                return False  # pages are on their way: whoever lands next may give way
             self._retract(victim)
             if victim is sequence:
                 return False
@@ -314,7 +317,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- tokens -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
+        num_running = len(self._running)
         grown = [sequence for sequence in list(self._running) if sequence in self._running and self._grow(sequence)]
+        self._tables.learn(num_retracted=num_running - len(self._running))
         # growing a later sequence may have retracted an earlier one of lower priority
         batch = [sequence for sequence in grown if sequence.state is SequenceState.RUNNING]
         self._stalled = not batch

@@ -15,7 +15,7 @@ from pdinfer.kv.transport import Memory
 from pdinfer.model import Model
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
-from pdinfer.schedule import RequestLimits, check_request
+from pdinfer.schedule import RequestLimits, check_request, withheld_pages
 from pdinfer.trace import STEP, Trace, part, span
 from pdinfer.types import Event, PeerAddress, Request, SamplingParams, WarmUp, WarmUpStep
 from pdinfer.warm_up import WarmUpRun
@@ -52,11 +52,16 @@ class Engine(ABC, Generic[Submitted]):
         self._trace: Trace | None = None
         if self.config.trace is not None:
             self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
-        self._runner = self.make_runner(model, channel.pool.memory)
+        pool = channel.pool
+        self._num_withheld = withheld_pages(
+            pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
+        )
+        self._runner = self.make_runner(model, pool.memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
         self._events: list[Event] = []
         self._num_tokens = 0
         self._busy_s = 0.0
+        self._best_tokens_per_s = 0.0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._closed = False
@@ -75,7 +80,8 @@ class Engine(ABC, Generic[Submitted]):
     def limits(self) -> RequestLimits:
         """What a request may ask of this engine."""
         pool = self.channel.pool
-        held = min(self.model.config.max_position_embeddings, pool.num_pages * pool.layout.page_size)
+        num_pages = pool.num_pages - self._num_withheld
+        held = min(self.model.config.max_position_embeddings, num_pages * pool.layout.page_size)
         return RequestLimits(
             name=self.role,
             vocab_size=self.model.config.vocab_size,
@@ -198,8 +204,11 @@ class Engine(ABC, Generic[Submitted]):
 
     def _worked(self, num_tokens: int, since_s: float) -> None:
         """Counts a model step that began at `since_s`."""
+        took_s = self._clock() - since_s
         self._num_tokens += num_tokens
-        self._busy_s += self._clock() - since_s
+        self._busy_s += took_s
+        if took_s > 0:
+            self._best_tokens_per_s = max(self._best_tokens_per_s, num_tokens / took_s)
 
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Counts a look into the prefix index for `num_tokens` tokens, of which the first `found` were there."""

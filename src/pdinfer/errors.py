@@ -43,12 +43,13 @@ class RequestError(PDInferError):
 
 
 class Overloaded(PDInferError):
-    """No room now. `retry_after_s` (seconds) is when asking again makes sense."""
+    """No room now. `retry_after_s` (seconds) is an estimate of when asking again makes sense, None where nothing was
+    measured that would tell; the text says it too."""
 
     code = "OVERLOADED"
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message if retry_after_s is None else f"{message}; try again in {retry_after_s:.2g} s")
         self.retry_after_s = retry_after_s
 
 
@@ -89,6 +90,10 @@ BY_CODE: dict[str, type[PDInferError]] = {
 }
 
 
-def error_from_code(code: str, message: str) -> PDInferError:
-    """The error a peer described as (code, message); an unknown code gives the base class."""
-    return BY_CODE.get(code, PDInferError)(message)
+def error_from_code(code: str, message: str, retry_after_s: float | None = None) -> PDInferError:
+    """The error a peer described as (code, message), with the seconds of an Overloaded, which its text says already; an
+    unknown code gives the base class."""
+    error = BY_CODE.get(code, PDInferError)(message)
+    if isinstance(error, Overloaded):
+        error.retry_after_s = retry_after_s
+    return error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from pdinfer.config import EngineConfig
 from pdinfer.kv.pool import PagePool
-from pdinfer.schedule import may_grant
+from pdinfer.schedule import learn_growth, may_grant, withheld_pages
 from pdinfer.sequence import Sequence
 from pdinfer.speculation import Draft
 from pdinfer.types import PageGrant, PeerAddress
@@ -23,6 +26,10 @@ class PageTables:
         self._max_attempts = config.max_attempts
         self._num_draft_tokens = config.num_draft_tokens
         self._watermark = max(1, int(pool.num_pages * config.growth_watermark))
+        self._num_withheld = withheld_pages(
+            pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=config.max_total_tokens
+        )
+        self._growth_share = 0.0
         self._orphans: dict[bytes, tuple[int, ...]] = {}
 
     @property
@@ -30,16 +37,33 @@ class PageTables:
         """Rooms given up whose writers have not stopped yet."""
         return len(self._orphans)
 
-    def may_reserve(self, sequence: Sequence, *, num_holding: int) -> bool:
-        """Whether the pool has pages for the sequence's next attempt, beside `num_holding` others that will grow."""
+    def may_reserve(self, sequence: Sequence, *, holding: Iterable[Sequence]) -> bool:
+        """Whether the pool has pages for the sequence's next attempt, beside those `holding` some, which will grow."""
         known = self._known(sequence)
         in_use_anyway = len(known) - self._pool.num_unused(known)
+        others = list(holding)
         return may_grant(
-            self._pool.layout.num_pages(sequence.tokens_to_reserve(self._max_attempts)) - in_use_anyway,
-            available=self._pool.num_available,
-            watermark=self._watermark,
-            others=num_holding + len(self._orphans),
+            self._pool.layout.num_pages(sequence.tokens_to_find(self._max_attempts)) - in_use_anyway,
+            available=self._num_available,
+            watermark=max(self._watermark, self._expected_growth(others)),
+            others=len(others) + len(self._orphans),
         )
+
+    def learn(self, *, num_retracted: int) -> None:
+        """A step is over that retracted so many sequences."""
+        self._growth_share = learn_growth(self._growth_share, num_retracted=num_retracted)
+
+    def _expected_growth(self, sequences: Iterable[Sequence]) -> int:
+        """Pages that these are expected to need; what a protected one needs it has."""
+        if not self._growth_share:
+            return 0
+        owed = sum(sequence.max_tokens - sequence.num_tokens for sequence in sequences if not sequence.protected)
+        return math.ceil(self._growth_share * owed / self._pool.layout.page_size)
+
+    @property
+    def _num_available(self) -> int:
+        """Pages that can be had without going beyond `max_total_tokens`; not positive when none can."""
+        return self._pool.num_available - self._num_withheld
 
     def reserve(self, sequence: Sequence, room: bytes, destination: PeerAddress) -> PageGrant:
         """Takes the pages of an attempt: known ones and granted ones for what there is, owned ones for what it may grow
@@ -92,7 +116,7 @@ class PageTables:
         if sequence.spare:
             sequence.pages.append(sequence.spare.pop())
             return True
-        if not self._pool.num_available:
+        if self._num_available <= 0:
             return False
         sequence.pages += self._pool.own(1)
         return True

@@ -111,8 +111,8 @@ class Pairing:
     def submit(self, request: Request) -> str:
         """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
 
-        Raises RequestError for a request that can never be served and Overloaded when the line is full; then nothing
-        was taken.
+        Raises RequestError for a request that can never be served, and Overloaded when the line is full or so long that
+        the request's deadline would probably be over before its turn; then nothing was taken.
         """
         check_request(request, self._roster.roomiest_limits())
         ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
@@ -121,8 +121,7 @@ class Pairing:
                 raise RequestError("the pairing is closed")
             if ticket.request_id in self._broker.tickets:
                 raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
-            if not self._line_has_room():
-                raise Overloaded(f"the line already holds {self.config.max_queued_requests} requests")
+            self._check_line(ticket)
             self._broker.tickets[ticket.request_id] = ticket
             self._inbox.put((ticket, True))
         return ticket.request_id
@@ -284,6 +283,24 @@ class Pairing:
     def _line_has_room(self) -> bool:
         unseen = sum(wanted for _, wanted in self._inbox.peek())
         return len(self._broker.line) + unseen < self.config.max_queued_requests
+
+    def _check_line(self, ticket: Ticket) -> None:
+        """Overloaded when there is no place for it, or none that it would live to leave."""
+        if not self._line_has_room():
+            waits_s = self._broker.queueing_s()
+            raise Overloaded(
+                f"the line already holds {self.config.max_queued_requests} requests",
+                retry_after_s=None if waits_s is None else waits_s / 2,  # the line is half empty then
+            )
+        if ticket.deadline_at is None:
+            return
+        waits_s = self._broker.queueing_s(ticket.request.priority)
+        left_s = ticket.deadline_at - ticket.submitted_at
+        if waits_s is not None and waits_s > left_s:
+            raise Overloaded(
+                f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
+                retry_after_s=waits_s - left_s,
+            )
 
     def _emit(self, event: TokenEvent) -> None:
         """Keeps an event for the host, unless nobody will ask for it."""

@@ -16,7 +16,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
-from pdinfer.schedule import plan_chunk
+from pdinfer.schedule import due_at, is_late, plan_chunk
 from pdinfer.trace import part
 from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
 from pdinfer.warm_up import WarmUpRun
@@ -54,6 +54,16 @@ class _Prompt:
     def num_tokens(self) -> int:
         """Prompt and output so far: all that has to be in the pages."""
         return len(self.request.prompt) + len(self.request.output)
+
+    @property
+    def deadline_at(self) -> float | None:
+        """By this engine's clock."""
+        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Both lines are sorted by this: priority first, then deadline and age."""
+        return -self.request.priority, due_at(self.submitted_at, self.deadline_at), self.arrival
 
 
 class PrefillEngine(Engine[tuple[Request, PageGrant]]):
@@ -98,12 +108,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
         self._return_pages()
         self._admit()
-        remaining = [prompt.num_remaining for prompt in self._active]
-        counts = plan_chunk(
-            remaining, chunk_size=self.config.chunked_prefill_size, max_tokens=self.config.max_prefill_tokens
-        )
-        if counts:
-            self._run(self._active[: len(counts)], counts)
+        if chunk := self._plan():
+            self._run(*zip(*chunk, strict=True))
         return []
 
     def load(self) -> PrefillLoad:
@@ -165,7 +171,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             chain.extend(request.tokens if self.model.mtp is None else request.tokens[:-1])
             prompt.keys = chain.keys
             self._queue.append(prompt)
-        self._queue.sort(key=lambda prompt: (-prompt.request.priority, prompt.arrival))
+        self._queue.sort(key=lambda prompt: prompt.order)
 
     @property
     def _unfinished(self) -> list[_Prompt]:
@@ -194,7 +200,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             return True
         known = self._known(prompt)
         num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
-        return num_new + pool.num_unused(known) <= pool.num_available
+        return num_new + pool.num_unused(known) <= pool.num_available - self._num_withheld
 
     def _known(self, prompt: _Prompt) -> tuple[int, ...]:
         """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
@@ -230,6 +236,23 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
         prompt.num_cached = prompt.num_computed = len(known) * size
         self._looked_up(prompt.num_tokens, found=prompt.num_cached)
+
+    def _plan(self) -> list[tuple[_Prompt, int]]:
+        """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
+        else needs."""
+        now, speed = self._clock(), self._best_tokens_per_s
+        late = {
+            prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
+            for prompt in self._active
+        }
+        self._active.sort(key=lambda prompt: (late[prompt], prompt.order))
+        counts = plan_chunk(
+            [prompt.num_remaining for prompt in self._active],
+            [(late[prompt], prompt.request.priority) for prompt in self._active],
+            chunk_size=self.config.chunked_prefill_size,
+            max_tokens=self.config.max_prefill_tokens,
+        )
+        return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
 
     def _run(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
         """One chunk through the model; an exception ends the prompts in it and nothing else."""

@@ -13,6 +13,7 @@ import attrs
 from pdinfer.errors import PDInferError
 from pdinfer.kv.prefix import PrefixChain
 from pdinfer.sampling import Drawn, LogitsProcessor
+from pdinfer.schedule import RESUME_TOKENS, due_at
 from pdinfer.speculation import Draft, DraftCounts
 from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
 
@@ -57,9 +58,10 @@ class Sequence:
     timeline: Timeline = attrs.field(factory=lambda: Timeline(queued_s=0.0))
 
     @property
-    def order(self) -> tuple[int, int]:
-        """The waiting line is sorted by this: priority first, then age; who comes back is older than who is new."""
-        return -self.request.priority, self.arrival
+    def order(self) -> tuple[int, bool, float, int]:
+        """The waiting line is sorted by this: priority first, then who comes back, then deadline and age."""
+        due = due_at(self.submitted_at, self.deadline_at)
+        return -self.request.priority, not self.attempts, due, self.arrival
 
     @cached_property
     def prompt(self) -> Seq[int]:
@@ -105,6 +107,11 @@ class Sequence:
     def tokens_to_reserve(self, max_attempts: int) -> int:
         """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
         return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
+
+    def tokens_to_find(self, max_attempts: int) -> int:
+        """Tokens there must be room for at the next grant: one that comes back is not to be retracted again at once."""
+        reserved = self.tokens_to_reserve(max_attempts)
+        return min(self.max_tokens, reserved + RESUME_TOKENS) if self.attempts else reserved
 
     def missing_s(self, now: float, *, connected: bool) -> float:
         """For how long its writers have been gone, counted from when that was first asked."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import PDInferError
+from pdinfer.schedule import due_at
 from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
@@ -69,6 +70,16 @@ class Ticket:
     def max_tokens(self) -> int:
         """Prompt and output when it has run to its length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What prefill has to run for it: the prompt, and the output it came with or has given."""
+        return len(self.request.prompt) + self.num_tokens
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """The line goes by this: priority first, then deadline and age."""
+        return -self.request.priority, due_at(self.submitted_at, self.deadline_at)
 
     def needs(self, address: PeerAddress) -> bool:
         """Whether the request cannot go on without this port."""

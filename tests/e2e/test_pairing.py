@@ -21,6 +21,7 @@ from tests.e2e.setups import (
     hang,
     local,
     model_of,
+    prompt_of,
     recover,
     reference,
     request,
@@ -62,11 +63,44 @@ def test_a_full_line_raises_overloaded_and_takes_nothing() -> None:
         with pytest.raises(pd.Overloaded) as caught:
             setup.pairing.submit(request("c"))
         assert caught.value.code == "OVERLOADED"
-        assert caught.value.retry_after_s > 0
+        assert caught.value.retry_after_s is None  # no step has shown how fast these engines are
         assert setup.pairing.num_unfinished == 2
         assert set(by_request(collect(setup.pairing))) == {"a", "b"}
         assert setup.pairing.submit(request("c")) == "c"
-        assert set(by_request(collect(setup.pairing))) == {"c"}
+        setup.pairing.submit(request("d"))
+        with pytest.raises(pd.Overloaded, match=r"holds 2 requests; try again in .* s$") as caught:
+            setup.pairing.submit(request("e"))
+        assert caught.value.retry_after_s > 0
+        assert set(by_request(collect(setup.pairing))) == {"c", "d"}
+
+
+def speed_of(engine: pd.PrefillEngine | pd.DecodeEngine, tokens_per_s: int) -> None:
+    """What the engine's loads tell."""
+    engine._num_tokens, engine._busy_s = tokens_per_s, 1.0
+
+
+def test_who_would_wait_beyond_its_deadline_is_turned_away() -> None:
+    with local(clock=VirtualClock()) as setup:
+        speed_of(setup.prefills[0], 10)
+        for number in range(5):
+            setup.pairing.submit(request(str(number), prompt=prompt_of(10)))
+        setup.pairing.submit(request("patient", deadline_s=5.0))
+        with pytest.raises(pd.Overloaded, match=r"wait about 5.9 s .* deadline is 4 s; try again in 1.9 s$") as caught:
+            setup.pairing.submit(request("hasty", prompt=prompt_of(10), deadline_s=4.0))
+        assert caught.value.retry_after_s == pytest.approx(len(PROMPT) / 10 + 5 - 4)
+        setup.pairing.submit(request("urgent", deadline_s=0.1, priority=1))
+        assert setup.pairing.num_unfinished == 7
+        assert "hasty" not in by_request(collect(setup.pairing))
+        setup.check_idle()
+
+
+def test_generate_waits_until_a_deadline_can_be_met() -> None:
+    with local(clock=VirtualClock()) as setup:
+        speed_of(setup.prefills[0], 10)
+        requests = [request(str(number), deadline_s=0.5) for number in range(3)]
+        streams = by_request(list(setup.pairing.generate(requests)))
+        assert [len(streams[name]) for name in "012"] == [5, 5, 5]
+        setup.check_idle()
 
 
 def test_a_decode_whose_line_is_full_lets_requests_wait_in_the_pairing() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
+from pdinfer import prefill
 from pdinfer.broker import Broker
 from pdinfer.decode import DecodeEngine
 from pdinfer.kv import channel as channels
@@ -343,6 +344,19 @@ def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
         self._num_draft_tokens = drafts
 
     patch.setattr(PageTables, "keep", keep_early)
+
+
+@bug(chunks=(8,))
+def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
+    """All of a step goes to the shortest, and a long prompt waits as long as others come."""
+
+    def shortest_first(remaining: Any, classes: Any, *, chunk_size: int, max_tokens: int) -> list[int]:
+        counts = [0] * len(remaining)
+        for index in sorted(range(len(remaining)), key=remaining.__getitem__):
+            counts[index] = min(remaining[index], chunk_size - sum(counts))
+        return counts
+
+    patch.setattr(prefill, "plan_chunk", shortest_first)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

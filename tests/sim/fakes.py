@@ -287,12 +287,37 @@ class CellPrefill(PrefillEngine):
 
     shared = False
 
+    def _plan(self) -> list[tuple[Any, int]]:
+        """Held to what a step promises: no more than its budget, all of it, and half of it to the first in line."""
+        remaining = {prompt: prompt.num_remaining for prompt in self._active}
+        chunk = super()._plan()
+        size = self.config.chunked_prefill_size
+        num_tokens = sum(count for _, count in chunk)
+        if size != -1 and num_tokens != min(size, sum(remaining.values())):
+            raise Violation(f"a step of {size} tokens runs {num_tokens} of {list(remaining.values())}")
+        if chunk:
+            first = self._active[0]
+            due = remaining[first] if size == -1 else min(remaining[first], -(-size // 2))
+            if dict(chunk).get(first, 0) < due:
+                raise Violation(f"the first in line is owed {due} tokens of a step and gets {dict(chunk).get(first)}")
+        return chunk
+
 
 class CellDecode(DecodeEngine):
     """A decode engine on the fake model."""
 
     def make_runner(self, model: Any, memory: Any) -> CellRunner:
         return CellRunner(memory, lambda: (PageState.OWNED,))
+
+    def _retract(self, sequence: Any) -> None:
+        """Held to who may be chosen: nobody at its last attempt, and nobody twice before its equals once."""
+        if sequence.attempts >= self.config.max_attempts:
+            raise Violation(f"{sequence.request_id} is retracted at its last attempt")
+        priority = sequence.request.priority
+        equals = [one for one in self._running if one.request.priority == priority and not one.protected]
+        if any(one.attempts < sequence.attempts for one in equals):
+            raise Violation(f"{sequence.request_id} is retracted at attempt {sequence.attempts}, others have had fewer")
+        super()._retract(sequence)
 
 
 class CellBrain:

@@ -145,6 +145,7 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
             max_attempts=rng.choice((1, 2, 3, 3, 3)),
             send_window_bytes=rng.choice((1, 256, 1 << 20)),
             num_draft_tokens=rng.choice(focus.drafts),
+            max_total_tokens=_most_tokens(rng, focus),
         ),
         placement=rng.choice(focus.placements),
         faults=_faults(rng, focus),
@@ -156,6 +157,11 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
         group_bytes=rng.choice((1, 64, 1 << 20)),
         key=rng.randbytes(32) if rng.random() < 0.25 else None,
     )
+
+
+def _most_tokens(rng: random.Random, focus: Focus) -> int | None:
+    """Room for at least one request of any length, in whole pages of any size."""
+    return MAX_PROMPT + focus.max_new + 8 if rng.random() < 0.2 else None
 
 
 def _cache(rng: random.Random, tight: bool) -> CacheConfig:

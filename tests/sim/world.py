@@ -285,6 +285,9 @@ class World:
         pool.check()
         if pool.num_free + pool.num_cached + pool.num_owned + pool.num_granted != pool.num_pages:
             raise Violation(f"pages are lost: {pool._states}")
+        most = self.plan.engine.max_total_tokens
+        if most is not None and (pool.num_pages - pool.num_available) * pool.layout.page_size > most:
+            raise Violation(f"pages for more than {most} tokens are in use")
         if isinstance(engine, PrefillEngine):
             holders = [(prompt.request, prompt.pages) for prompt in engine._active]
         else:

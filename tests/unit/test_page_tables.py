@@ -1,7 +1,8 @@
-"""Pages for drafts: only those that nobody else needs, and back after the step."""
+"""Who may have pages, and pages for drafts: only those that nobody else needs, and back after the step."""
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 
@@ -16,9 +17,75 @@ from pdinfer.types import Request, SamplingParams
 PAGE_SIZE = 2
 
 
-def tables_of(num_pages: int) -> tuple[PagePool, PageTables]:
+def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables]:
     pool = PagePool(random_model(), CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
-    return pool, PageTables(pool, EngineConfig(num_draft_tokens=3))
+    return pool, PageTables(pool, EngineConfig(num_draft_tokens=3, **more))
+
+
+def waiting(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, attempts: int = 0) -> Sequence:
+    """A sequence that holds nothing."""
+    sequence = running(pool, num_tokens, max_tokens=max_tokens)
+    pool.release(sequence.pages)
+    sequence.state, sequence.pages, sequence.attempts = SequenceState.WAITING, [], attempts
+    return sequence
+
+
+@pytest.mark.parametrize(("attempts", "granted"), [(0, True), (1, False)])
+def test_who_comes_back_needs_room_to_run_for_a_while(attempts: int, granted: bool) -> None:
+    pool, tables = tables_of(32)
+    other = running(pool, 4)
+    assert tables.may_reserve(waiting(pool, 20, attempts=attempts), holding=[other]) == granted
+    assert tables.may_reserve(waiting(pool, 20, max_tokens=56, attempts=attempts), holding=[other]), "28 of 30 pages"
+    assert tables.may_reserve(waiting(pool, 20, max_tokens=60, attempts=attempts), holding=[]), "alone it may have all"
+
+
+def test_after_a_retraction_pages_are_kept_for_growth() -> None:
+    """A quarter of the 60 tokens that the other may still generate is 8 pages of 30."""
+    pool, tables = tables_of(32)
+    others = [running(pool, 4)]
+    assert tables.may_reserve(waiting(pool, 58), holding=others)
+    tables.learn(num_retracted=1)
+    assert not tables.may_reserve(waiting(pool, 46), holding=others)
+    assert tables.may_reserve(waiting(pool, 44), holding=others)
+    others[0].protected = True
+    assert tables.may_reserve(waiting(pool, 58), holding=others), "it has what it needs"
+    others[0].protected = False
+    for _ in range(128):
+        tables.learn(num_retracted=0)
+    assert tables.may_reserve(waiting(pool, 58), holding=others)
+
+
+def test_pages_in_use_have_room_for_no_more_tokens_than_allowed() -> None:
+    pool, tables = tables_of(32, max_total_tokens=9)
+    sequence = running(pool, 4)
+    assert not tables.may_reserve(waiting(pool, 4), holding=[sequence])
+    assert tables.may_reserve(waiting(pool, 2), holding=[sequence])
+    sequence.output += [7] * 4
+    assert tables.extend(sequence)
+    sequence.pages += pool.own(1)
+    sequence.output += [7] * 2
+    assert not tables.extend(sequence)
+    assert pool.num_owned == 4
+
+
+def test_the_line_goes_by_priority_return_deadline_and_age() -> None:
+    pool, _ = tables_of(32)
+
+    def order(attempts: int = 0, *, priority: int = 0, arrival: int = 0, deadline_at: float | None = None) -> object:
+        sequence = waiting(pool, 4, attempts=attempts)
+        sequence.request = attrs.evolve(sequence.request, priority=priority)
+        sequence.arrival, sequence.submitted_at, sequence.deadline_at = arrival, float(arrival), deadline_at
+        return sequence.order
+
+    line = [
+        order(priority=1, arrival=9),
+        order(1, arrival=5),
+        order(arrival=7, deadline_at=8.0),
+        order(arrival=6, deadline_at=9.0),
+        order(arrival=2),
+        order(arrival=3, deadline_at=500.0),
+    ]
+    assert sorted(line, key=lambda one: one) == line
 
 
 def running(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, protected: bool = False) -> Sequence:

@@ -172,4 +172,58 @@ def test_a_prompt_that_waits_for_pages_is_not_overtaken(bench: Bench) -> None:
     assert bench.run() == []
     assert not bench.prefill.wait(0.0)
     pool.release(taken)
-    assert [word.room for word in bench.run()] == [b"l" * 16, b"s" * 16]
+    assert {word.room for word in bench.run()} == {b"l" * 16, b"s" * 16}
+
+
+def submit(bench: Bench, name: str, num_tokens: int, **more: object) -> None:
+    """A prompt of that many tokens, with its name as its room."""
+    asked = attrs.evolve(request(**more), request_id=name, prompt=PROMPT[:num_tokens])
+    bench.prefill.submit(asked, bench.grant(num_tokens, name.encode() * 16))
+
+
+def order_of_landing(bench: Bench) -> str:
+    return "".join(word.room[:1].decode() for _ in range(12) for word in bench.run(1))
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(bench: Bench) -> None:
+    """A chunk has eight tokens."""
+    submit(bench, "l", 20)
+    submit(bench, "m", 12)
+    submit(bench, "s", 4)
+    assert order_of_landing(bench) == "sml"
+
+
+def test_a_priority_comes_before_what_is_short_or_old(bench: Bench) -> None:
+    submit(bench, "l", 20)
+    submit(bench, "p", 16, priority=1)
+    submit(bench, "s", 4)
+    assert order_of_landing(bench) == "psl"
+
+
+def test_an_earlier_deadline_comes_first(bench: Bench) -> None:
+    for name, deadline_s in {"a": None, "b": 20.0, "c": 10.0}.items():
+        submit(bench, name, 16, deadline_s=deadline_s)
+    assert order_of_landing(bench) == "cba"
+
+
+def test_who_cannot_meet_its_deadline_takes_nothing_from_others(bench: Bench) -> None:
+    submit(bench, "l", 4, deadline_s=0.0, priority=1)
+    submit(bench, "a", 20)
+    assert order_of_landing(bench) == "al"
+
+
+def test_no_more_tokens_are_held_than_allowed() -> None:
+    hub = LoopbackHub()
+    ours, theirs = (KVChannel(pd.PagePool(MODEL, SMALL), LoopbackTransport(hub)) for _ in range(2))
+    config = pd.EngineConfig(chunked_prefill_size=8, max_total_tokens=27)
+    with theirs, pd.PrefillEngine(MODEL, ours, config) as prefill:
+        assert prefill.limits.max_tokens == 24
+        prefill.connect(theirs.address)
+        bench = Bench(prefill, theirs, hub)
+        for name in "ab":
+            submit(bench, name, 16)
+        most = 0
+        while prefill.num_unfinished:
+            prefill.step()
+            most = max(most, ours.pool.num_owned)
+        assert most == 4, "both were in six pages, or none"

@@ -39,7 +39,10 @@ ints = st.integers(-(2**63), 2**64 - 1)
 counts = st.integers(0, 2**31)
 ids = st.integers(0, 2**31 - 1)
 floats = st.floats(allow_nan=False)
-errors = st.builds(lambda code, text: BY_CODE[code](text), st.sampled_from(sorted(BY_CODE)), texts)
+errors = st.one_of(
+    st.builds(lambda code, text: BY_CODE[code](text), st.sampled_from(sorted(BY_CODE)), texts),
+    st.builds(lambda text, seconds: Overloaded(text, retry_after_s=seconds), texts, st.floats(0, 1e9)),
+)
 maybe_errors = st.none() | errors
 
 
@@ -273,10 +276,39 @@ def test_a_nonce_of_another_size_is_refused(nonce: object) -> None:
 
 
 def test_what_errors_carry_beside_their_text_has_defaults() -> None:
-    for error in (Overloaded("full", retry_after_s=9.0), LayoutMismatch("no", fields=(("a", "b", "c"),))):
+    for error in (Overloaded("full"), LayoutMismatch("no", fields=(("a", "b", "c"),))):
         decoded = wire.decode(wire.encode(wire.Abort(b"r", error)))
         assert isinstance(decoded, wire.Abort)
         assert str(decoded.error) == str(error)
+
+
+def test_when_to_try_again_travels_and_is_said_once() -> None:
+    refused = Refused(request_id="a", error=Overloaded("full", retry_after_s=9.0))
+    for _ in range(3):
+        report = messages.Stepped(0, messages.Load(), refused=[refused])
+        decoded = messages.decode_report(messages.encode(report))
+        assert isinstance(decoded, messages.Stepped)
+        (refused,) = decoded.refused
+        assert isinstance(refused.error, Overloaded)
+        assert refused.error.retry_after_s == 9.0
+        assert str(refused.error) == "full; try again in 9 s"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(("OVERLOADED", "full", seconds) for seconds in (-1.0, float("nan"), float("inf"), "soon", None, True)),
+        ("OVERLOADED", "full", 1.0, 1.0),
+        ("TRANSFER", "no", 1.0),
+        ("OVERLOADED",),
+        (1, "text"),
+        "OVERLOADED",
+        {},
+    ],
+)
+def test_what_is_no_error_is_refused(error: object) -> None:
+    with pytest.raises(TransferError):
+        wire.decode(msgspec.msgpack.encode({"type": "abort", "room": b"r", "error": error}))
 
 
 def undigested(message: messages.Command | messages.Report) -> bytes:

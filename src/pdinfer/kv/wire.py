@@ -6,6 +6,7 @@ understand goes into `Hello.required`. Long lists of ints travel as packed littl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -13,7 +14,15 @@ import attrs
 import msgspec
 import numpy as np
 
-from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, RequestError, TransferError, error_from_code
+from pdinfer.errors import (
+    ConfigError,
+    LayoutMismatch,
+    Overloaded,
+    PDInferError,
+    RequestError,
+    TransferError,
+    error_from_code,
+)
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.seal import MAX_TAG_BYTES, NONCE_BYTES
 from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
@@ -113,7 +122,9 @@ def to_builtin(value: object) -> object:
     if isinstance(value, range):
         return (value.start, value.stop)
     if isinstance(value, PDInferError):
-        return (value.code, str(value)[:MAX_ERROR_CHARACTERS])
+        described = (value.code, str(value)[:MAX_ERROR_CHARACTERS])
+        retry_after_s = value.retry_after_s if isinstance(value, Overloaded) else None
+        return described if retry_after_s is None else (*described, retry_after_s)
     raise NotImplementedError(f"cannot encode a {type(value).__name__}")
 
 
@@ -125,8 +136,12 @@ def from_builtin(kind: type, value: Any) -> object:
                 return range(start, stop)
         raise ValueError(f"{str(value)[:64]} is no range of tokens or layers")
     if issubclass(kind, PDInferError):
-        code, message = msgspec.convert(value, tuple[str, str])
-        return error_from_code(code, message)
+        match value:
+            case [str(code), str(message)]:
+                return error_from_code(code, message)
+            case [Overloaded.code, str(message), float(retry_after_s)] if 0 <= retry_after_s < math.inf:
+                return error_from_code(Overloaded.code, message, retry_after_s)
+        raise ValueError(f"{str(value)[:64]} is no error")
     raise NotImplementedError(f"cannot decode a {kind.__name__}")
 
 
