@@ -63,7 +63,7 @@ class Model:
     ) -> Model:
         """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`."""
         ops = resolved.ops
-        dispatcher = LocalDispatcher(config.n_routed_experts)
+        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         lm_head_VD = embed_VD
         if not config.tie_word_embeddings:

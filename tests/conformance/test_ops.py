@@ -316,6 +316,34 @@ def test_products_of_heads(
     assert_close(got, reference.heads_out(back.double(), weight[:, 8:].double()), dtype)
 
 
+@for_every_provider
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3)])
+def test_rows_of_experts(provider: str, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int) -> None:
+    ids = (
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+        if tokens
+        else torch.empty(0, top_k).long()
+    )
+    counts, token_of_row, row = op_of(provider, "group_rows", device, dtype)(ids.to(device), experts)
+    expected = reference.group_rows(ids, experts)
+    assert counts.device.type == "cpu"
+    assert all(torch.equal(got.cpu(), want) for got, want in zip((counts, token_of_row, row), expected, strict=True))
+    y, weights = draw(tokens * top_k, 37).to(dtype), draw(tokens, top_k, seed=1)
+    got = op_of(provider, "combine_rows", device, dtype)(y.to(device), row, weights.to(device))
+    exact = reference.combine_rows(y.double(), expected[2], weights.double())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu(), exact, rtol=1e-5, atol=1e-5)
+
+
+@every_provider
+@every_device
+def test_a_router_stays_float32(provider: str, device: str) -> None:
+    """Also in a model whose other products are bfloat16."""
+    x, weight = draw(3, 32), draw(8, 32, seed=1)
+    got = op_of(provider, "linear", device, torch.bfloat16)(x.to(device), weight.to(device))
+    assert_close(got, reference.linear(x.double(), weight.double()), torch.float32)
+
+
 # The cache
 
 
@@ -505,7 +533,7 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
     logits = draw(tokens, rule.experts) * 2
-    ids, weights = op_of(provider, "route", device)(
+    ids, weights = op_of(provider, "route", device, torch.bfloat16)(
         logits.to(device),
         None if rule.biases is None else rule.biases.to(device),
         sigmoid=rule.sigmoid,

@@ -18,8 +18,9 @@ import torch
 import pdinfer as pd
 from pdinfer import speculation
 from pdinfer.runner import ModelRunner
+from pdinfer.testing import random_model, tiny_config
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted
-from tests.e2e.setups import Setup, by_request, collect, join
+from tests.e2e.setups import Setup, by_request, collect, join, prompt_of
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "tiny"
 sys.path.insert(0, str(CHECKPOINT.parent))
@@ -155,6 +156,23 @@ def test_a_handoff_without_its_state_is_decoded_without_drafts(
             streams = ask(setup, asked)
             check_equal(model, asked, streams, plain)
             assert drafted(streams) == (0, 0)
+        setup.check_idle()
+
+
+@pytest.mark.parametrize("family", ["v32", "glm"])
+def test_drafts_over_an_indexer(family: str) -> None:
+    """The MTP layer has its own index keys there. Weights are random: nearly every draft is rejected."""
+    model = random_model(tiny_config(family, num_nextn_predict_layers=1), mtp=True)
+    asked = [
+        attrs.evolve(request, prompt=prompt_of(70 + number, seed=number), request_id=str(number))
+        for number, request in enumerate(requests(4, only=4))
+    ]
+    with serve(model, Split(), 0) as setup:
+        without = ask(setup, asked)
+    with serve(model, Split("loopback", page_size=8), 2) as setup:
+        streams = ask(setup, asked)
+        check_equal(model, asked, streams, without)
+        assert drafted(streams)[0] > 0
         setup.check_idle()
 
 

@@ -26,7 +26,7 @@ sys.path.insert(0, str(CHECKPOINT.parent))
 from tiny_tasks import calc_prompt, copy_prompt, recall_everywhere, recall_prompt, text_prompt  # noqa: E402
 
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted  # noqa: E402
-from tests.e2e.setups import by_request  # noqa: E402
+from tests.e2e.setups import by_request, wait_until  # noqa: E402
 
 RECALL_FLOOR = 0.95
 NEAR_TIE = 1e-4
@@ -197,6 +197,8 @@ def without(model: pd.Model) -> Iterator[pd.Pairing]:
 
 def test_sampled_tokens_with_drafts(pairing: pd.Pairing, without: pd.Pairing, model: pd.Model) -> None:
     check_sampled(pairing, without, model, 12)
+    (decode,) = pairing._roster.decodes.values()
+    wait_until(lambda: 0 < decode.load().num_accepted_tokens <= decode.load().num_draft_tokens)
 
 
 @pytest.mark.full

@@ -332,6 +332,19 @@ def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Broker, "part_with", lambda self, address, error: self._roster.drop(address))
 
 
+@bug(drafts=(1, 2, 3))
+def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
+    """A page is found by others while the cell that drafting needs of its last token is not there yet."""
+    keep = PageTables.keep
+
+    def keep_early(self: PageTables, sequence: Any) -> None:
+        drafts, self._num_draft_tokens = self._num_draft_tokens, 0
+        keep(self, sequence)
+        self._num_draft_tokens = drafts
+
+    patch.setattr(PageTables, "keep", keep_early)
+
+
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:
     """The first seed below `most` whose run meets the bug, and how it showed; AssertionError when none does."""
     found = BUGS[name]

@@ -29,19 +29,19 @@ class ModelBrain:
     decode = DecodeEngine
 
     def __init__(self) -> None:
-        self.model = random_model(tiny_config(num_hidden_layers=2))
+        self.model = random_model(tiny_config(num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
         self.num_tokens = 0
         self.excused: list[str] = []
 
     def watch(self, pool: PagePool) -> None:
         memory = pool.memory
         assert isinstance(memory, PageMemory)
-        (component,) = pool.layout.components
-        region = pool.num_pages * pool.layout.page_size * component.token_bytes
+        (token_bytes,) = {component.token_bytes for component in pool.layout.components}
+        region = pool.num_pages * pool.layout.page_size * token_bytes
         landing = memory.landing
 
         def watched(spans):
-            check_landing(pool, spans, region, component.token_bytes)
+            check_landing(pool, spans, region, token_bytes)
             return landing(spans)
 
         memory.landing = watched

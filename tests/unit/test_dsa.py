@@ -185,3 +185,19 @@ def test_a_choice_changes_what_comes_out(family: str) -> None:
     difference = (sparse - dense).abs().amax(-1)
     assert difference[:11].max() < 1e-4
     assert difference[20:].min() > 1e-3
+
+
+@pytest.mark.parametrize("family", ["v32", "glm"])
+def test_several_tokens_of_a_sequence_in_one_absorbed_batch(family: str) -> None:
+    """As drafts are checked: each chooses among the tokens up to itself."""
+    model = random_model(tiny_config(family))
+    tokens = [(7 * at) % 97 for at in range(34)]
+    layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))
+    view = KVView.of(model.allocate_pages(layout, layout.num_pages(len(tokens))))
+    pages = range(layout.num_pages(len(tokens)))
+    for part, absorbed in ((slice(0, 29), False), (slice(29, 34), True)):
+        row = Row(tokens[part], part.start, pages)
+        batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed)
+        hidden_TD = model.forward(batch, view)
+    logits = model.head(model.norm(hidden_TD))
+    torch.testing.assert_close(logits, model.logits(tokens)[29:], rtol=0, atol=2e-4)

@@ -46,8 +46,8 @@ def test_it_is_one_more_block_over_a_token_and_the_state_before_it(model: pd.Mod
     alone = attrs.evolve(
         model,
         config=config,
-        embed_VD=joined @ model.mtp.join.weight_OI.T,
-        blocks=(model.mtp.block,),
+        embed_VD=model.mtp.join(joined),
+        blocks=(attrs.evolve(model.mtp.block, layer=0),),
         norm=model.mtp.norm,
         mtp=None,
     )

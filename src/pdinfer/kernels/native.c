@@ -92,13 +92,18 @@ DOTS(1)
 DOTS(2)
 DOTS(3)
 
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. */
+/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. While rows of x are still to come for a block of
+ * weights, the next block is fetched, part by part; past the last one that is harmless. One or two long rows are as fast
+ * as memory by themselves. */
 static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+    i64 lines = rows > 2 || n < 1024 ? OUTS * n / 32 : 0;
     for (i64 o = first; o < last; o += OUTS)
         for (i64 m = 0; m < rows;) {
             i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
             const bf16 *xs = x + m * ldx, *block = w + o * n;
             bf16 *to = y + m * ldy + o;
+            for (i64 line = lines * m / rows; line < lines * (m + now) / rows; line++)
+                _mm_prefetch((const char *)(block + OUTS * n + 32 * line), _MM_HINT_T1);
             if (now == 1) dots_1(xs, ldx, block, n, to, ldy);
             else if (now == 2) dots_2(xs, ldx, block, n, to, ldy);
             else dots_3(xs, ldx, block, n, to, ldy);
@@ -230,6 +235,95 @@ EXPORT void experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf1
             i64 e = active[item / downs], o = item % downs * step, first = starts[e];
             few_rows(narrow + first * inner, inner, counts[e], down + e * width * inner, inner, o,
                      MIN(o + step, width), y + first * width, width);
+        }
+    }
+}
+
+/* -- tokens and experts -------------------------------------------------------------------------------------------- */
+
+/* Chooses k of `experts` per token, as `kernels.ops.Route` says; of equal scores the lowest. bias may be NULL. */
+EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
+                  i64 top_groups, int normalize, float factor, i64 *ids, float *weights, int threads) {
+    i64 size = experts / groups;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 64)
+    for (i64 t = 0; t < tokens; t++) {
+        const float *in = logits + t * experts;
+        float scores[experts], choice[experts], worth[groups];
+        float top = -INFINITY, total = 0;
+        for (i64 e = 0; e < experts; e++) top = fmaxf(top, in[e]);
+        for (i64 e = 0; e < experts; e++) {
+            scores[e] = sigmoid ? 1.0f / (1.0f + expf(-in[e])) : expf(in[e] - top);
+            total += scores[e];
+        }
+        for (i64 e = 0; e < experts; e++) {
+            if (!sigmoid) scores[e] /= total;
+            choice[e] = bias ? scores[e] + bias[e] : scores[e];
+        }
+        if (groups > 1) {
+            for (i64 g = 0; g < groups; g++) {
+                float first = -INFINITY, second = -INFINITY;
+                for (i64 e = g * size; e < (g + 1) * size; e++)
+                    if (choice[e] > first) second = first, first = choice[e];
+                    else if (choice[e] > second) second = choice[e];
+                worth[g] = bias && size > 1 ? first + second : first;
+            }
+            for (i64 dropped = 0; dropped < groups - top_groups; dropped++) {
+                i64 least = -1;
+                for (i64 g = 0; g < groups; g++)
+                    if (worth[g] < INFINITY && (least < 0 || worth[g] <= worth[least])) least = g;
+                if (least < 0) break;
+                worth[least] = INFINITY;
+                for (i64 e = least * size; e < (least + 1) * size; e++) choice[e] = -INFINITY;
+            }
+        }
+        float sum = 0;
+        for (i64 n = 0; n < k; n++) {
+            i64 best = -1;
+            for (i64 e = 0; e < experts; e++) {
+                int taken = 0;
+                for (i64 before = 0; before < n; before++) taken |= ids[t * k + before] == e;
+                if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
+            }
+            ids[t * k + n] = best;
+            sum += scores[best];
+        }
+        for (i64 n = 0; n < k; n++)
+            weights[t * k + n] = scores[ids[t * k + n]] / (normalize ? sum + 1e-20f : 1.0f) * factor;
+    }
+}
+
+/* Sorts the pairs (token, choice) by expert, keeping their order: counts[expert], the token of each row, and the row of
+ * each pair. */
+EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *counts, i64 *token_of_row, i64 *row) {
+    i64 next[experts], sum = 0;
+    memset(counts, 0, experts * sizeof *counts);
+    for (i64 n = 0; n < tokens * k; n++) counts[ids[n]]++;
+    for (i64 e = 0; e < experts; e++) {
+        next[e] = sum;
+        sum += counts[e];
+    }
+    for (i64 n = 0; n < tokens * k; n++) {
+        row[n] = next[ids[n]]++;
+        token_of_row[row[n]] = n / k;
+    }
+}
+
+/* out[token] = sum over its k choices of weight * y[row], in float32. */
+EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i64 tokens, i64 k, i64 width, float *out,
+                         int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
+    for (i64 t = 0; t < tokens; t++) {
+        i64 i = 0;
+        for (; i + 16 <= width; i += 16) {
+            __m512 sum = _mm512_setzero_ps();
+            for (i64 n = t * k; n < (t + 1) * k; n++)
+                sum = _mm512_fmadd_ps(load16(y + row[n] * width + i), _mm512_set1_ps(weights[n]), sum);
+            _mm512_storeu_ps(out + t * width + i, sum);
+        }
+        for (; i < width; i++) {
+            float sum = 0;
+            for (i64 n = t * k; n < (t + 1) * k; n++) sum += from_bf16(y[row[n] * width + i]) * weights[n];
+            out[t * width + i] = sum;
         }
     }
 }

@@ -53,7 +53,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     rows, width = x_TI.shape
     outs = weight_OI.shape[0]
-    if not 0 < rows <= FEW_ROWS or outs % 8 or x_TI.stride(-1) != 1 or not weight_OI.is_contiguous():
+    fits = x_TI.dtype == torch.bfloat16 and outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    if not fits or not 0 < rows <= FEW_ROWS:
         return F.linear(x_TI, weight_OI)
     out = x_TI.new_empty(rows, outs)
     library().linear(
@@ -69,6 +70,68 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return out
 
 
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    *,
+    sigmoid: bool,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    tokens, num_experts = logits_TE.shape
+    logits_TE = logits_TE.contiguous()
+    ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
+    library().route(
+        logits_TE.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(),
+        tokens,
+        num_experts,
+        sigmoid,
+        top_k,
+        num_groups,
+        top_k_groups,
+        normalize,
+        scaling_factor,
+        ids.data_ptr(),
+        weights.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids, weights
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids_TK = ids_TK.contiguous()
+    counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64), torch.empty_like(ids_TK)
+    token_of_row_S = row_TK.new_empty(ids_TK.numel())
+    library().group_rows(
+        ids_TK.data_ptr(),
+        *ids_TK.shape,
+        num_experts,
+        counts_E.data_ptr(),
+        token_of_row_S.data_ptr(),
+        row_TK.data_ptr(),
+    )
+    return counts_E, token_of_row_S, row_TK
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out_TD = torch.empty(len(row_TK), y_SD.shape[1])
+    y_SD, weights_TK = y_SD.contiguous(), weights_TK.contiguous()
+    library().combine_rows(
+        y_SD.data_ptr(),
+        row_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        *row_TK.shape,
+        y_SD.shape[1],
+        out_TD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out_TD
+
+
 def gated_silu(x_TJ: Tensor) -> Tensor:
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
@@ -79,10 +142,19 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
-    rows = len(x_SD)
-    if not rows or int(counts_E.max()) > FEW_ROWS or width % 8 or inner % 8:
-        return torch_ops.grouped_mlp(x_SD, counts_E, gate_up_EJD, down_EDI)
-    hidden, out = x_SD.new_empty(rows, 3 * inner), torch.empty_like(x_SD)
+    rows, out = len(x_SD), torch.empty_like(x_SD)
+    if not rows:
+        return out
+    if int(counts_E.max()) > FEW_ROWS or width % 8 or inner % 8:
+        first = 0
+        for expert, count in enumerate(counts_E.tolist()):
+            if count:
+                part = slice(first, first + count)
+                hidden = gated_silu(linear(x_SD[part], gate_up_EJD[expert]))
+                torch.mm(hidden, down_EDI[expert].T, out=out[part])
+                first += count
+        return out
+    hidden = x_SD.new_empty(rows, 3 * inner)
     library().experts(
         x_SD.data_ptr(),
         counts_E.data_ptr(),

@@ -216,6 +216,21 @@ class Route(Protocol):
         weights by their sum; `scaling_factor` multiplies them."""
 
 
+class GroupRows(Protocol):
+    """Sorts tokens by expert."""
+
+    def __call__(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A row for each of a token's experts, rows of one expert together and in the order of tokens: (counts_E on the
+        host, token_of_row_S, row_TK), int64. S = T * K. Syncs the device."""
+
+
+class CombineRows(Protocol):
+    """Sums what experts return."""
+
+    def __call__(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]."""
+
+
 class GatedSilu(Protocol):
     """The activation of every MLP."""
 
@@ -266,6 +281,8 @@ class Ops:
     mla_decode: MLADecode
     mla_sparse: MLASparse
     route: Route
+    group_rows: GroupRows
+    combine_rows: CombineRows
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP
     grouped_mlp_fp8: GroupedMLPFP8

@@ -292,6 +292,18 @@ def route(
     return ids, weights * scaling_factor
 
 
+def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    experts_S, pair_of_row_S = ids_TK.flatten().sort(stable=True)
+    row_S = torch.empty_like(pair_of_row_S)
+    row_S[pair_of_row_S] = torch.arange(len(row_S), device=row_S.device)
+    counts_E = torch.bincount(experts_S, minlength=num_experts).cpu()
+    return counts_E, pair_of_row_S // ids_TK.shape[1], row_S.view(ids_TK.shape)
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return (_exact(y_SD)[row_TK] * weights_TK[..., None]).sum(1).float()
+
+
 def gated_silu(x_TJ: Tensor) -> Tensor:
     gate, up = _exact(x_TJ).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(x_TJ.dtype)

@@ -19,7 +19,7 @@ PROVIDERS: tuple[tuple[str, str], ...] = (
 )
 """(name, module) in order of preference. A module is imported only when its turn comes; it has a function
 `unavailable(device, dtype) -> str | None` (a sentence, or None when it can run) and the ops it offers under their
-names. It may have `slow(op, device) -> str | None`: why an op on quantized weights loses to converting them to floats at
+names. It may have `slow(op, device) -> str | None`: why an op on quantized weights loses to making floats of them at
 load."""
 
 
