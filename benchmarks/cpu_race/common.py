@@ -7,6 +7,7 @@ Cases, as `kind:count@at`:
 
     prefill:512     one sequence of 512 tokens, empty cache, warm: prompt in, first token id out
     decode:8@2048   8 sequences of different tokens that hold 2048 tokens each (512 unless told): one token each
+    split:512       a prompt of 512 tokens to its first token id, through two processes and through one
     memory:8        a prefill of 512 tokens and a few steps of 8 sequences, in a process of its own: its peak
     mixed:64        64 requests, all at once; mixed:64@0.5: at a Poisson rate of 0.5 per second
 
@@ -42,7 +43,8 @@ MIXED_PROMPTS = (16, 2048)
 MIXED_OUTPUTS = (8, 256)
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """One case; see the top of this file."""
 
     kind: str
@@ -76,11 +78,12 @@ class Order(NamedTuple):
     arrival_s: float
 
 
-class Logits(NamedTuple):
-    """The five best tokens behind the prompt of the check, and their logits."""
+class Best(NamedTuple):
+    """The five best tokens behind a prompt, and what they score: "logits" or "logprobs"."""
 
     tokens: list[int]
-    logits: list[float]
+    scores: list[float]
+    kind: str = "logits"
 
 
 class Engine(Protocol):
@@ -98,8 +101,8 @@ class Engine(Protocol):
     def notes(self) -> dict[str, object]:
         """What else there is to say of the decode case that was just run."""
 
-    def best(self, count: int) -> Logits:
-        """The five best logits behind a prompt of `count` tokens."""
+    def best(self, count: int) -> Best:
+        """The five best tokens behind a prompt of `count`."""
 
 
 class Server(Protocol):
@@ -122,7 +125,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     found.add_argument("--reps", type=int, default=3, help="samples of a prefill")
     found.add_argument("--steps", type=int, default=8, help="samples of a decode case")
     found.add_argument("--max-s", type=float, default=25.0, help="a case takes no new sample behind this")
-    found.add_argument("--check", action="store_true", help="print the five best logits, and run no case")
+    found.add_argument("--check", action="store_true", help="print the five best tokens, and run no case")
     return found
 
 
@@ -143,10 +146,10 @@ def prompt_ids(count: int, vocab_size: int, sequence: int = 0) -> list[int]:
 
 
 class Samples(NamedTuple):
-    """Seconds of each sample that counts, how many of all were clean, and CPU seconds of the whole process."""
+    """Seconds of each sample that counts, how many were clean of how many, and CPU seconds of the whole process."""
 
     seconds: list[float]
-    clean: str
+    clean: tuple[int, int]
     process_s: float
 
     def rate(self, work: int) -> dict[str, float]:
@@ -208,7 +211,7 @@ def sample(
     num_clean = sum(share <= CLEAN for share, _ in found)
     kept = found if CLOCK == "cpu" else sorted(found)[: max(num_clean, min(len(found), 3))]
     process_s = (time.process_time() - process_s) / len(found)
-    return Samples([seconds for _, seconds in kept], f"{CLOCK} {num_clean}/{len(found)}", process_s)
+    return Samples([seconds for _, seconds in kept], (num_clean, len(found)), process_s)
 
 
 def probe() -> dict[str, float]:
@@ -285,17 +288,18 @@ def traffic(case: Case, serve: Callable[[Sequence[Order]], Server], vocab_size: 
     delayed, started = delay_s(), time.perf_counter()
     found = latencies(orders, play(server, orders, Timeline()))
     waited = (delay_s() - delayed) / (time.perf_counter() - started)
-    return found | {"clean": f"{CLOCK} {int(waited <= CLEAN)}/1"}
+    return found | {"clean": (int(waited <= CLEAN), 1)}
 
 
 def run_cases(
     engine: Engine, arguments: argparse.Namespace, serve: Callable[[Sequence[Order]], Server] | None = None
 ) -> None:
-    """Measures an engine and prints a line per case, or its five best logits when the flags say so. `serve` brings the
+    """Measures an engine and prints a line per case, or its five best tokens when the flags say so. `serve` brings the
     scheduler of an engine that has one."""
     if arguments.check:
         best = engine.best(CHECK_TOKENS)
-        emit(case="check", **engine.tag, tokens=best.tokens, logits=[round(logit, 4) for logit in best.logits])
+        scores = {best.kind: [round(score, 4) for score in best.scores]}
+        emit(case="check", **engine.tag, tokens=best.tokens, **scores)
         return
     for case in cases_of(arguments):
         before = None if case.kind == "memory" else probe()
@@ -303,7 +307,7 @@ def run_cases(
             found = traffic(case, serve, engine.vocab_size)
         else:
             found = measured(case, engine, arguments)
-        emit(case=str(case), **engine.tag, **found, peak_bytes=peak_bytes(), probe=before, load=os.getloadavg()[0])
+        emit(case=str(case), **engine.tag, clock=CLOCK, **found, peak_bytes=peak_bytes(), probe=before)
 
 
 # -- mixed traffic ---

@@ -174,7 +174,8 @@ def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0) -> int
     for spec in specs(config):
         shards.setdefault(spec.shard, []).append(spec)
     folder.mkdir(parents=True, exist_ok=True)
-    weight_map, num_bytes = {}, 0
+    weight_map: dict[str, str] = {}
+    num_bytes = 0
     for shard, members in shards.items():
         found = {}
         for spec in members:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import llama_cpp as llama
 import numpy as np
 import torch
-from common import MOST_STEPS, Logits, parser, prompt_ids, run_cases
+from common import MOST_STEPS, Best, parser, prompt_ids, run_cases
 
 BATCH_TOKENS = 2048
 
@@ -123,12 +123,12 @@ class LlamaCpp:
     def notes(self) -> dict[str, object]:
         return {}
 
-    def best(self, count: int) -> Logits:
+    def best(self, count: int) -> Best:
         with self.context(1, count + 8) as context:
             self.run_prompt(context, prompt_ids(count, self.vocab_size))
             found = self.logits(context, -1)
             tokens = np.argsort(-found)[:5]
-            return Logits(tokens.tolist(), found[tokens].tolist())
+            return Best(tokens.tolist(), found[tokens].tolist())
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from common import MOST_STEPS, Logits, Order, now, parser, prompt_ids, run_cases
+from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 
 import pdinfer as pd
 from pdinfer import runner
@@ -159,9 +159,9 @@ class PDInfer:
             for name, seconds in zip(("host_us", "engine_us"), found, strict=True)
         }
 
-    def best(self, count: int) -> Logits:
+    def best(self, count: int) -> Best:
         values, tokens = self.model.logits(prompt_ids(count, self.vocab_size))[-1].topk(5)
-        return Logits(tokens.tolist(), values.tolist())
+        return Best(tokens.tolist(), values.tolist())
 
     def server(self, orders: Sequence[Order]) -> "MixedServer":
         page_bytes = self.model.kv_layout(pd.CacheConfig()).page_bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from common import MOST_STEPS, Logits, parser, prompt_ids, run_cases
+from common import MOST_STEPS, Best, parser, prompt_ids, run_cases
 from transformers import AutoModelForCausalLM, DynamicCache
 
 
@@ -24,7 +24,8 @@ class Transformers:
         self.dtype = getattr(torch, dtype)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self.dtype, attn_implementation=attn, experts_implementation=experts
-        ).eval()
+        )
+        self.model.eval()
         self.vocab_size = self.model.config.vocab_size
         self.tag: dict[str, object] = {
             "engine": "transformers",
@@ -77,10 +78,10 @@ class Transformers:
     def notes(self) -> dict[str, object]:
         return {}
 
-    def best(self, count: int) -> Logits:
+    def best(self, count: int) -> Best:
         tokens = torch.tensor([prompt_ids(count, self.vocab_size)])
         values, indices = self.forward(tokens, DynamicCache(config=self.model.config))[0].float().topk(5)
-        return Logits(indices.tolist(), values.tolist())
+        return Best(indices.tolist(), values.tolist())
 
 
 def main() -> None:

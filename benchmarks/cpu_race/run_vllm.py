@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from common import MOST_STEPS, Case, Logits, Order, cases_of, parser, prompt_ids, run_cases
+from common import MOST_STEPS, Best, Case, Order, cases_of, parser, prompt_ids, run_cases
 
 
 def prepare(threads: int, kv_gib: int) -> None:
@@ -92,12 +92,12 @@ class VLLM:
     def notes(self) -> dict[str, object]:
         return {}
 
-    def best(self, count: int) -> Logits:
+    def best(self, count: int) -> Best:
         prompt: Any = {"prompt_token_ids": prompt_ids(count, self.vocab_size)}
         (output,) = self.llm.generate([prompt], self.greedy(1, logprobs=5), use_tqdm=False)
         (found,) = output.outputs[0].logprobs
         ranked = sorted(((entry.logprob, token) for token, entry in found.items()), reverse=True)[:5]
-        return Logits([token for _, token in ranked], [logprob for logprob, _ in ranked])
+        return Best([token for _, token in ranked], [logprob for logprob, _ in ranked], "logprobs")
 
     def server(self, orders: Sequence[Order]) -> "MixedServer":
         return MixedServer(self)
