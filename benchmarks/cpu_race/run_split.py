@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from common import CLOCK, Samples, cases_of, emit, parser, peak_bytes, probe, prompt_ids, sample, sampled
+from common import CLOCK, Samples, cases_of, emit, parser, probe, prompt_ids, sample
 
 import pdinfer as pd
 
@@ -83,9 +83,8 @@ def main() -> None:
             for name, samples in found.items():
                 clean = [sum(counts) for counts in zip(*(taken.clean for taken in samples), strict=True)]
                 whole = Samples([seconds for taken in samples for seconds in taken.seconds], (clean[0], clean[1]), 0.0)
-                fields = sampled(case, whole, "ttft_ms")
                 tag = {"engine": name, "dtype": arguments.dtype, "threads": arguments.threads, "clock": CLOCK}
-                emit(case=str(case), **tag, **fields, peak_bytes=peak_bytes(), probe=before)
+                emit(case=str(case), **tag, ttft_ms=whole.ms(), clean=whole.clean, probe=before)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Transformers:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=self.dtype, attn_implementation=attn, experts_implementation=experts
         )
-        self.model.eval()
+        self.model.train(False)
         self.vocab_size = self.model.config.vocab_size
         self.tag: dict[str, object] = {
             "engine": "transformers",
