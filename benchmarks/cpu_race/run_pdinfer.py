@@ -5,7 +5,7 @@
 Prefill: one request of one token through `Pairing.local`, from `submit` to its event. Decode: `DecodeEngine.step` with
 the batch running; its sequences were granted and handed off as always, but nobody computed their context: the pool is
 filled with random latents instead. `host_us` is the time of such a step outside the model, its head and sampling,
-`engine_us` that outside the runner. Mixed: all requests through one `Pairing.local`.
+`engine_us` that outside the runner. Mixed: all requests through one `Pairing.local`. No case reuses a prefix.
 """
 
 import statistics
@@ -165,11 +165,12 @@ class PDInfer:
 
     def server(self, orders: Sequence[Order]) -> "MixedServer":
         page_bytes = self.model.kv_layout(pd.CacheConfig()).page_bytes
-        return MixedServer(pd.Pairing.local(self.model, cache=pd.CacheConfig(num_pages=KV_BYTES // page_bytes)))
+        cache = pd.CacheConfig(num_pages=KV_BYTES // page_bytes, prefix_cache=False)
+        return MixedServer(pd.Pairing.local(self.model, cache=cache))
 
 
 class MixedServer:
-    """The mixed traffic through a Pairing with settings as they are without being set."""
+    """The mixed traffic through a Pairing, its engines with settings as they are without being set."""
 
     def __init__(self, pairing: pd.Pairing) -> None:
         self.pairing = pairing
