@@ -45,13 +45,13 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
 
 
-def assert_close(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+def assert_close(got: Tensor, exact: Tensor, dtype: torch.dtype, *, roundings: int = 4) -> None:
     """Within a few roundings of `dtype`, of the size of the largest value: sums cancel, and so do not keep more."""
     assert (got.dtype, got.shape) == (dtype, exact.shape)
     assert got.isfinite().all()
     if got.numel():
         error = (got.cpu().double() - exact).abs().max()
-        assert error <= 4 * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
+        assert error <= roundings * torch.finfo(dtype).eps * exact.abs().max().clamp(min=1)
 
 
 def assert_rounded_once(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
@@ -449,7 +449,9 @@ def test_attention(
     contexts = contexts_of(page_size, count)
     for dims in DIMS:
         case = Attention(dtype, heads, page_size, contexts, query_lens_of(contexts), dims)
-        assert_close(case.run(name, provider, device), case.exact(name), dtype)
+        # scores of wide heads are large, and what is lost of them their exponentials lose
+        roundings = 4 if dims[0] < 32 else 16
+        assert_close(case.run(name, provider, device), case.exact(name), dtype, roundings=roundings)
 
 
 @for_every_provider
