@@ -29,6 +29,7 @@ LAYERS = (
     ("prefill", "decode"),
     ("page_tables",),
     ("engine", "sequence"),
+    ("warm_up",),
     ("runner",),
     ("speculation",),
     ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
@@ -44,7 +45,7 @@ LAYERS = (
     ("hf_config", "tensor_header", "rope"),
     ("files",),
     ("checks",),
-    ("types",),
+    ("types", "trace"),
     ("errors",),
 )
 

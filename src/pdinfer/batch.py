@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
+
+from pdinfer.trace import Trace
 
 
 @attrs.frozen
@@ -28,7 +32,7 @@ class Batch:
     page_size + offset); `page_table_BM` is padded with pages of the same row; `context_lens` counts the tokens a
     sequence has after this step. Lengths are also on the host, so that no kernel has to sync. `absorbed` picks the
     attention form (see `mla`); there every token is a sequence of its own, T = B, which shares its pages with those
-    before it.
+    before it. `trace` is told which part of the model runs.
     """
 
     tokens_T: Tensor
@@ -40,9 +44,18 @@ class Batch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     absorbed: bool
+    trace: Trace | None = None
 
     @classmethod
-    def build(cls, rows: Sequence[Row], *, page_size: int, device: torch.device, absorbed: bool) -> Batch:
+    def build(
+        cls,
+        rows: Sequence[Row],
+        *,
+        page_size: int,
+        device: torch.device,
+        absorbed: bool,
+        trace: Trace | None = None,
+    ) -> Batch:
         """A batch of `rows`; none is an empty batch, which every layer accepts."""
         if absorbed:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
@@ -58,21 +71,24 @@ class Batch:
             slots.extend(row.pages[at // page_size] * page_size + at % page_size for at in span)
         context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
-        table = [_padded(row.pages, width) for row in rows]
-
-        def tensor(values: Sequence[object], *shape: int) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64).view(*shape).to(device, non_blocking=True)
-
+        table = [page for row in rows for page in _padded(row.pages, width)]
+        columns = (tokens, positions, sequences, slots, table, context_lens)
+        # one tensor, and so one copy to the device, of which the others are views
+        together = torch.from_numpy(np.fromiter(chain.from_iterable(columns), np.int64)).to(device, non_blocking=True)
+        tokens_T, positions_T, sequence_T, slots_T, flat_table, context_lens_B = torch.split(
+            together, [*map(len, columns)]
+        )
         return cls(
-            tokens_T=tensor(tokens, -1),
-            positions_T=tensor(positions, -1),
-            sequence_T=tensor(sequences, -1),
-            slots_T=tensor(slots, -1),
-            page_table_BM=tensor(table, len(rows), width),
-            context_lens_B=tensor(context_lens, -1),
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            sequence_T=sequence_T,
+            slots_T=slots_T,
+            page_table_BM=flat_table.view(len(rows), width),
+            context_lens_B=context_lens_B,
             query_lens=tuple(len(row.tokens) for row in rows),
             context_lens=context_lens,
             absorbed=absorbed,
+            trace=trace,
         )
 
     def shifted(self, next_tokens: Sequence[int]) -> Batch:

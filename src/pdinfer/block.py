@@ -59,9 +59,11 @@ class Block:
         """(hidden [T, D], selected positions) after this layer, whose cache in `view` is written.
 
         `selected_TS` is what the last indexer of this step chose, None before the first and where all is read."""
+        if batch.trace is not None:
+            batch.trace.part("attention", layer=self.layer)
         x_TD = self.attention_norm(hidden_TD)
         query_TL = self.attention.query_latent(x_TD)
         if self.indexer is not None:
             selected_TS = self.indexer(x_TD, query_TL, batch, angles, view.index_keys[self.layer])
         hidden_TD = hidden_TD + self.attention(x_TD, query_TL, batch, angles, view.latents[self.layer], selected_TS)
-        return hidden_TD + self.mlp(self.mlp_norm(hidden_TD)), selected_TS
+        return hidden_TD + self.mlp(self.mlp_norm(hidden_TD), batch.trace), selected_TS

@@ -7,6 +7,7 @@ its value and the range.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import attrs
@@ -43,6 +44,11 @@ def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
         raise ConfigError(
             f"{attribute.name} must be -1 (unlimited) or an int from 1 to {MAX_STEP_TOKENS}, got {clip(value)}"
         )
+
+
+def _folder(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
+        raise ConfigError(f"{attribute.name} must be the path of a folder, got {clip(value)}")
 
 
 @attrs.frozen(kw_only=True)
@@ -83,6 +89,10 @@ class EngineConfig:
     Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
     With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
     batch: the tokens stay the same, and there are fewer steps.
+
+    `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
+    gets back what it had. None leaves that to the host. `trace` names a folder: when the engine is closed, a timeline
+    of its newest steps is written there, see `pdinfer.trace`.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -98,6 +108,8 @@ class EngineConfig:
     max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
+    num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
+    trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
 
 
 @attrs.frozen(kw_only=True)

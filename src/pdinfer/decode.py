@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 
 import attrs
@@ -32,7 +32,9 @@ from pdinfer.types import (
     PeerAddress,
     Refused,
     Request,
+    WarmUpStep,
 )
+from pdinfer.warm_up import WarmUpRun
 
 WRITER_GRACE_S = 30.0
 """How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
@@ -87,7 +89,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         and will use them if it is retracted. Unknown or finished ids are ignored."""
         self._inbox.put((request_id, tuple(writers)))
 
-    def step(self) -> list[Event]:
+    def _step(self) -> list[Event]:
         """Takes what came, admits what landed, grants pages, runs one batch."""
         if not self._closed:
             self._take_inbox()
@@ -125,18 +127,17 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
-    def close(self) -> None:
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.decode()
+
+    def _close(self) -> None:
         """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
-        peer can write any more and every page is free. A second call does nothing."""
-        if self._closed:
-            return
+        peer can write any more and every page is free."""
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
         self.channel.close()
         self._land()
-        self._closed = True
-        self._inbox.wake()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 

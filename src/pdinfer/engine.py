@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 from pdinfer.config import EngineConfig
-from pdinfer.errors import RequestError
+from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.model import Model
-from pdinfer.runner import ModelRunner, Runner
+from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
-from pdinfer.types import Event, PeerAddress, Request, SamplingParams
+from pdinfer.trace import STEP, Trace, part, span
+from pdinfer.types import Event, PeerAddress, Request, SamplingParams, WarmUp, WarmUpStep
+from pdinfer.warm_up import WarmUpRun
 
 Submitted = TypeVar("Submitted")
 
@@ -47,6 +49,9 @@ class Engine(ABC, Generic[Submitted]):
         self.config = config or EngineConfig()
         self._factories = dict(logits_processors or {})
         self._clock = clock
+        self._trace: Trace | None = None
+        if self.config.trace is not None:
+            self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
         pool = channel.pool
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
@@ -64,7 +69,7 @@ class Engine(ABC, Generic[Submitted]):
 
     def make_runner(self, model: Model, memory: Memory) -> Runner:
         """What runs this engine's steps; a simulator puts arithmetic in its place."""
-        return ModelRunner(model, memory)
+        return ModelRunner(model, memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:
@@ -101,9 +106,44 @@ class Engine(ABC, Generic[Submitted]):
         """Calls `listener`, from any thread, when a step would do something."""
         self._inbox.listen(listener)
 
-    @abstractmethod
     def step(self) -> list[Event]:
-        """Does what can be done now."""
+        """Does what can be done now and returns what came of it. Never waits."""
+        with using_threads(self.config.num_threads), span(self._trace, STEP):
+            part(self._trace, "schedule")
+            return self._step()
+
+    @abstractmethod
+    def _step(self) -> list[Event]:
+        """One step, for which `step` has made everything ready."""
+
+    def warm_up(self) -> WarmUp:
+        """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
+
+        It takes seconds. Call it from the thread that steps and before requests come, for example before
+        `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and counts in no
+        `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are unfinished
+        or no page is free, RequestError when the engine is closed.
+        """
+        if self._closed:
+            raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
+        if self.num_unfinished:
+            raise Overloaded(
+                f"the {self.role} engine has {self.num_unfinished} unfinished requests: warm up before the first one, "
+                "or drain it"
+            )
+        run = WarmUpRun(
+            runner=self._runner,
+            pool=self.channel.pool,
+            config=self.config,
+            limits=self.limits,
+            clock=self._clock,
+        )
+        with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
+            return WarmUp(steps=tuple(self._warm_up(run)))
+
+    @abstractmethod
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        """The steps of this role."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
@@ -119,9 +159,20 @@ class Engine(ABC, Generic[Submitted]):
         self._events = events + self._events
         return not self.num_unfinished
 
-    @abstractmethod
     def close(self) -> None:
-        """Ends what is unfinished and closes the channel. A second call does nothing."""
+        """Ends what is unfinished, closes the channel and writes the trace, if there is one. A second call does
+        nothing."""
+        if self._closed:
+            return
+        self._close()
+        self._closed = True
+        self._inbox.wake()
+        if self._trace is not None:
+            self._trace.write()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Ends what is unfinished and closes the channel."""
 
     def _take(self, request: Request) -> LogitsProcessor | None:
         """Checks a request, and makes its logits processor; RequestError when either fails."""

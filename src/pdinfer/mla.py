@@ -139,10 +139,10 @@ def absorbed(
     config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
     kv_b_HOC = mla.kv_b_OC.view(config.num_attention_heads, -1, config.kv_lora_rank)
     k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
-    q_THC = torch.bmm(q_nope_THN.transpose(0, 1), k_b_HNC).transpose(0, 1)
+    q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
     scale = config.softmax_scale
     if selected_TS is None:
         o_THC = ops.mla_decode(q_THC, q_rope_THR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
     else:
         o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=scale)
-    return torch.bmm(o_THC.transpose(0, 1), v_b_HVC.transpose(1, 2)).transpose(0, 1)
+    return ops.heads_out(o_THC, v_b_HVC)

@@ -63,7 +63,7 @@ class Model:
     ) -> Model:
         """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`."""
         ops = resolved.ops
-        dispatcher = LocalDispatcher(config.n_routed_experts)
+        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         lm_head_VD = embed_VD
         if not config.tie_word_embeddings:
@@ -88,6 +88,8 @@ class Model:
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
+        if batch.trace is not None:
+            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
         angles = self.rotary(batch.positions_T)
         selected_TS = None

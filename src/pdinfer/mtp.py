@@ -79,6 +79,8 @@ class MTP:
     def __call__(self, state_TD: Tensor, batch: Batch, view: KVView) -> Tensor:
         """Y [T, D] of the batch's positions from their states; `batch.tokens_T` holds the token *behind* each position.
         Writes the layer's cache."""
+        if batch.trace is not None:
+            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
         angles = self.tied.rotary(batch.positions_T)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import attrs
@@ -18,7 +18,9 @@ from pdinfer.kv.transport import Transfer
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import due_at, is_late, plan_chunk
-from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.trace import part
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
+from pdinfer.warm_up import WarmUpRun
 
 _log = logging.getLogger("pdinfer")
 
@@ -98,7 +100,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Queues a prompt whose pages decode has granted."""
         self._inbox.put((request, grant))
 
-    def step(self) -> list[Event]:
+    def _step(self) -> list[Event]:
         """Takes what came, runs one chunk, hands off what it finished. Always returns [] (see `DecodeEngine`)."""
         if self._closed:
             return []
@@ -129,17 +131,17 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             return False
         return self._can_run() or self._inbox.wait(timeout_s)
 
-    def close(self) -> None:
-        """Aborts what is unfinished and closes the channel. A second call does nothing."""
-        if self._closed:
-            return
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.prefill()
+
+    def _close(self) -> None:
+        """Aborts what is unfinished and closes the channel."""
         self._take_inbox()
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
         self.channel.drain(1.0)
         self._closed = True
         self.channel.close()
         self._return_pages()
-        self._inbox.wake()
 
     def _take_inbox(self) -> None:
         for item in self._inbox.take():
@@ -272,11 +274,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
         for layer, ready in self._runner.prefill(rows):
+            if self._trace is not None:
+                self._trace.part("push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
                     self.channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
+        part(self._trace, "emit")
         whole = []
         for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             prompt.num_computed += count
@@ -294,6 +299,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             for request, prompt in zip(requests, prompts, strict=True)
         ]
         drawn = self._runner.first_tokens(rows, draws)
+        part(self._trace, "emit")
         for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
             if first.error is None:
                 self._finish(prompt, first, state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -15,6 +16,7 @@ from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
 from pdinfer.sampling import Draw, Drawn, sample
 from pdinfer.speculation import Draft, Drafter, after, pack_state, unpack_state
+from pdinfer.trace import Trace, part, span
 from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
@@ -43,23 +45,27 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors."""
+    """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors. `trace` is told which
+    part of a step runs."""
 
-    def __init__(self, model: Model, memory: Memory) -> None:
+    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
         if not isinstance(memory, PageMemory):
             raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
         self._model = model
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
-        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size)
+        self._trace = trace
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
         self._last_BD = torch.empty(0)
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
+        part(self._trace, "batch")
         model, batch = self._model, self._batch(rows, absorbed=False)
         hidden_TD = torch.empty(0)
         for layer, layer_TD in model.stream_layers(batch, self._view):
             hidden_TD = layer_TD
             yield layer, _event(model.device)
+        part(self._trace, "head")
         state_TD = model.norm(hidden_TD)
         self._last_BD = state_TD[batch.last_rows]
         if model.mtp is not None:
@@ -69,7 +75,10 @@ class ModelRunner:
             yield model.mtp.layer, _event(model.device)
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        return sample(self._model.head(self._last_BD[list(rows)]), draws)
+        part(self._trace, "head")
+        logits_BV = self._model.head(self._last_BD[list(rows)])
+        part(self._trace, "sample")
+        return sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
         if self._model.mtp is None:
@@ -86,13 +95,21 @@ class ModelRunner:
         model = self._model
         proposed: list[list[int]] = [[] for _ in rows]
         if self._drafter is not None:
-            proposed = self._drafter.propose(rows, draws, drafts)
+            with span(self._trace, "draft"):
+                proposed = self._drafter.propose(rows, draws, drafts)
+        part(self._trace, "batch")
         longer = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
-        state_TD = model.norm(model.forward(self._batch(longer, absorbed=True), self._view))
+        batch = self._batch(longer, absorbed=True)
         behind = [
             after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
         ]
-        drawn = iter(sample(model.head(state_TD), behind))
+        hidden_TD = model.forward(batch, self._view)
+        part(self._trace, "head")
+        state_TD = model.norm(hidden_TD)
+        logits_TV = model.head(state_TD)
+        part(self._trace, "sample")
+        drawn = iter(sample(logits_TV, behind))
+        part(self._trace, "emit")
         kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
         first = 0
         for draft, more, new in zip(drafts, proposed, kept, strict=True):
@@ -102,7 +119,27 @@ class ModelRunner:
         return kept
 
     def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
-        return Batch.build(rows, page_size=self._page_size, device=self._model.device, absorbed=absorbed)
+        return Batch.build(
+            rows, page_size=self._page_size, device=self._model.device, absorbed=absorbed, trace=self._trace
+        )
+
+
+@contextlib.contextmanager
+def using_threads(num_threads: int | None) -> Iterator[None]:
+    """Has torch's ops of this thread use so many threads; afterwards as many as before. None changes nothing.
+
+    torch keeps the number per thread that calls it, and a thread that uses torch for the first time takes the number
+    set last anywhere (ATen/ParallelOpenMP.cpp).
+    """
+    if num_threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:

@@ -22,6 +22,7 @@ from pdinfer.kv.view import DTYPES, KVView
 from pdinfer.model import Model
 from pdinfer.mtp import MTP
 from pdinfer.sampling import Draw, sample
+from pdinfer.trace import Trace, part
 from pdinfer.types import NamedState
 
 STATE, STATE_VERSION = "mtp.hidden", 1
@@ -70,11 +71,12 @@ class Drafter:
     cache entries are not written yet.
     """
 
-    def __init__(self, model: Model, mtp: MTP, view: KVView, page_size: int) -> None:
+    def __init__(self, model: Model, mtp: MTP, view: KVView, page_size: int, trace: Trace | None = None) -> None:
         self._device = model.device
         self._mtp = mtp
         self._view = view
         self._page_size = page_size
+        self._trace = trace
 
     def propose(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[int]]:
         """Up to `num_tokens` tokens behind each row of one token, drawn as the model's own will be: with the same
@@ -100,14 +102,18 @@ class Drafter:
             if length:
                 chained = [Row(proposed[at][-1:], rows[at].start + length - 1, rows[at].pages) for at in going]
                 y_BD = self._run(y_BD, chained)
-            drawn = sample(self._mtp.logits(y_BD), [after(draws[at], proposed[at]) for at in going])
+            part(self._trace, "head")
+            logits_BV = self._mtp.logits(y_BD)
+            part(self._trace, "sample")
+            drawn = sample(logits_BV, [after(draws[at], proposed[at]) for at in going])
             for at, new in zip(going, drawn, strict=True):
                 if new.error is None:
                     proposed[at].append(new.token)
             length += 1
 
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
-        batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True)
+        part(self._trace, "batch")
+        batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True, trace=self._trace)
         return self._mtp(state_TD, batch, self._view)
 
 

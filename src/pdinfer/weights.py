@@ -136,7 +136,7 @@ def load_model(
     config = ModelConfig.from_checkpoint(checkpoint)
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
-    resolved = resolve_ops(target, forced=providers)
+    resolved = resolve_ops(target, dtype, forced=providers)
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)

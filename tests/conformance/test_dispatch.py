@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.moe.dispatch import LocalDispatcher
 
 WIDTH = 3
+OPS = resolve_ops(torch.device("cpu"), torch.float32).ops
 
 
 @st.composite
@@ -28,7 +30,7 @@ def routed(draw: st.DrawFn) -> tuple[int, Tensor, Tensor, Tensor]:
 @given(routed())
 def test_each_expert_gets_its_tokens(case: tuple[int, Tensor, Tensor, Tensor]) -> None:
     num_experts, x_TD, ids_TK, weights_TK = case
-    dispatched = LocalDispatcher(num_experts).dispatch(x_TD, ids_TK, weights_TK)
+    dispatched = LocalDispatcher(num_experts, OPS).dispatch(x_TD, ids_TK, weights_TK)
     assert (dispatched.counts_E.dtype, dispatched.counts_E.device.type) == (torch.int64, "cpu")
     assert len(dispatched.counts_E) == num_experts
     parts = dispatched.x_SD.split(dispatched.counts_E.tolist())
@@ -41,7 +43,7 @@ def test_each_expert_gets_its_tokens(case: tuple[int, Tensor, Tensor, Tensor]) -
 def test_combining_is_the_weighted_sum_over_experts(case: tuple[int, Tensor, Tensor, Tensor]) -> None:
     """Expert e multiplies by e + 2, so that a row given to another expert or token shows."""
     num_experts, x_TD, ids_TK, weights_TK = case
-    dispatcher = LocalDispatcher(num_experts)
+    dispatcher = LocalDispatcher(num_experts, OPS)
     dispatched = dispatcher.dispatch(x_TD, ids_TK, weights_TK)
     expert_S = torch.arange(num_experts).repeat_interleave(dispatched.counts_E)
     got = dispatcher.combine(dispatched.x_SD * (expert_S + 2)[:, None], dispatched)
@@ -53,7 +55,7 @@ def test_combining_is_the_weighted_sum_over_experts(case: tuple[int, Tensor, Ten
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_keep_their_dtype_and_the_sum_is_float32(dtype: torch.dtype) -> None:
     """1 + 2^-12 is no bfloat16: a sum that was rounded on its way would lose the small part."""
-    dispatcher = LocalDispatcher(2)
+    dispatcher = LocalDispatcher(2, OPS)
     dispatched = dispatcher.dispatch(
         torch.ones(1, 1, dtype=dtype), torch.tensor([[1, 0]]), torch.tensor([[1.0, 2**-12]])
     )

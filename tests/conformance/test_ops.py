@@ -33,10 +33,10 @@ def for_every_provider(test: Any) -> Any:
     return every_provider(every_device(every_dtype(test)))
 
 
-def op_of(provider: str, name: str, device: str) -> Any:
+def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
     """The op as `provider` does it; skips the test where it cannot run or does not offer it."""
     try:
-        return getattr(resolve_ops(torch.device(device), forced={name: provider}).ops, name)
+        return getattr(resolve_ops(torch.device(device), dtype, forced={name: provider}).ops, name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
 
@@ -70,15 +70,17 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
     x, weight = draw(rows, width).to(dtype), draw(width, seed=1).to(dtype)
     x[1:2] *= 1000
     x[2:3] = 0
-    got = op_of(provider, "rms_norm", device)(x.to(device), weight.to(device), 1e-6)
+    got = op_of(provider, "rms_norm", device, dtype)(x.to(device), weight.to(device), 1e-6)
     assert_rounded_once(got, reference.rms_norm(x.double(), weight.double(), 1e-6), dtype)
 
 
 @for_every_provider
-@pytest.mark.parametrize(("rows", "sizes"), [*product((0, 1, 5), ((1, 1), (7, 13), (48, 97)))])
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [*product((0, 1, 5), ((1, 1), (7, 13), (48, 97), (80, 136))), (16, (48, 72)), (17, (48, 72))]
+)
 def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).to(dtype), draw(sizes[1], sizes[0], seed=1).to(dtype)
-    got = op_of(provider, "linear", device)(x.to(device), weight.to(device))
+    got = op_of(provider, "linear", device, dtype)(x.to(device), weight.to(device))
     assert_close(got, reference.linear(x.double(), weight.double()), dtype)
 
 
@@ -87,7 +89,7 @@ def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes
 def test_gated_silu(provider: str, device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = draw(rows, 2 * width).to(dtype)
     x[1:2] *= 100
-    got = op_of(provider, "gated_silu", device)(x.to(device))
+    got = op_of(provider, "gated_silu", device, dtype)(x.to(device))
     assert_rounded_once(got, reference.gated_silu(x.double()), dtype)
 
 
@@ -97,13 +99,13 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
     x = draw(rows, heads, width + 3).to(dtype).to(device)[..., 3:]  # in models it is a slice too
     before = x.clone()
     angles = draw(rows, width // 2, seed=1) * 100
-    got = op_of(provider, "rotate", device)(x, angles.cos().to(device), angles.sin().to(device))
+    got = op_of(provider, "rotate", device, dtype)(x, angles.cos().to(device), angles.sin().to(device))
     assert torch.equal(x, before)
     assert_rounded_once(got, reference.rotate(x.cpu().double(), angles.cos(), angles.sin()), dtype)
 
 
 @for_every_provider
-@pytest.mark.parametrize("counts", [(0,), (3,), (0, 0, 0), (3, 0, 1, 5), (0, 2, 0)], ids=str)
+@pytest.mark.parametrize("counts", [(0,), (3,), (0, 0, 0), (3, 0, 1, 5), (0, 2, 0), (4, 17)], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 5), (24, 16)], ids=str)
 def test_grouped_mlp(
     provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int]
@@ -113,7 +115,7 @@ def test_grouped_mlp(
     gate_up = (draw(len(counts), 2 * width, hidden, seed=1) * hidden**-0.5).to(dtype)
     down = (draw(len(counts), hidden, width, seed=2) * width**-0.5).to(dtype)
     counts_E = torch.tensor(counts)
-    got = op_of(provider, "grouped_mlp", device)(x.to(device), counts_E, gate_up.to(device), down.to(device))
+    got = op_of(provider, "grouped_mlp", device, dtype)(x.to(device), counts_E, gate_up.to(device), down.to(device))
     assert_close(got, reference.grouped_mlp(x.double(), counts_E, gate_up.double(), down.double()), dtype)
 
 
@@ -175,7 +177,7 @@ def test_linear_fp8(
     provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
 ) -> None:
     x, weight = outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0)
-    got = op_of(provider, "linear_fp8", device)(
+    got = op_of(provider, "linear_fp8", device, dtype)(
         x.to(device), fp8_weight(*size, parts=parts, ue8m0=ue8m0, device=device)
     )
     assert_close_by_row(got, by_hand_fp8(x, weight), dtype)
@@ -211,7 +213,7 @@ def assert_close_by_row(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", MATRICES)
 def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
     x, weight = outliers(rows, size[1]).to(dtype), int8_weight(*size)
-    got = op_of(provider, "linear_int8", device)(x.to(device), int8_weight(*size, device=device))
+    got = op_of(provider, "linear_int8", device, dtype)(x.to(device), int8_weight(*size, device=device))
     amax = x.double().abs().amax(-1, keepdim=True) if rows else x.double()[:, :1]
     rounded = (x.double() * 127 / amax.clamp(min=1e-10)).round() * amax / 127
     assert_close_by_row(got, rounded @ (weight.numbers.double() * weight.scale.double()).T, dtype)
@@ -224,7 +226,7 @@ def test_linear_int8_static(
     provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int], parts: int
 ) -> None:
     x, weight = draw(rows, size[1]).to(dtype), static_weight(*size, parts)
-    got = op_of(provider, "linear_int8_static", device)(x.to(device), static_weight(*size, parts, device=device))
+    got = op_of(provider, "linear_int8_static", device, dtype)(x.to(device), static_weight(*size, parts, device=device))
     exact = []
     for part, numbers in enumerate(weight.numbers.double().chunk(parts)):
         scaled = (x.double() / weight.input_scale[part].double()).round() + weight.input_offset[part]
@@ -272,7 +274,7 @@ def test_grouped_mlp_of_quantized_experts(
     got = op_of(provider, f"grouped_mlp_{kind}", device)(x.to(device), torch.tensor(counts), gate_up, down)
     one_by_one, linear = [], op_of(provider, f"linear_{kind}", device)
     for index, rows in enumerate(torch.split(x.to(device), list(counts))):
-        hidden_rows = op_of(provider, "gated_silu", device)(linear(rows, expert(gate_up, index)))
+        hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
         one_by_one.append(linear(hidden_rows, expert(down, index)))
     assert torch.equal(got, torch.cat(one_by_one))
 
@@ -289,11 +291,57 @@ def test_rounding_is_what_multiplying_by_one_does(
         numbers=one.to(torch.float8_e4m3fn), scale=torch.ones(*(math.ceil(columns / 128),) * 2, device=device)
     )
     int8 = Int8Dynamic(numbers=one.to(torch.int8), scale=torch.ones(columns, 1, device=device))
-    rounded = op_of(provider, "round_fp8", device)(x, ue8m0=False)
-    torch.testing.assert_close(rounded, op_of(provider, "linear_fp8", device)(x, fp8))
+    rounded = op_of(provider, "round_fp8", device, dtype)(x, ue8m0=False)
+    torch.testing.assert_close(rounded, op_of(provider, "linear_fp8", device, dtype)(x, fp8))
     torch.testing.assert_close(
-        op_of(provider, "round_int8", device)(x), op_of(provider, "linear_int8", device)(x, int8)
+        op_of(provider, "round_int8", device, dtype)(x), op_of(provider, "linear_int8", device, dtype)(x, int8)
     )
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 65])
+@pytest.mark.parametrize(("heads", "width", "outs"), [(1, 1, 1), (3, 7, 5), (2, 12, 128), (3, 40, 256)])
+def test_products_of_heads(
+    provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int, outs: int
+) -> None:
+    """Views of larger tensors, as in models."""
+    x, weight = draw(rows, heads, width + 3).to(dtype), (draw(heads, width + 8, outs, seed=1) * width**-0.5).to(dtype)
+    got = op_of(provider, "heads_in", device, dtype)(x.to(device)[..., :width], weight.to(device)[:, :width])
+    assert_close(got, reference.heads_in(x[..., :width].double(), weight[:, :width].double()), dtype)
+    back, weight = (
+        draw(rows, heads, outs, seed=2).to(dtype),
+        (draw(heads, width + 8, outs, seed=3) * outs**-0.5).to(dtype),
+    )
+    got = op_of(provider, "heads_out", device, dtype)(back.to(device), weight.to(device)[:, 8:])
+    assert_close(got, reference.heads_out(back.double(), weight[:, 8:].double()), dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3)])
+def test_rows_of_experts(provider: str, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int) -> None:
+    ids = (
+        torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+        if tokens
+        else torch.empty(0, top_k).long()
+    )
+    counts, token_of_row, row = op_of(provider, "group_rows", device, dtype)(ids.to(device), experts)
+    expected = reference.group_rows(ids, experts)
+    assert counts.device.type == "cpu"
+    assert all(torch.equal(got.cpu(), want) for got, want in zip((counts, token_of_row, row), expected, strict=True))
+    y, weights = draw(tokens * top_k, 37).to(dtype), draw(tokens, top_k, seed=1)
+    got = op_of(provider, "combine_rows", device, dtype)(y.to(device), row, weights.to(device))
+    exact = reference.combine_rows(y.double(), expected[2], weights.double())
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.cpu(), exact, rtol=1e-5, atol=1e-5)
+
+
+@every_provider
+@every_device
+def test_a_router_stays_float32(provider: str, device: str) -> None:
+    """Also in a model whose other products are bfloat16."""
+    x, weight = draw(3, 32), draw(8, 32, seed=1)
+    got = op_of(provider, "linear", device, torch.bfloat16)(x.to(device), weight.to(device))
+    assert_close(got, reference.linear(x.double(), weight.double()), torch.float32)
 
 
 # The cache
@@ -309,7 +357,8 @@ def test_store_latent(provider: str, device: str, dtype: torch.dtype, page_size:
     for slot, row in zip(slots.tolist(), latent, strict=True):
         expected[slot // page_size, slot % page_size] = row
     assert (
-        op_of(provider, "store_latent", device)(pages, slots.to(device), *latent.to(device).split((9, 4), -1)) is None
+        op_of(provider, "store_latent", device, dtype)(pages, slots.to(device), *latent.to(device).split((9, 4), -1))
+        is None
     )
     assert torch.equal(pages.cpu(), expected)
 
@@ -364,7 +413,7 @@ class Attention:
         return op(to(q_latent), to(q_rope), pages, self.table.to(pages.device), lens, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
-        op = op_of(provider, name, device)
+        op = op_of(provider, name, device, self.dtype)
         pages = (self.pages if pages is None else pages).to(device)
         before = pages.clone()
         result = (self.prefill if name == "mla_prefill" else self.decode)(op, pages, lambda x: x.to(device))
@@ -388,7 +437,7 @@ def query_lens_of(contexts: Sequence[int]) -> tuple[int, ...]:
 
 
 ATTENTION = ("mla_prefill", "mla_decode")
-DIMS = ((16, 8, 12, 10), (13, 6, 7, 9), (1, 2, 1, 1))
+DIMS = ((16, 8, 12, 10), (13, 6, 7, 9), (1, 2, 1, 1), (32, 32, 34, 64))
 
 
 @for_every_provider
@@ -484,7 +533,7 @@ RULES = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
     logits = draw(tokens, rule.experts) * 2
-    ids, weights = op_of(provider, "route", device)(
+    ids, weights = op_of(provider, "route", device, torch.bfloat16)(
         logits.to(device),
         None if rule.biases is None else rule.biases.to(device),
         sigmoid=rule.sigmoid,
@@ -504,44 +553,49 @@ def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
-    assert [(choice.op, choice.provider) for choice in resolve_ops(CPU).choices] == [(op, "torch") for op in OP_NAMES]
+    assert [(choice.op, choice.provider) for choice in resolve_ops(CPU, torch.float32).choices] == [
+        (op, "torch") for op in OP_NAMES
+    ]
 
 
 def test_one_name_forces_all_ops() -> None:
-    resolved = resolve_ops(CPU, forced="reference")
+    resolved = resolve_ops(CPU, torch.float32, forced="reference")
     assert {choice.provider for choice in resolved.choices} == {"reference"}
     assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in OP_NAMES)
 
 
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_one_op_is_forced_alone(op: str) -> None:
-    resolved = resolve_ops(CPU, forced={op: "reference"})
+    resolved = resolve_ops(CPU, torch.float32, forced={op: "reference"})
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {op}
     assert getattr(resolved.ops, op) is getattr(reference, op)
 
 
 @pytest.mark.parametrize("forced", ["cuda-magic", {"linear": "cuda-magic"}], ids=["all", "one"])
 def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
-    with pytest.raises(BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are torch, reference"):
-        resolve_ops(CPU, forced=forced)
+    with pytest.raises(
+        BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, torch, reference"
+    ):
+        resolve_ops(CPU, torch.float32, forced=forced)
 
 
 @pytest.fixture
 def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two preferred providers: one cannot run here, one has nothing but `linear`."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    absent.unavailable = lambda device: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
-    partial.unavailable = lambda device: None  # type: ignore[attr-defined]
+    absent.unavailable = lambda device, dtype: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
+    partial.unavailable = lambda device, dtype: None  # type: ignore[attr-defined]
     partial.linear = reference.linear  # type: ignore[attr-defined]
     for module in (absent, partial):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     added = (("absent", absent.__name__), ("partial", partial.__name__))
-    monkeypatch.setattr(resolve, "PROVIDERS", (*added, *resolve.PROVIDERS))
+    everywhere = [provider for provider in resolve.PROVIDERS if provider[0] != "native"]
+    monkeypatch.setattr(resolve, "PROVIDERS", (*added, *everywhere))
 
 
 @pytest.mark.usefixtures("newcomers")
 def test_each_provider_passed_over_has_a_reason() -> None:
-    choices = {choice.op: choice for choice in resolve_ops(CPU).choices}
+    choices = {choice.op: choice for choice in resolve_ops(CPU, torch.float32).choices}
     assert choices["linear"].provider == "partial"
     assert choices["linear"].refusals == ("absent: needs a quantum device, got cpu",)
     assert choices["route"].provider == "torch"
@@ -559,15 +613,17 @@ def test_each_provider_passed_over_has_a_reason() -> None:
 )
 def test_a_forced_provider_that_cannot_run_says_why(forced: Any, sentence: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        resolve_ops(CPU, forced=forced)
+        resolve_ops(CPU, torch.float32, forced=forced)
     assert str(caught.value) == sentence
 
 
 def test_explain_backends_is_a_table_of_all_ops() -> None:
-    head, *lines = explain_backends().splitlines()
+    head, *lines = explain_backends("cpu", torch.float32).splitlines()
     assert head.split() == ["op", "provider"]
     slow = [line.strip() for line in lines if "slow: " in line]
-    lines = [line for line in lines if "slow: " not in line]
+    refusals = [line.strip() for line in lines if " not native: " in line]
+    assert set(refusals) == {"not native: is for bfloat16, the model runs in torch.float32"}
+    lines = [line for line in lines if "slow: " not in line and " not native: " not in line]
     assert [line.split() for line in lines] == [[op, "torch"] for op in OP_NAMES]
     assert slow.count("slow: makes floats of FP8 weights in every call") == 2
     assert len({line.index("torch") for line in lines} | {head.index("provider")}) == 1

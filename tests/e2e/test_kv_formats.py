@@ -28,7 +28,7 @@ RANK = 128
 @functools.cache
 def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = False) -> Model:
     """With `rounds`, what goes into the cache is rounded as FP8 does and kept as floats: a second way to the same."""
-    resolved = resolve_ops(CPU)
+    resolved = resolve_ops(CPU, torch.float32)
     plain = resolved.ops
 
     def store_latent(pages: Tensor, slots: Tensor, c: Tensor, k_rope: Tensor) -> None:

@@ -368,6 +368,9 @@ def test_defaults() -> None:
         growth_watermark=0.02,
         max_attempts=3,
         send_window_bytes=64 * 2**20,
+        num_draft_tokens=0,
+        num_threads=None,
+        trace=None,
     )
     assert PairingConfig() == PairingConfig(
         max_queued_requests=1024, max_queued_per_decode=256, default_deadline_s=None, connect_timeout_s=10.0
@@ -405,6 +408,10 @@ def test_defaults() -> None:
         (EngineConfig, "growth_watermark", math.nan, "at least 0 and at most 0.5"),
         (EngineConfig, "max_attempts", 0, "1 to 100"),
         (EngineConfig, "send_window_bytes", 0, "from 1 to"),
+        (EngineConfig, "num_threads", 0, "1 to 1024"),
+        (EngineConfig, "num_threads", 2.0, "1 to 1024"),
+        (EngineConfig, "trace", "", "path of a folder"),
+        (EngineConfig, "trace", True, "path of a folder"),
         (PairingConfig, "max_queued_requests", 0, "from 1 to"),
         (PairingConfig, "max_queued_per_decode", -5, "from 1 to"),
         (PairingConfig, "default_deadline_s", 0, "greater than 0"),

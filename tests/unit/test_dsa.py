@@ -52,7 +52,7 @@ class Case:
     def of(cls, name: str) -> Case:
         config = config_of(name)
         source = RandomWeights(dtype=torch.float64)
-        indexer = Indexer.build(source, NAME, config, resolve_ops(CPU, forced="reference").ops)
+        indexer = Indexer.build(source, NAME, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
         generator = torch.Generator().manual_seed(0)
         inputs = (
             torch.randn(COUNT, width, generator=generator, dtype=torch.float64)
@@ -146,7 +146,7 @@ def test_a_context_that_is_read_whole_needs_no_choice(chunks: list[int]) -> None
 
 def test_a_model_without_sparse_attention_has_no_indexer() -> None:
     with pytest.raises(ConfigError, match="a deepseek_v3 has no indexer"):
-        Indexer.build(RandomWeights(), NAME, tiny_config(), resolve_ops(CPU).ops)
+        Indexer.build(RandomWeights(), NAME, tiny_config(), resolve_ops(CPU, torch.float32).ops)
     assert all(block.indexer is None for block in random_model().blocks)
 
 

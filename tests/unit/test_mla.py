@@ -47,7 +47,7 @@ class Layer:
     @classmethod
     def of(cls, config: ModelConfig) -> Layer:
         source = RandomWeights(dtype=torch.float64)
-        mla = MLA.build(source, NAME, config, resolve_ops(CPU, forced="reference").ops)
+        mla = MLA.build(source, NAME, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
         return cls(mla, source.tensors, Rotary.build(config, CPU))
 
     def new_pages(self, count: int) -> Tensor:

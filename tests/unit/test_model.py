@@ -240,7 +240,13 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
     config = ModelConfig.from_dict(CASES[case] | {"torch_dtype": dtype})
     source = Counting(torch.device("meta"), DTYPES[dtype])
     Model.build(
-        config, source, resolve_ops(CPU), device=CPU, dtype=DTYPES[dtype], topology=Topology.single(), weights_id=b""
+        config,
+        source,
+        resolve_ops(CPU, DTYPES[dtype]),
+        device=CPU,
+        dtype=DTYPES[dtype],
+        topology=Topology.single(),
+        weights_id=b"",
     )
     named = sum(place.nbytes for place in source.places.values())
     assert source.allocated == named == config.weight_bytes

@@ -402,4 +402,4 @@ def test_a_value_too_large_for_the_chosen_dtype_is_refused(tmp_path: Path) -> No
 def test_a_provider_for_an_op_that_does_not_exist_is_refused() -> None:
     """A misspelt name would otherwise force nothing."""
     with pytest.raises(BackendUnavailable, match="no op is called 'mla_prefil'"):
-        resolve_ops(torch.device("cpu"), forced={"mla_prefil": "reference"})
+        resolve_ops(torch.device("cpu"), torch.float32, forced={"mla_prefil": "reference"})

@@ -142,6 +142,20 @@ class MLASparse(Protocol):
         -> [T, H, C]. As `mla_decode` over these positions alone."""
 
 
+class HeadsIn(Protocol):
+    """Multiplies each head by a matrix of its own."""
+
+    def __call__(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+        """x[:, h] @ weight[h] -> [T, H, C] in x's dtype; how attention brings queries into the latent space."""
+
+
+class HeadsOut(Protocol):
+    """Multiplies each head by the transpose of a matrix of its own."""
+
+    def __call__(self, x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+        """x[:, h] @ weight[h].T -> [T, H, V] in x's dtype; how attention leaves the latent space."""
+
+
 class MLAPrefill(Protocol):
     """Attends with many queries per sequence."""
 
@@ -202,6 +216,21 @@ class Route(Protocol):
         weights by their sum; `scaling_factor` multiplies them."""
 
 
+class GroupRows(Protocol):
+    """Sorts tokens by expert."""
+
+    def __call__(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A row for each of a token's experts, rows of one expert together and in the order of tokens: (counts_E on the
+        host, token_of_row_S, row_TK), int64. S = T * K. Syncs the device."""
+
+
+class CombineRows(Protocol):
+    """Sums what experts return."""
+
+    def __call__(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]."""
+
+
 class GatedSilu(Protocol):
     """The activation of every MLP."""
 
@@ -246,10 +275,14 @@ class Ops:
     store_latent: StoreLatent
     store_index_keys: StoreIndexKeys
     index_topk: IndexTopK
+    heads_in: HeadsIn
+    heads_out: HeadsOut
     mla_prefill: MLAPrefill
     mla_decode: MLADecode
     mla_sparse: MLASparse
     route: Route
+    group_rows: GroupRows
+    combine_rows: CombineRows
     gated_silu: GatedSilu
     grouped_mlp: GroupedMLP
     grouped_mlp_fp8: GroupedMLPFP8

@@ -30,7 +30,7 @@ FP8_MIN_AMAX = 1e-4
 INT8_MIN_AMAX = 1e-10
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None: plain torch runs everywhere."""
     return None
 
@@ -180,6 +180,14 @@ def index_topk(
     return selected
 
 
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    return torch.einsum("thn,hnc->thc", _exact(x_THN), _exact(weight_HNC)).to(x_THN.dtype)
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    return torch.einsum("thc,hvc->thv", _exact(x_THC), _exact(weight_HVC)).to(x_THC.dtype)
+
+
 def mla_prefill(
     q_THQ: Tensor,
     pages_PGW: Tensor,
@@ -282,6 +290,18 @@ def route(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * scaling_factor
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    experts_S, pair_of_row_S = ids_TK.flatten().sort(stable=True)
+    row_S = torch.empty_like(pair_of_row_S)
+    row_S[pair_of_row_S] = torch.arange(len(row_S), device=row_S.device)
+    counts_E = torch.bincount(experts_S, minlength=num_experts).cpu()
+    return counts_E, pair_of_row_S // ids_TK.shape[1], row_S.view(ids_TK.shape)
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return (_exact(y_SD)[row_TK] * weights_TK[..., None]).sum(1).float()
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:

@@ -13,12 +13,14 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.ops import OP_NAMES, Ops
 
 PROVIDERS: tuple[tuple[str, str], ...] = (
+    ("native", "pdinfer.kernels.native"),
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )
 """(name, module) in order of preference. A module is imported only when its turn comes; it has a function
-`unavailable(device) -> str | None` (a sentence, or None when it can run) and the ops it offers under their names. It
-may have `slow(op, device) -> str | None`: why an op on quantized weights loses to converting them to floats at load."""
+`unavailable(device, dtype) -> str | None` (a sentence, or None when it can run) and the ops it offers under their
+names. It may have `slow(op, device) -> str | None`: why an op on quantized weights loses to making floats of them at
+load."""
 
 
 @attrs.frozen
@@ -41,9 +43,11 @@ class ResolvedOps:
     weights: tuple[str, ...] = ()
 
 
-def resolve_ops(device: torch.device, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
-    """Ops for `device`. `forced` names one provider for all ops, or one per op; BackendUnavailable when a forced
-    provider cannot run here or lacks the op."""
+def resolve_ops(
+    device: torch.device, dtype: torch.dtype, *, forced: str | Mapping[str, str] | None = None
+) -> ResolvedOps:
+    """Ops for models that run in `dtype` on `device`. `forced` names one provider for all ops, or one per op;
+    BackendUnavailable when a forced provider cannot run here or lacks the op."""
     unknown = [] if forced is None or isinstance(forced, str) else sorted(set(forced) - set(OP_NAMES))
     if unknown:
         raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
@@ -51,13 +55,13 @@ def resolve_ops(device: torch.device, *, forced: str | Mapping[str, str] | None 
     choices = []
     for op in OP_NAMES:
         wanted = forced if isinstance(forced, str) or forced is None else forced.get(op)
-        function, choice = _choose(op, device, wanted)
+        function, choice = _choose(op, device, dtype, wanted)
         functions[op] = function
         choices.append(choice)
     return ResolvedOps(Ops(**functions), tuple(choices))  # type: ignore[arg-type]
 
 
-def _choose(op: str, device: torch.device, wanted: str | None) -> tuple[object, OpChoice]:
+def _choose(op: str, device: torch.device, dtype: torch.dtype, wanted: str | None) -> tuple[object, OpChoice]:
     names = [name for name, _ in PROVIDERS]
     if wanted is not None and wanted not in names:
         raise BackendUnavailable(f"op {op}: no provider is called {wanted!r}; there are {', '.join(names)}")
@@ -66,7 +70,7 @@ def _choose(op: str, device: torch.device, wanted: str | None) -> tuple[object, 
         if wanted not in (None, name):
             continue
         module = importlib.import_module(module_path)
-        reason = module.unavailable(device)
+        reason = module.unavailable(device, dtype)
         if reason is None and not hasattr(module, op):
             reason = f"has no {op}"
         if reason is None:
@@ -84,12 +88,13 @@ class Resolved(Protocol):
         """Its ops, and why they are what they are."""
 
 
-def explain_backends(where: str | torch.device | Resolved = "cpu") -> str:
-    """A table: op, the provider it would get on a device, and a sentence for each provider passed over or slow.
+def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
+    """A table: op, the provider it would get on a device in a model of `dtype`, and a sentence for each provider passed
+    over or slow.
 
     For a `Model`: what it got, and what became of its quantized weights.
     """
-    resolved = resolve_ops(torch.device(where)) if isinstance(where, str | torch.device) else where.resolved
+    resolved = resolve_ops(torch.device(where), dtype) if isinstance(where, str | torch.device) else where.resolved
     width = max(len(choice.op) for choice in resolved.choices)
     lines = [f"{'op':<{width}}  provider"]
     for choice in resolved.choices:

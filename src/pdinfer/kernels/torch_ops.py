@@ -26,12 +26,13 @@ WEIGHT_BLOCK_BYTES = 8 << 20
 """Memory for the rows of an FP8 matrix that are floats at one time."""
 
 route = reference.route
+group_rows = reference.group_rows
 layer_norm = reference.layer_norm
 round_fp8 = reference.round_fp8
 round_int8 = reference.round_int8
 
 
-def unavailable(device: torch.device) -> str | None:
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None: eager torch runs on every device."""
     return None
 
@@ -108,6 +109,14 @@ def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Te
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
     rows_TY = packing.index_rows(keys_TY, pages_PGY.dtype)
     pages_PGY.view(-1, pages_PGY.shape[-1]).index_copy_(0, slots_T, rows_TY)
+
+
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    return torch.bmm(x_THN.transpose(0, 1), weight_HNC).transpose(0, 1)
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    return torch.bmm(x_THC.transpose(0, 1), weight_HVC.transpose(1, 2)).transpose(0, 1)
 
 
 def mla_prefill(
@@ -307,6 +316,13 @@ def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
     taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1))
     best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values.long()
     return best_TS.masked_fill_(best_TS > last_T1, -1)
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device)
+    for row_T, weight_T in zip(row_TK.unbind(1), weights_TK.unbind(1), strict=True):
+        out_TD.addcmul_(y_SD.index_select(0, row_T).float(), weight_T[:, None])
+    return out_TD
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:

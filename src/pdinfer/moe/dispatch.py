@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 
 import attrs
-import torch
 from torch import Tensor
+
+from pdinfer.kernels.ops import Ops
 
 
 @attrs.frozen(kw_only=True)
@@ -16,9 +17,8 @@ class Dispatched:
 
     x_SD: Tensor
     counts_E: Tensor
-    token_of_row_S: Tensor
-    weight_of_row_S: Tensor
-    num_tokens: int
+    row_TK: Tensor
+    weights_TK: Tensor
 
 
 class TokenDispatcher(Protocol):
@@ -36,18 +36,13 @@ class LocalDispatcher:
     """All experts are here: sort the rows, un-sort the sum."""
 
     num_experts: int
+    ops: Ops
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
-        experts_S, order_S = ids_TK.flatten().sort(stable=True)
-        token_of_row_S = order_S // ids_TK.shape[1]
+        counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
         return Dispatched(
-            x_SD=x_TD.index_select(0, token_of_row_S),
-            counts_E=torch.bincount(experts_S, minlength=self.num_experts).cpu(),
-            token_of_row_S=token_of_row_S,
-            weight_of_row_S=weights_TK.flatten().index_select(0, order_S),
-            num_tokens=len(x_TD),
+            x_SD=x_TD.index_select(0, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK
         )
 
     def combine(self, y_SD: Tensor, dispatched: Dispatched) -> Tensor:
-        out_TD = torch.zeros(dispatched.num_tokens, y_SD.shape[1], dtype=torch.float32, device=y_SD.device)
-        return out_TD.index_add_(0, dispatched.token_of_row_S, y_SD.float() * dispatched.weight_of_row_S[:, None])
+        return self.ops.combine_rows(y_SD, dispatched.row_TK, dispatched.weights_TK)

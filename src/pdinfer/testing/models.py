@@ -176,7 +176,7 @@ def random_model(
     return Model.build(
         config,
         RandomWeights(seed, dtype, target),
-        resolve_ops(target, forced=providers),
+        resolve_ops(target, dtype, forced=providers),
         device=target,
         dtype=dtype,
         topology=Topology.single(),
@@ -198,7 +198,15 @@ def write_checkpoint(
     parsed = ModelConfig.from_dict(config)
     source = RandomWeights(seed, DTYPES[parsed.dtype])
     cpu = torch.device("cpu")
-    Model.build(parsed, source, resolve_ops(cpu), device=cpu, dtype=source.dtype, topology=Topology.single(), mtp=mtp)
+    Model.build(
+        parsed,
+        source,
+        resolve_ops(cpu, source.dtype),
+        device=cpu,
+        dtype=source.dtype,
+        topology=Topology.single(),
+        mtp=mtp,
+    )
     names = sorted(source.tensors)
     weight_map = {}
     for shard in range(num_shards):

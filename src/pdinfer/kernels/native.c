@@ -1,0 +1,615 @@
+/* The ops of a bfloat16 model that torch leaves far from what a CPU with AVX-512 BF16 can do: products of few rows, which
+ * should run at the speed at which weights are read, and latent attention. Called through `native.py`, which checks
+ * dtypes, shapes and strides; sizes here are numbers of elements. docs/decisions/ says why this is C.
+ *
+ * bf16 values are uint16_t. A "pair" is two neighbouring bf16 values in 32 bits, the unit of vdpbf16ps: one such
+ * instruction adds, for 16 lanes, the two products of a pair of one operand and a pair of the other, in float32.
+ */
+
+#include <immintrin.h>
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define INLINE static inline __attribute__((always_inline))
+
+typedef uint16_t bf16;
+typedef int64_t i64;
+
+INLINE float from_bf16(bf16 x) {
+    union { uint32_t u; float f; } v = {(uint32_t)x << 16};
+    return v.f;
+}
+
+INLINE __m512bh load32(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+INLINE __m512 load16(const bf16 *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16));
+}
+
+INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+/* e^x for x <= 0, relative error below 2e-7: 2^n * p(f) with |f| <= 1/2, p a Taylor polynomial of 2^f. */
+INLINE __m512 exp16(__m512 x) {
+    __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-126.0f));
+    __m512 n = _mm512_roundscale_ps(t, 0), f = _mm512_sub_ps(t, n);
+    __m512 p = _mm512_set1_ps(1.54035304e-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.33335581e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+    __m512 y = _mm512_scalef_ps(p, n);
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
+}
+
+/* -- products of few rows ------------------------------------------------------------------------------------------ */
+
+/* The sums over the lanes of four vectors. */
+INLINE __m128 sums4(const __m512 *v) {
+    __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    __m512 all = _mm512_add_ps(
+        _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))),
+        _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd))));
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
+
+#define OUTS 8 /* weight rows read side by side */
+
+/* y[m][0..8) = x[m] . w[0..8) for M rows of x: the weights come from memory once, and M * 8 sums stay in registers. */
+#define DOTS(M)                                                                                                        \
+    static void dots_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 n, bf16 *y, i64 ldy) {                             \
+        __m512 acc[M][OUTS];                                                                                           \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int o = 0; o < OUTS; o++) acc[m][o] = _mm512_setzero_ps();                                            \
+        i64 i = 0;                                                                                                     \
+        for (; i + 32 <= n; i += 32) {                                                                                 \
+            __m512bh xs[M];                                                                                            \
+            for (int m = 0; m < M; m++) xs[m] = load32(x + m * ldx + i);                                               \
+            for (int o = 0; o < OUTS; o++) {                                                                           \
+                __m512bh row = load32(w + o * n + i);                                                                  \
+                for (int m = 0; m < M; m++) acc[m][o] = _mm512_dpbf16_ps(acc[m][o], row, xs[m]);                       \
+            }                                                                                                          \
+        }                                                                                                              \
+        if (i < n) {                                                                                                   \
+            __mmask32 rest = (1u << (n - i)) - 1;                                                                      \
+            for (int o = 0; o < OUTS; o++) {                                                                           \
+                __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(rest, w + o * n + i);                                \
+                for (int m = 0; m < M; m++)                                                                            \
+                    acc[m][o] = _mm512_dpbf16_ps(acc[m][o], row, (__m512bh)_mm512_maskz_loadu_epi16(rest, x + m * ldx + i));\
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_set_m128(sums4(acc[m] + 4),     \
+                                                                                                sums4(acc[m]))));      \
+    }
+DOTS(1)
+DOTS(2)
+DOTS(3)
+
+/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. While rows of x are still to come for a block of
+ * weights, the next block is fetched, part by part; past the last one that is harmless. One or two long rows are as fast
+ * as memory by themselves. */
+static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+    i64 lines = rows > 2 || n < 1024 ? OUTS * n / 32 : 0;
+    for (i64 o = first; o < last; o += OUTS)
+        for (i64 m = 0; m < rows;) {
+            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
+            const bf16 *xs = x + m * ldx, *block = w + o * n;
+            bf16 *to = y + m * ldy + o;
+            for (i64 line = lines * m / rows; line < lines * (m + now) / rows; line++)
+                _mm_prefetch((const char *)(block + OUTS * n + 32 * line), _MM_HINT_T1);
+            if (now == 1) dots_1(xs, ldx, block, n, to, ldy);
+            else if (now == 2) dots_2(xs, ldx, block, n, to, ldy);
+            else dots_3(xs, ldx, block, n, to, ldy);
+            m += now;
+        }
+}
+
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T; outs a multiple of 8. */
+EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
+    i64 step = 64;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
+}
+
+/* Lane order of two vectors of sums whose weights came from unpacklo and unpackhi: back to that of the 32 columns. */
+#define LOW _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0)
+#define HIGH _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8)
+#define WIDE 128 /* columns read side by side */
+
+/* y[m][0..128) = sum over r of x[m][r] * w[r][0..128) for M <= 3 rows of x; n is even, rows of w are `ldw` apart. */
+#define SUMS(M)                                                                                                        \
+    static void sums_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 ldw, i64 n, bf16 *y, i64 ldy) {                    \
+        __m512 acc[M][WIDE / 16];                                                                                      \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int c = 0; c < WIDE / 16; c++) acc[m][c] = _mm512_setzero_ps();                                       \
+        for (i64 r = 0; r < n; r += 2) {                                                                               \
+            __m512bh xs[M];                                                                                            \
+            for (int m = 0; m < M; m++) {                                                                              \
+                int pair;                                                                                              \
+                memcpy(&pair, x + m * ldx + r, sizeof pair);                                                           \
+                xs[m] = (__m512bh)_mm512_set1_epi32(pair);                                                             \
+            }                                                                                                          \
+            for (int c = 0; c < WIDE / 32; c++) {                                                                      \
+                __m512i even = _mm512_loadu_si512(w + r * ldw + 32 * c);                                               \
+                __m512i odd = _mm512_loadu_si512(w + (r + 1) * ldw + 32 * c);                                          \
+                __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);                                              \
+                __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);                                              \
+                for (int m = 0; m < M; m++) {                                                                          \
+                    acc[m][2 * c] = _mm512_dpbf16_ps(acc[m][2 * c], xs[m], lo);                                        \
+                    acc[m][2 * c + 1] = _mm512_dpbf16_ps(acc[m][2 * c + 1], xs[m], hi);                                \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int c = 0; c < WIDE / 32; c++) {                                                                      \
+                store16(y + m * ldy + 32 * c, _mm512_permutex2var_ps(acc[m][2 * c], LOW, acc[m][2 * c + 1]));          \
+                store16(y + m * ldy + 32 * c + 16, _mm512_permutex2var_ps(acc[m][2 * c], HIGH, acc[m][2 * c + 1]));    \
+            }                                                                                                          \
+    }
+SUMS(1)
+SUMS(2)
+SUMS(3)
+
+/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, n, outs] per head; heads of x are `ldh` apart, its rows `ldx`, heads
+ * of w `ldw`. outs is a multiple of 128, n even. */
+EXPORT void heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
+                     bf16 *y, int threads) {
+    i64 chunks = outs / WIDE;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 item = 0; item < heads * chunks; item++) {
+        i64 h = item / chunks, c = item % chunks * WIDE;
+        for (i64 m = 0; m < rows;) {
+            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
+            const bf16 *xs = x + m * ldx + h * ldh;
+            bf16 *to = y + (m * heads + h) * outs + c;
+            if (now == 1) sums_1(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
+            else if (now == 2) sums_2(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
+            else sums_3(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
+            m += now;
+        }
+    }
+}
+
+/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, outs, n]^T per head; strides as above, outs a multiple of 8. */
+EXPORT void heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
+                      bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 h = 0; h < heads; h++)
+        few_rows(x + h * ldh, ldx, rows, w + h * ldw, n, 0, outs, y + h * outs, heads * outs);
+}
+
+INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
+    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    i64 i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512 g = load16(gate + i), e = exp16(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
+        __m512 down = _mm512_add_ps(one, e);
+        __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
+        __m512 sigmoid = _mm512_div_ps(_mm512_mask_mov_ps(one, negative, e), down);
+        store16(y + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid), load16(up + i)));
+    }
+    for (; i < n; i++) {
+        float g = from_bf16(gate[i]), v = g / (1.0f + expf(-g)) * from_bf16(up[i]);
+        y[i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+    }
+}
+
+/* y[rows, n] = silu(x[:, :n]) * x[:, n:2n] */
+EXPORT void gated_silu(const bf16 *x, i64 rows, i64 n, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 16)
+    for (i64 r = 0; r < rows; r++) silu_times(x + 2 * n * r, x + 2 * n * r + n, y + n * r, n);
+}
+
+/* Gated MLPs of rows sorted by expert, counts[e] of each: y = down . (silu(gate . x) * (up . x)). `hidden` has room for
+ * 3 * inner values per row. inner and width are multiples of 8. */
+EXPORT void experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up, const bf16 *down, i64 width,
+                    i64 inner, bf16 *hidden, bf16 *y, int threads) {
+    i64 rows = 0, starts[num_experts], active[num_experts], num_active = 0;
+    for (i64 e = 0; e < num_experts; e++) {
+        starts[e] = rows;
+        rows += counts[e];
+        if (counts[e]) active[num_active++] = e;
+    }
+    bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
+    i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < num_active * ups; item++) {
+            i64 e = active[item / ups], o = item % ups * step, first = starts[e];
+            few_rows(x + first * width, width, counts[e], gate_up + e * 2 * inner * width, width, o,
+                     MIN(o + step, 2 * inner), wide + first * 2 * inner, 2 * inner);
+        }
+#pragma omp for schedule(static)
+        for (i64 r = 0; r < rows; r++)
+            silu_times(wide + r * 2 * inner, wide + r * 2 * inner + inner, narrow + r * inner, inner);
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < num_active * downs; item++) {
+            i64 e = active[item / downs], o = item % downs * step, first = starts[e];
+            few_rows(narrow + first * inner, inner, counts[e], down + e * width * inner, inner, o,
+                     MIN(o + step, width), y + first * width, width);
+        }
+    }
+}
+
+/* -- tokens and experts -------------------------------------------------------------------------------------------- */
+
+/* Chooses k of `experts` per token, as `kernels.ops.Route` says; of equal scores the lowest. bias may be NULL. */
+EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
+                  i64 top_groups, int normalize, float factor, i64 *ids, float *weights, int threads) {
+    i64 size = experts / groups;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 64)
+    for (i64 t = 0; t < tokens; t++) {
+        const float *in = logits + t * experts;
+        float scores[experts], choice[experts], worth[groups];
+        float top = -INFINITY, total = 0;
+        for (i64 e = 0; e < experts; e++) top = fmaxf(top, in[e]);
+        for (i64 e = 0; e < experts; e++) {
+            scores[e] = sigmoid ? 1.0f / (1.0f + expf(-in[e])) : expf(in[e] - top);
+            total += scores[e];
+        }
+        for (i64 e = 0; e < experts; e++) {
+            if (!sigmoid) scores[e] /= total;
+            choice[e] = bias ? scores[e] + bias[e] : scores[e];
+        }
+        if (groups > 1) {
+            for (i64 g = 0; g < groups; g++) {
+                float first = -INFINITY, second = -INFINITY;
+                for (i64 e = g * size; e < (g + 1) * size; e++)
+                    if (choice[e] > first) second = first, first = choice[e];
+                    else if (choice[e] > second) second = choice[e];
+                worth[g] = bias && size > 1 ? first + second : first;
+            }
+            for (i64 dropped = 0; dropped < groups - top_groups; dropped++) {
+                i64 least = -1;
+                for (i64 g = 0; g < groups; g++)
+                    if (worth[g] < INFINITY && (least < 0 || worth[g] <= worth[least])) least = g;
+                if (least < 0) break;
+                worth[least] = INFINITY;
+                for (i64 e = least * size; e < (least + 1) * size; e++) choice[e] = -INFINITY;
+            }
+        }
+        float sum = 0;
+        for (i64 n = 0; n < k; n++) {
+            i64 best = -1;
+            for (i64 e = 0; e < experts; e++) {
+                int taken = 0;
+                for (i64 before = 0; before < n; before++) taken |= ids[t * k + before] == e;
+                if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
+            }
+            ids[t * k + n] = best;
+            sum += scores[best];
+        }
+        for (i64 n = 0; n < k; n++)
+            weights[t * k + n] = scores[ids[t * k + n]] / (normalize ? sum + 1e-20f : 1.0f) * factor;
+    }
+}
+
+/* Sorts the pairs (token, choice) by expert, keeping their order: counts[expert], the token of each row, and the row of
+ * each pair. */
+EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *counts, i64 *token_of_row, i64 *row) {
+    i64 next[experts], sum = 0;
+    memset(counts, 0, experts * sizeof *counts);
+    for (i64 n = 0; n < tokens * k; n++) counts[ids[n]]++;
+    for (i64 e = 0; e < experts; e++) {
+        next[e] = sum;
+        sum += counts[e];
+    }
+    for (i64 n = 0; n < tokens * k; n++) {
+        row[n] = next[ids[n]]++;
+        token_of_row[row[n]] = n / k;
+    }
+}
+
+/* out[token] = sum over its k choices of weight * y[row], in float32. */
+EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i64 tokens, i64 k, i64 width, float *out,
+                         int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
+    for (i64 t = 0; t < tokens; t++) {
+        i64 i = 0;
+        for (; i + 16 <= width; i += 16) {
+            __m512 sum = _mm512_setzero_ps();
+            for (i64 n = t * k; n < (t + 1) * k; n++)
+                sum = _mm512_fmadd_ps(load16(y + row[n] * width + i), _mm512_set1_ps(weights[n]), sum);
+            _mm512_storeu_ps(out + t * width + i, sum);
+        }
+        for (; i < width; i++) {
+            float sum = 0;
+            for (i64 n = t * k; n < (t + 1) * k; n++) sum += from_bf16(y[row[n] * width + i]) * weights[n];
+            out[t * width + i] = sum;
+        }
+    }
+}
+
+/* -- norms and rotations ------------------------------------------------------------------------------------------- */
+
+/* y = w * x / sqrt(mean(x^2) + eps), rows of n values, ldx apart in x. */
+EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, float eps, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (i64 r = 0; r < rows; r++) {
+        const bf16 *in = x + r * ldx;
+        __m512 sum = _mm512_setzero_ps();
+        i64 i = 0;
+        for (; i + 16 <= n; i += 16) sum = _mm512_fmadd_ps(load16(in + i), load16(in + i), sum);
+        float total = _mm512_reduce_add_ps(sum);
+        for (; i < n; i++) total += from_bf16(in[i]) * from_bf16(in[i]);
+        float scale = 1.0f / sqrtf(total / (float)n + eps);
+        for (i = 0; i + 16 <= n; i += 16)
+            store16(y + r * n + i, _mm512_mul_ps(_mm512_mul_ps(load16(in + i), _mm512_set1_ps(scale)), load16(w + i)));
+        for (; i < n; i++) {
+            float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
+            y[r * n + i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+        }
+    }
+}
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+#define TOKENS 64 /* of a context, in one block */
+
+/* Absorbed attention of all heads of one query over part of its context, tokens [first, last), last > first.
+ * q [heads, width]: latent then rope. pages: token t lies at row table[t / page] * page + t % page, `width` values.
+ * Leaves, unnormalised, o[heads, rank] with its maximum and sum per head. width and rank are multiples of 32. */
+static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page, i64 first, i64 last, i64 heads,
+                   i64 width, i64 rank, float scale, float *o, float *maxima, float *sums) {
+    float scores[heads * TOKENS];
+    uint32_t pairs[heads * TOKENS / 2];
+    const bf16 *token[TOKENS];
+    memset(o, 0, sizeof(float) * heads * rank);
+    for (i64 h = 0; h < heads; h++) maxima[h] = -INFINITY, sums[h] = 0;
+    for (i64 start = first; start < last; start += TOKENS) {
+        i64 count = MIN(TOKENS, last - start);
+        for (i64 t = 0; t < TOKENS; t++) { /* beyond the end: the last one again, with weight 0 */
+            i64 at = MIN(start + t, last - 1);
+            token[t] = pages + (table[at / page] * page + at % page) * width;
+        }
+        for (i64 t = 0; t < count; t += 4)
+            for (i64 h = 0; h < heads; h += 4) {
+                __m512 acc[4][4];
+                i64 some = MIN(4, heads - h);
+                for (int a = 0; a < 4; a++)
+                    for (int b = 0; b < 4; b++) acc[a][b] = _mm512_setzero_ps();
+                const bf16 *qs[4];
+                for (int a = 0; a < 4; a++) qs[a] = q + (h + MIN(a, some - 1)) * width;
+                for (i64 i = 0; i < width; i += 32) {
+                    __m512bh c[4];
+                    for (int b = 0; b < 4; b++) c[b] = load32(token[t + b] + i);
+                    for (int a = 0; a < 4; a++) {
+                        __m512bh x = load32(qs[a] + i);
+                        for (int b = 0; b < 4; b++) acc[a][b] = _mm512_dpbf16_ps(acc[a][b], x, c[b]);
+                    }
+                }
+                for (int a = 0; a < some; a++)
+                    _mm_storeu_ps(scores + (h + a) * TOKENS + t, sums4(acc[a]));
+            }
+        for (i64 h = 0; h < heads; h++) {
+            float *row = scores + h * TOKENS;
+            __m512 s[4], top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
+            for (int k = 0; k < 4; k++) {
+                i64 left = count - 16 * k;
+                __mmask16 there = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
+                s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_loadu_ps(row + 16 * k),
+                                          _mm512_set1_ps(scale));
+                top = _mm512_max_ps(top, s[k]);
+            }
+            float before = maxima[h], now = fmaxf(before, _mm512_reduce_max_ps(top));
+            float shrink = expf(before - now);
+            for (int k = 0; k < 4; k++) {
+                s[k] = exp16(_mm512_sub_ps(s[k], _mm512_set1_ps(now)));
+                sum = _mm512_add_ps(sum, s[k]);
+            }
+            for (int k = 0; k < 4; k += 2)
+                _mm512_storeu_si512(pairs + (h * TOKENS + 16 * k) / 2, (__m512i)_mm512_cvtne2ps_pbh(s[k + 1], s[k]));
+            sums[h] = sums[h] * shrink + _mm512_reduce_add_ps(sum);
+            maxima[h] = now;
+            if (shrink < 1.0f)
+                for (i64 i = 0; i < rank; i += 16)
+                    _mm512_storeu_ps(o + h * rank + i,
+                                     _mm512_mul_ps(_mm512_loadu_ps(o + h * rank + i), _mm512_set1_ps(shrink)));
+        }
+        for (i64 h = 0; h < heads; h += 8) {
+            i64 some = MIN(8, heads - h);
+            for (i64 i = 0; i < rank; i += 32) {
+                __m512 acc[8][2];
+                for (int a = 0; a < 8; a++) acc[a][0] = acc[a][1] = _mm512_setzero_ps();
+                for (i64 t = 0; t < count; t += 2) {
+                    __m512i even = _mm512_loadu_si512(token[t] + i), odd = _mm512_loadu_si512(token[t + 1] + i);
+                    __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+                    __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+                    for (int a = 0; a < 8; a++) {
+                        const uint32_t *p = pairs + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;
+                        __m512bh weight = (__m512bh)_mm512_set1_epi32((int)*p);
+                        acc[a][0] = _mm512_dpbf16_ps(acc[a][0], weight, lo);
+                        acc[a][1] = _mm512_dpbf16_ps(acc[a][1], weight, hi);
+                    }
+                }
+                for (int a = 0; a < some; a++) {
+                    float *to = o + (h + a) * rank + i;
+                    __m512 left = _mm512_permutex2var_ps(acc[a][0], LOW, acc[a][1]);
+                    __m512 right = _mm512_permutex2var_ps(acc[a][0], HIGH, acc[a][1]);
+                    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), left));
+                    _mm512_storeu_ps(to + 16, _mm512_add_ps(_mm512_loadu_ps(to + 16), right));
+                }
+            }
+        }
+    }
+}
+
+/* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank].
+ * table has `pages_per_row` page ids per query. Contexts are cut into parts of `part` tokens, so that few queries still
+ * occupy all threads; scratch has room for parts * heads * (rank + 2) floats, parts = sum of ceil(lens / part). */
+EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 pages_per_row, i64 page, const i64 *lens,
+                       i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part, float *scratch, bf16 *out,
+                       int threads) {
+    i64 parts = 0, begins[batch + 1];
+    for (i64 b = 0; b < batch; b++) {
+        begins[b] = parts;
+        parts += (lens[b] + part - 1) / part;
+    }
+    begins[batch] = parts;
+    float *o = scratch, *maxima = scratch + parts * heads * rank, *sums = maxima + parts * heads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < parts; item++) {
+            i64 b = 0;
+            while (begins[b + 1] <= item) b++;
+            i64 first = (item - begins[b]) * part;
+            absorb(q + b * heads * width, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
+                   heads, width, rank, scale, o + item * heads * rank, maxima + item * heads, sums + item * heads);
+        }
+#pragma omp for schedule(static)
+        for (i64 row = 0; row < batch * heads; row++) {
+            i64 b = row / heads, h = row % heads;
+            float top = -INFINITY, total = 0;
+            for (i64 k = begins[b]; k < begins[b + 1]; k++) top = fmaxf(top, maxima[k * heads + h]);
+            for (i64 k = begins[b]; k < begins[b + 1]; k++) {
+                maxima[k * heads + h] = expf(maxima[k * heads + h] - top);
+                total += sums[k * heads + h] * maxima[k * heads + h];
+            }
+            for (i64 i = 0; i < rank; i += 16) {
+                __m512 sum = _mm512_setzero_ps();
+                for (i64 k = begins[b]; k < begins[b + 1]; k++)
+                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(o + (k * heads + h) * rank + i),
+                                          _mm512_set1_ps(maxima[k * heads + h]), sum);
+                store16(out + row * rank + i, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
+            }
+        }
+    }
+}
+
+#define ROWS 6     /* of a tile: 6 x 64 float32 sums are 24 of the 32 registers */
+#define QUERIES 48 /* of a block */
+
+/* c[6][64] (+)= a . b over `pairs` pairs: a[row][pair] with `lda` pairs between rows, b[pair][64]. */
+INLINE void tile(const uint32_t *a, i64 lda, const uint32_t *b, i64 ldb, i64 pairs, float *c, i64 ldc, int add) {
+    __m512 acc[ROWS][4];
+    for (int r = 0; r < ROWS; r++)
+        for (int k = 0; k < 4; k++) acc[r][k] = add ? _mm512_loadu_ps(c + r * ldc + 16 * k) : _mm512_setzero_ps();
+    for (i64 p = 0; p < pairs; p++) {
+        __m512bh col[4];
+        for (int k = 0; k < 4; k++) col[k] = (__m512bh)_mm512_loadu_si512(b + p * ldb + 16 * k);
+        for (int r = 0; r < ROWS; r++) {
+            __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[r * lda + p]);
+            for (int k = 0; k < 4; k++) acc[r][k] = _mm512_dpbf16_ps(acc[r][k], x, col[k]);
+        }
+    }
+    for (int r = 0; r < ROWS; r++)
+        for (int k = 0; k < 4; k++) _mm512_storeu_ps(c + r * ldc + 16 * k, acc[r][k]);
+}
+
+/* Attention of `queries` rows of one head over `keys` keys of it, added to o, maxima and sums. Query i sees the keys up
+ * to i + offset. q [queries, size] `ldq` apart; packed: per 64 keys, size/2 x 64 pairs of K, then 32 x values pairs of V. */
+static void attend_block(const bf16 *q, i64 ldq, i64 queries, const uint32_t *packed, i64 keys, i64 size, i64 values,
+                         i64 offset, float scale, float *o, i64 ldo, float *maxima, float *sums, i64 ldm) {
+    _Alignas(64) uint32_t left[QUERIES * size / 2];
+    _Alignas(64) float scores[QUERIES * TOKENS], sum[QUERIES * values];
+    _Alignas(64) uint32_t weights[QUERIES * TOKENS / 2];
+    i64 padded = (queries + ROWS - 1) / ROWS * ROWS, per_block = TOKENS * size / 2 + TOKENS / 2 * values;
+    memset(left, 0, sizeof left);
+    for (i64 r = 0; r < queries; r++) {
+        memcpy(left + r * size / 2, q + r * ldq, size * sizeof(bf16));
+        memcpy(sum + r * values, o + r * ldo, values * sizeof(float));
+    }
+    memset(sum + queries * values, 0, (QUERIES - queries) * values * sizeof(float));
+    i64 seen = MIN(keys, offset + queries);
+    for (i64 start = 0; start < seen; start += TOKENS, packed += per_block) {
+        for (i64 r = 0; r < padded; r += ROWS)
+            tile(left + r * size / 2, size / 2, packed, TOKENS, size / 2, scores + r * TOKENS, TOKENS, 0);
+        for (i64 r = 0; r < queries; r++) {
+            i64 visible = MIN(keys, offset + r + 1) - start;
+            float *row = scores + r * TOKENS;
+            __m512 s[4], top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+            for (int k = 0; k < 4; k++) {
+                i64 some = visible - 16 * k;
+                __mmask16 there = some >= 16 ? 0xFFFF : some > 0 ? (1u << some) - 1 : 0;
+                s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_load_ps(row + 16 * k),
+                                          _mm512_set1_ps(scale));
+                top = _mm512_max_ps(top, s[k]);
+            }
+            float before = maxima[r * ldm], now = fmaxf(before, _mm512_reduce_max_ps(top));
+            if (now == -INFINITY) { /* it sees none of these keys and none before */
+                memset(weights + r * TOKENS / 2, 0, TOKENS * sizeof(bf16));
+                continue;
+            }
+            for (int k = 0; k < 4; k++) {
+                s[k] = exp16(_mm512_sub_ps(s[k], _mm512_set1_ps(now)));
+                total = _mm512_add_ps(total, s[k]);
+            }
+            for (int k = 0; k < 4; k += 2)
+                _mm512_store_si512(weights + r * TOKENS / 2 + 8 * k, (__m512i)_mm512_cvtne2ps_pbh(s[k + 1], s[k]));
+            if (now > before) {
+                float shrink = expf(before - now);
+                sums[r * ldm] *= shrink;
+                maxima[r * ldm] = now;
+                for (i64 i = 0; i < values; i += 16)
+                    _mm512_storeu_ps(sum + r * values + i,
+                                     _mm512_mul_ps(_mm512_loadu_ps(sum + r * values + i), _mm512_set1_ps(shrink)));
+            }
+            sums[r * ldm] += _mm512_reduce_add_ps(total);
+        }
+        memset(weights + queries * TOKENS / 2, 0, (QUERIES - queries) * TOKENS * sizeof(bf16));
+        const uint32_t *v = packed + TOKENS * size / 2;
+        for (i64 i = 0; i < values; i += 64)
+            for (i64 r = 0; r < padded; r += ROWS)
+                tile(weights + r * TOKENS / 2, TOKENS / 2, v + i, values, TOKENS / 2, sum + r * values + i, values, 1);
+    }
+    for (i64 r = 0; r < queries; r++) memcpy(o + r * ldo, sum + r * values, values * sizeof(float));
+}
+
+/* Packs the keys and values of one head for `attend_block`. kv [keys, .]: nope values of K, then `values` of V, rows
+ * `ldkv` apart; rope [keys, rope_size], rows `ldr` apart. What lies beyond `keys` is 0. */
+static void pack(const bf16 *kv, i64 ldkv, const bf16 *rope, i64 ldr, i64 keys, i64 nope, i64 rope_size, i64 values,
+                 uint32_t *to) {
+    i64 size = nope + rope_size;
+    for (i64 start = 0; start < keys; start += TOKENS, to += TOKENS * size / 2 + TOKENS / 2 * values) {
+        i64 count = MIN(TOKENS, keys - start);
+        uint32_t *v = to + TOKENS * size / 2;
+        if (count < TOKENS) memset(to, 0, (TOKENS * size / 2 + TOKENS / 2 * values) * sizeof *to);
+        for (i64 t = 0; t < count; t++) {
+            const bf16 *row = kv + (start + t) * ldkv, *key = rope + (start + t) * ldr;
+            for (i64 i = 0; i < nope / 2; i++) memcpy(to + i * TOKENS + t, row + 2 * i, 4);
+            for (i64 i = 0; i < rope_size / 2; i++) memcpy(to + (nope / 2 + i) * TOKENS + t, key + 2 * i, 4);
+        }
+        for (i64 t = 0; t < count; t += 2) {
+            const bf16 *even = kv + (start + t) * ldkv + nope, *odd = even + ldkv;
+            uint32_t *row = v + t / 2 * values;
+            if (t + 1 < count)
+                for (i64 i = 0; i < values; i++) row[i] = even[i] | (uint32_t)odd[i] << 16;
+            else
+                for (i64 i = 0; i < values; i++) row[i] = even[i];
+        }
+    }
+}
+
+/* Adds to o [queries, heads, values] (float32, unnormalised, with maxima and sums [queries, heads]) the attention of
+ * q [queries, heads, nope + rope] over `keys` keys: kv [keys, heads, nope + values], rope rows `ldr` apart. Query i sees
+ * keys up to i + offset. scratch has room, per head, for ceil(keys / 64) * 32 * (nope + rope + values) pairs. nope and
+ * rope are even, values is a multiple of 64. */
+EXPORT void mla_prefill(const bf16 *q, const bf16 *kv, const bf16 *rope, i64 ldr, i64 queries, i64 keys, i64 heads,
+                        i64 nope, i64 rope_size, i64 values, i64 offset, float scale, uint32_t *scratch, float *o,
+                        float *maxima, float *sums, int threads) {
+    i64 size = nope + rope_size, blocks = (queries + QUERIES - 1) / QUERIES;
+    i64 per_head = (keys + TOKENS - 1) / TOKENS * (TOKENS * size / 2 + TOKENS / 2 * values);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (i64 h = 0; h < heads; h++)
+            pack(kv + h * (nope + values), heads * (nope + values), rope, ldr, keys, nope, rope_size, values,
+                 scratch + h * per_head);
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < heads * blocks; item++) {
+            i64 h = item / blocks, first = (blocks - 1 - item % blocks) * QUERIES, row = first * heads + h;
+            attend_block(q + row * size, heads * size, MIN(QUERIES, queries - first), scratch + h * per_head, keys, size,
+                         values, offset + first, scale, o + row * values, heads * values, maxima + row, sums + row,
+                         heads);
+        }
+    }
+}
