@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import attrs
 
@@ -55,12 +56,12 @@ class _Prompt:
         """Prompt and output so far: all that has to be in the pages."""
         return len(self.request.prompt) + len(self.request.output)
 
-    @property
+    @cached_property
     def deadline_at(self) -> float | None:
         """By this engine's clock."""
         return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, float, int]:
         """Both lines are sorted by this: priority first, then deadline and age."""
         return -self.request.priority, due_at(self.submitted_at, self.deadline_at), self.arrival

@@ -37,7 +37,7 @@ PATIENCE_S = 30.0
 RESUME_TOKENS = 128
 """What there must be room for, beyond its tokens, before a sequence that lost its KV comes back (less at its end): its
 prompt and output are computed and sent again for that."""
-GROWTH_RAISE = 0.25
+GROWTH_RAISE = 0.1
 GROWTH_DECAY = 1 / 512
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import attrs
 
@@ -76,7 +77,7 @@ class Ticket:
         """What prefill has to run for it: the prompt, and the output it came with or has given."""
         return len(self.request.prompt) + self.num_tokens
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, float]:
         """The line goes by this: priority first, then deadline and age."""
         return -self.request.priority, due_at(self.submitted_at, self.deadline_at)

@@ -40,13 +40,13 @@ def test_who_comes_back_needs_room_to_run_for_a_while(attempts: int, granted: bo
 
 
 def test_after_a_retraction_pages_are_kept_for_growth() -> None:
-    """A quarter of the 60 tokens that the other may still generate is 8 pages of 30."""
+    """A tenth of the 60 tokens that the other may still generate is 3 pages of 30."""
     pool, tables = tables_of(32)
     others = [running(pool, 4)]
     assert tables.may_reserve(waiting(pool, 58), holding=others)
     tables.learn(num_retracted=1)
-    assert not tables.may_reserve(waiting(pool, 46), holding=others)
-    assert tables.may_reserve(waiting(pool, 44), holding=others)
+    assert not tables.may_reserve(waiting(pool, 56), holding=others)
+    assert tables.may_reserve(waiting(pool, 54), holding=others)
     others[0].protected = True
     assert tables.may_reserve(waiting(pool, 58), holding=others), "it has what it needs"
     others[0].protected = False
