@@ -3,8 +3,9 @@
     python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--seed 0]
 
 `perf` has 1.27 B parameters, 296 M of them active per token, 2.54 GB in bfloat16, and the ratios of the real model;
-`tiny` 5 M, for a smoke test. A tensor's values depend on the seed, its name and its shape alone. With --fp8 linear
-weights are e4m3 with a scale per 128 x 128 block, as released; the rest stays as it is.
+`tiny` 7 M, for a smoke test, with latents of the real size: vLLM takes no other. A tensor's values depend on the seed,
+its name and its shape alone. With --fp8 linear weights are e4m3 with a scale per 128 x 128 block, as released; the rest
+stays as it is.
 """
 
 import argparse
@@ -52,10 +53,10 @@ PRESETS: dict[str, dict[str, int]] = {
         "topk_group": 2,
         "first_k_dense_replace": 1,
         "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_rope_head_dim": 32,
-        "qk_nope_head_dim": 64,
-        "v_head_dim": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
         "vocab_size": 1024,
     },
 }

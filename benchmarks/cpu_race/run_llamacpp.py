@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import llama_cpp as llama
 import numpy as np
-import torch
 from common import MOST_STEPS, Best, parser, prompt_ids, run_cases
 
 BATCH_TOKENS = 2048
@@ -33,7 +32,6 @@ class LlamaCpp:
     """One loaded model, and a context for each case."""
 
     def __init__(self, path: str, dtype: str, threads: int, ubatch: int) -> None:
-        torch.set_num_threads(threads)  # the probe's
         self.quiet = llama.llama_log_callback(lambda _level, _text, _data: None)
         llama.llama_log_set(self.quiet, None)
         llama.llama_backend_init()
