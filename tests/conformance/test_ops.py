@@ -76,7 +76,11 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
 
 @for_every_provider
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [*product((0, 1, 5), ((1, 1), (7, 13), (48, 97), (80, 136))), (16, (48, 72)), (17, (48, 72))]
+    ("rows", "sizes"),
+    [
+        *product((0, 1, 5), ((1, 1), (7, 13), (48, 97), (80, 136))),
+        *product((2, 3, 4, 6, 7, 16, 17), ((48, 72), (264, 16))),
+    ],
 )
 def test_linear(provider: str, device: str, dtype: torch.dtype, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).to(dtype), draw(sizes[1], sizes[0], seed=1).to(dtype)

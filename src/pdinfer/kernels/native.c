@@ -88,27 +88,66 @@ INLINE __m128 sums4(const __m512 *v) {
             _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_set_m128(sums4(acc[m] + 4),     \
                                                                                                 sums4(acc[m]))));      \
     }
-DOTS(1)
 DOTS(2)
 DOTS(3)
 
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. While rows of x are still to come for a block of
- * weights, the next block is fetched, part by part; past the last one that is harmless. One or two long rows are as fast
- * as memory by themselves. */
+/* y[m][0..8) = x[m] . w[0..8) for M rows of x, one row of weights after the other. U sums each, so that additions need not
+ * wait for each other. */
+#define SCAN(M, U)                                                                                                     \
+    static void scan_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 n, bf16 *y, i64 ldy) {                             \
+        float out[M][OUTS];                                                                                            \
+        for (int o = 0; o < OUTS; o++, w += n) {                                                                       \
+            __m512 acc[M][U];                                                                                          \
+            for (int m = 0; m < M; m++)                                                                                \
+                for (int u = 0; u < U; u++) acc[m][u] = _mm512_setzero_ps();                                           \
+            i64 i = 0;                                                                                                 \
+            for (; i + 32 * U <= n; i += 32 * U)                                                                       \
+                for (int u = 0; u < U; u++) {                                                                          \
+                    __m512bh row = load32(w + i + 32 * u);                                                             \
+                    for (int m = 0; m < M; m++)                                                                        \
+                        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], row, load32(x + m * ldx + i + 32 * u));                \
+                }                                                                                                      \
+            for (; i < n; i += 32) {                                                                                   \
+                __mmask32 some = n - i >= 32 ? ~0u : (1u << (n - i)) - 1;                                              \
+                __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(some, w + i);                                        \
+                for (int m = 0; m < M; m++)                                                                            \
+                    acc[m][0] =                                                                                        \
+                        _mm512_dpbf16_ps(acc[m][0], row, (__m512bh)_mm512_maskz_loadu_epi16(some, x + m * ldx + i));   \
+            }                                                                                                          \
+            for (int m = 0; m < M; m++) {                                                                              \
+                for (int u = 1; u < U; u++) acc[m][0] = _mm512_add_ps(acc[m][0], acc[m][u]);                           \
+                out[m][o] = _mm512_reduce_add_ps(acc[m][0]);                                                           \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_loadu_ps(out[m])));             \
+    }
+SCAN(1, 4)
+SCAN(2, 4)
+SCAN(3, 2)
+SCAN(4, 2)
+
+typedef void (*Block)(const bf16 *, i64, const bf16 *, i64, bf16 *, i64);
+static const Block scans[] = {0, scan_1, scan_2, scan_3, scan_4};
+
+/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Up to 4 rows of x wait for memory, which is fastest
+ * when weights are read in the order in which they lie. More rows are worth their registers; while they are computed
+ * for one block of weights the next is fetched, part by part (past the last one that is harmless). */
 static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
-    i64 lines = rows > 2 || n < 1024 ? OUTS * n / 32 : 0;
-    for (i64 o = first; o < last; o += OUTS)
-        for (i64 m = 0; m < rows;) {
-            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
-            const bf16 *xs = x + m * ldx, *block = w + o * n;
-            bf16 *to = y + m * ldy + o;
+    i64 lines = OUTS * n / 32;
+    for (i64 o = first; o < last; o += OUTS) {
+        const bf16 *block = w + o * n;
+        if (rows <= 4) {
+            scans[rows](x, ldx, block, n, y + o, ldy);
+            continue;
+        }
+        for (i64 m = 0, now; m < rows; m += now) {
+            now = rows - m == 4 ? 2 : MIN(rows - m, 3);
             for (i64 line = lines * m / rows; line < lines * (m + now) / rows; line++)
                 _mm_prefetch((const char *)(block + OUTS * n + 32 * line), _MM_HINT_T1);
-            if (now == 1) dots_1(xs, ldx, block, n, to, ldy);
-            else if (now == 2) dots_2(xs, ldx, block, n, to, ldy);
-            else dots_3(xs, ldx, block, n, to, ldy);
-            m += now;
+            (now == 2 ? dots_2 : dots_3)(x + m * ldx, ldx, block, n, y + m * ldy + o, ldy);
         }
+    }
 }
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T; outs a multiple of 8. */
