@@ -142,18 +142,10 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
-    rows, out = len(x_SD), torch.empty_like(x_SD)
-    if not rows:
-        return out
-    if int(counts_E.max()) > FEW_ROWS or width % 8 or inner % 8:
-        first = 0
-        for expert, count in enumerate(counts_E.tolist()):
-            if count:
-                part = slice(first, first + count)
-                hidden = gated_silu(linear(x_SD[part], gate_up_EJD[expert]))
-                torch.mm(hidden, down_EDI[expert].T, out=out[part])
-                first += count
-        return out
+    rows = len(x_SD)
+    if not rows or int(counts_E.max()) > FEW_ROWS or width % 8 or inner % 8:
+        return torch_ops.by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
+    out = torch.empty_like(x_SD)
     hidden = x_SD.new_empty(rows, 3 * inner)
     library().experts(
         x_SD.data_ptr(),

@@ -331,27 +331,32 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 
 
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+    return by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
 
 
 def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+    return by_expert(linear_fp8, gated_silu, x_SD, counts_E, gate_up, down)
 
 
 def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+    return by_expert(linear_int8, gated_silu, x_SD, counts_E, gate_up, down)
 
 
-def _by_expert(
-    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+def by_expert(
+    multiply: Callable[[Tensor, Any], Tensor],
+    activate: Callable[[Tensor], Tensor],
+    x_SD: Tensor,
+    counts_E: Tensor,
+    gate_up: Weight,
+    down: Weight,
 ) -> Tensor:
-    """Only experts that have rows are run."""
+    """The grouped MLP one expert at a time; only those that have rows are run."""
     out = torch.empty_like(x_SD)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
         if count:
             rows = x_SD[first : first + count]
-            hidden = gated_silu(multiply(rows, expert(gate_up, index)))
+            hidden = activate(multiply(rows, expert(gate_up, index)))
             out[first : first + count] = multiply(hidden, expert(down, index))
             first += count
     return out
