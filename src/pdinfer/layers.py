@@ -12,7 +12,7 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import FloatWithBias, Weight
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, part
 
 
 class WeightSource(Protocol):
@@ -91,8 +91,7 @@ class GatedMLP:
         return cls(gate_up, Linear.build(source, f"{name}.down_proj", hidden_size, intermediate_size, ops), ops)
 
     def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
-        if trace is not None:
-            trace.part("mlp")
+        part(trace, "mlp")
         return self.down(self.ops.gated_silu(self.gate_up(x_TD)))
 
 

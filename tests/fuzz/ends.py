@@ -26,6 +26,7 @@ from pdinfer.kv.ring_transport import RingTransport
 from pdinfer.kv.segment import Segment
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, total_bytes
 from tests.conformance.transport_suite import BytesMemory, SegmentMemory
+from tests.fuzz.peers import Deaf
 
 MEMORY_BYTES = 8192
 MAX_TURNS = 1000
@@ -314,7 +315,7 @@ def _hear(transport: RingTransport, link: Link, kind: int, body: bytes) -> None:
     transport.placed(link, body, None)
 
 
-class _Beside:
+class _Beside(Deaf):
     """The stream beside the engine, from which nothing leaves."""
 
     name = "beside"
@@ -329,12 +330,6 @@ class _Beside:
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         self._receiver = receiver
         return ("tcp://here",)
-
-    def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
-        raise TransferError("nobody is there")
-
-    def send(self, link: Link, frame: bytes) -> None:
-        pass
 
     def write(
         self,
@@ -365,9 +360,6 @@ class _Beside:
         if not self.is_closed:
             self.is_closed = True
             self._receiver.closed(link, error)
-
-    def close(self) -> None:
-        pass
 
 
 class _Engine:

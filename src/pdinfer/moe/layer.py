@@ -11,7 +11,7 @@ from pdinfer.layers import GatedMLP, WeightSource
 from pdinfer.moe.dispatch import TokenDispatcher
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.router import Router
-from pdinfer.trace import Trace
+from pdinfer.trace import Trace, part
 
 
 @attrs.frozen
@@ -37,11 +37,9 @@ class MoE:
         )
 
     def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
-        if trace is not None:
-            trace.part("router")
+        part(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
-        if trace is not None:
-            trace.part("experts")
+        part(trace, "experts")
         dispatched = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
         y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
         return (y_TD if self.shared is None else y_TD + self.shared(x_TD)).to(x_TD.dtype)
