@@ -13,6 +13,7 @@ from pdinfer.block import Block
 from pdinfer.checks import check_fits, physical_memory_bytes
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.formats import FP8, cache_components
 from pdinfer.kv.layout import KVLayout
@@ -46,6 +47,7 @@ class Model:
     rotary: Rotary
     weights_id: bytes
     mtp: MTP | None = None
+    groups: Groups = attrs.field(factory=Groups.single)
 
     @classmethod
     def build(
