@@ -141,7 +141,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
-        self.channel.close()
+        self._ends.close()
         self._land()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------

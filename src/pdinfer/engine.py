@@ -97,7 +97,7 @@ class Engine(ABC, Generic[Submitted]):
         self.addresses = tuple(msgspec.msgpack.decode(data, type=PeerAddress) for data in addresses)
         if not isinstance(self._model_runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(self._model_runner).__name__}")
-        if groups.attention.size > 1:
+        if groups.attention.size > 1 and self._model_runner.drafts:
             self._model_runner.sample_with(SharedSampler(groups.attention))
         self._lockstep = Lockstep(groups, self._inbox.wake)
         if groups.attention.rank:
@@ -206,9 +206,9 @@ class Engine(ABC, Generic[Submitted]):
         """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
 
         All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
-        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and counts in no
-        `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are unfinished
-        or no page is free, RequestError when the engine is closed.
+        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and
+        counts in no `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are
+        unfinished or no page is free, RequestError when the engine is closed.
         """
         if self._closed:
             raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
@@ -258,7 +258,10 @@ class Engine(ABC, Generic[Submitted]):
             return
         if self._lockstep is not None:
             self._part(self._lockstep)
-        self._close()
+        if self._follower is None:
+            self._close()
+        else:
+            self.channel.close()
         self._closed = True
         self._inbox.wake()
         if self._trace is not None:

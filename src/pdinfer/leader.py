@@ -115,6 +115,7 @@ class RankChannel:
         self._channel = channel
         self._lockstep = lockstep
         self._size = lockstep.groups.attention.size
+        self._num_followers = self._size - 1
         self._links: dict[int, frozenset[PeerKey]] = {}
         self._words: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
@@ -145,7 +146,12 @@ class RankChannel:
     def connected(self, peer: PeerAddress) -> bool:
         key = peer_key(peer)
         linked = [links for links in self._links.values() if key in links]
-        return len(linked) == self._size - 1 and self._channel.connected(peer)
+        return len(linked) == self._num_followers and self._channel.connected(peer)
+
+    def close(self) -> None:
+        """As of a KVChannel; followers close theirs, so rooms wait for them no more."""
+        self._channel.close()
+        self._num_followers = 0
 
     def shares_pool(self, grant: PageGrant) -> bool:
         """Never: decode's pages are on other ranks too."""
@@ -165,7 +171,7 @@ class RankChannel:
         """The words of rooms that are settled on every rank; ABORTED when they are on one."""
         for word in self._channel.poll():
             self._words.setdefault(word.room, []).append(word)
-        settled = [room for room in self._words if len(self._settled.get(room, ())) == self._size - 1]
+        settled = [room for room in self._words if len(self._settled.get(room, ())) >= self._num_followers]
         return [word for room in settled for word in self._whole(self._words.pop(room), self._settled.pop(room, []))]
 
     def _whole(self, words: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:
@@ -199,7 +205,7 @@ class RankChannel:
             self._channel.push(grant, layers=layers, tokens=share, pages=pages, ready=ready)
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> _Sent:
-        sent = self._sent[grant.room] = _Sent(self._channel.finish(grant, handoff), self._size - 1)
+        sent = self._sent[grant.room] = _Sent(self._channel.finish(grant, handoff), self._num_followers)
         self._lockstep.tell(say.Finish(grant.room, handoff.error))
         return sent
 

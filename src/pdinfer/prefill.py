@@ -156,7 +156,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
         self._ends.drain(1.0)
         self._closed = True
-        self.channel.close()
+        self._ends.close()
         self._return_pages()
 
     def _take_inbox(self) -> None:
