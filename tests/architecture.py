@@ -29,6 +29,7 @@ LAYERS = (
     ("prefill", "decode"),
     ("page_tables",),
     ("engine", "sequence"),
+    ("ranks",),
     ("follower",),
     ("leader",),
     ("lockstep",),

@@ -16,10 +16,9 @@ from pdinfer.engine import Engine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
-from pdinfer.lockstep import Agreement
+from pdinfer.leader import empty_decode
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
-from pdinfer.runner import ModelRunner
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.schedule import choose_victim
 from pdinfer.sequence import Sequence, SequenceState
@@ -56,6 +55,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     """
 
     role = "decode"
+    run_empty = staticmethod(empty_decode)
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
-        self._granted: dict[bytes, Sequence] = {}
         self._running: list[Sequence] = []
+        self._granted: dict[bytes, Sequence] = {}
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
         self._stalled = False
@@ -128,9 +128,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._sleep(timeout_s, left_s)
-
-    def _run_empty(self, runner: ModelRunner, agreement: Agreement) -> None:
-        runner.decode([], [], [], num_passes=agreement.num_passes)
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.decode()
@@ -231,9 +228,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             sequence.cached_tokens = max(word.num_cached_tokens for word in words)
         sequence.waited_s += max(word.queue_s for word in words)
         self._running.append(sequence)
-        first = next((word for word in words if word.token is not None), None)
+        first = next((word for word in words if word.token is not None), words[0])
         vocab_size = self.model.config.vocab_size
-        if first is None or first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
+        if first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
             self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
             return
         if self.config.num_draft_tokens:
@@ -265,7 +262,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return next((sequence for sequence in self._waiting if self._has_writers(sequence)), None)
 
     def _has_writers(self, sequence: Sequence) -> bool:
-        return all(self._ends.connected(writer) for writer in sequence.writers)
+        return all(map(self._ends.connected, sequence.writers))
 
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
@@ -277,9 +274,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = [*self._running, *self._granted.values()]
-        if len(holding) >= self.config.max_running_requests:
-            return False
-        return self._tables.may_reserve(sequence, holding=holding)
+        has_place = len(holding) < self.config.max_running_requests
+        return has_place and self._tables.may_reserve(sequence, holding=holding)
 
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
@@ -290,8 +286,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
         self._ends.expect(grant)
-        left = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
-        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left)
+        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._events.append(Granted(grant=grant, request=request))
 
     def _grow(self, sequence: Sequence) -> bool:

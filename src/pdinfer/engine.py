@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import attrs
-import msgspec
 
 from pdinfer.config import EngineConfig
-from pdinfer.errors import ConfigError, Overloaded, RankLost, RequestError
-from pdinfer.follower import Follower, SharedSampler
-from pdinfer.groups import Groups
+from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
-from pdinfer.leader import RankChannel, RankRunner
-from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
+from pdinfer.leader import RankChannel, RunEmpty
 from pdinfer.model import Model
+from pdinfer.ranks import Ranks
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
@@ -31,8 +27,6 @@ from pdinfer.warm_up import WarmUpRun
 Submitted = TypeVar("Submitted")
 
 DRAIN_POLL_S = 0.1
-
-_log = logging.getLogger("pdinfer")
 
 
 class Engine(ABC, Generic[Submitted]):
@@ -49,6 +43,8 @@ class Engine(ABC, Generic[Submitted]):
     """
 
     role = "engine"
+    run_empty: ClassVar[RunEmpty]
+    """This role's step of the model without rows, as other ranks run it with some."""
 
     def __init__(
         self,
@@ -75,12 +71,17 @@ class Engine(ABC, Generic[Submitted]):
         self._model_runner = self.make_runner(model, pool.memory)
         self._runner: Runner = self._model_runner
         self._ends: KVChannel | RankChannel = channel
-        self._lockstep: Lockstep | None = None
-        self._follower: Follower | None = None
-        self.addresses: tuple[PeerAddress, ...] = (channel.address,)
-        """Those of all ranks that have the same requests, this leader's first."""
+        self._ranks: Ranks | None = None
         if model.groups.world.size > 1:
-            self._join(model.groups)
+            self._ranks = Ranks(
+                model.groups,
+                channel,
+                self._model_runner,
+                run_empty=self.run_empty,
+                limits=self._shared_limits(),
+                wake=self._inbox.wake,
+            )
+            self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -89,24 +90,6 @@ class Engine(ABC, Generic[Submitted]):
         self._prefix_hit_tokens = 0
         self._closed = False
         channel.notify(self._inbox.wake)
-
-    def _join(self, groups: Groups) -> None:
-        """Meets the engines of the other ranks; ConfigError when they were not made alike."""
-        compare(groups.world, self._shared_limits())
-        addresses = gather_bytes(groups.attention, msgspec.msgpack.encode(self.channel.address))
-        self.addresses = tuple(msgspec.msgpack.decode(data, type=PeerAddress) for data in addresses)
-        if not isinstance(self._model_runner, ModelRunner):
-            raise ConfigError(f"ranks run a ModelRunner together, not a {type(self._model_runner).__name__}")
-        if groups.attention.size > 1 and self._model_runner.drafts:
-            self._model_runner.sample_with(SharedSampler(groups.attention))
-        self._lockstep = Lockstep(groups, self._inbox.wake)
-        if groups.attention.rank:
-            self._follower = Follower(self._model_runner, self.channel, self._lockstep, self._run_empty)
-            return
-        ends = RankChannel(self.channel, self._lockstep)
-        self._runner = RankRunner(self._model_runner, self._lockstep, self._run_empty, ends.hear)
-        if groups.attention.size > 1:
-            self._ends = ends
 
     def _shared_limits(self) -> dict[str, object]:
         """What must be the same on all ranks for their steps and pages to fit together."""
@@ -121,10 +104,6 @@ class Engine(ABC, Generic[Submitted]):
             "mtp": self.model.mtp is not None,
         }
 
-    @abstractmethod
-    def _run_empty(self, runner: ModelRunner, agreement: Agreement) -> None:
-        """This role's step of the model without rows, as other ranks run it with some."""
-
     @property
     def closed(self) -> bool:
         """Whether the engine was closed, here or on another of its ranks."""
@@ -138,6 +117,11 @@ class Engine(ABC, Generic[Submitted]):
     def address(self) -> PeerAddress:
         """How peers know this engine."""
         return self.channel.address
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """Those of all ranks that have the same requests, the leader's first."""
+        return (self.address,) if self._ranks is None else self._ranks.addresses
 
     @property
     def limits(self) -> RequestLimits:
@@ -162,12 +146,9 @@ class Engine(ABC, Generic[Submitted]):
         self._ends.connect(peer, timeout_s=timeout_s)
 
     def _put(self, item: Submitted | str) -> None:
-        """Into the inbox, if this rank has one that counts."""
-        if self._follower is not None:
-            rank, leader = (self.model.groups.attention.ranks[at] for at in (self.model.groups.attention.rank, 0))
-            raise RequestError(
-                f"rank {rank} does what rank {leader} does: give requests to the engine of rank {leader}"
-            )
+        """Into the inbox, if this rank takes requests."""
+        if self._ranks is not None:
+            self._ranks.check_leads()
         self._inbox.put(item)
 
     def cancel(self, request_id: str) -> None:
@@ -183,18 +164,19 @@ class Engine(ABC, Generic[Submitted]):
         any: RankLost when one does not come."""
         with using_threads(self.config.num_threads), span(self._trace, STEP):
             part(self._trace, "schedule")
-            return self._step() if self._lockstep is None else self._step_together(self._lockstep)
+            return self._step() if self._ranks is None else self._step_among(self._ranks)
 
-    def _step_together(self, lockstep: Lockstep) -> list[Event]:
+    def _step_among(self, ranks: Ranks) -> list[Event]:
+        """A step with the other ranks."""
         events: list[Event] = []
-        if self._follower is None or self._closed:
+        if ranks.follower is None or self._closed:
             events = self._step()
         else:
             self._inbox.take()
-            self._follower.step()
-        if lockstep.lost is not None and not self._closed:
-            raise lockstep.lost
-        if lockstep.closing:
+            ranks.follower.step()
+        if not self._closed:
+            ranks.check()
+        if ranks.are_closing:
             self.close()
         return events
 
@@ -237,8 +219,8 @@ class Engine(ABC, Generic[Submitted]):
 
     def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
         """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
-        if self._lockstep is not None:
-            left_s = min(left_s, self._lockstep.due_in_s())
+        if self._ranks is not None:
+            left_s = min(left_s, self._ranks.due_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
@@ -256,9 +238,9 @@ class Engine(ABC, Generic[Submitted]):
         next step. A second call does nothing."""
         if self._closed:
             return
-        if self._lockstep is not None:
-            self._part(self._lockstep)
-        if self._follower is None:
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._ranks is None or self._ranks.follower is None:
             self._close()
         else:
             self.channel.close()
@@ -266,20 +248,6 @@ class Engine(ABC, Generic[Submitted]):
         self._inbox.wake()
         if self._trace is not None:
             self._trace.write()
-
-    def _part(self, lockstep: Lockstep) -> None:
-        """Tells the other ranks, if they are there, that this one is closed."""
-        try:
-            if lockstep.closing or lockstep.lost is not None:
-                return
-            if self._follower is not None:
-                self._follower.step(is_closing=True)
-            elif isinstance(self._runner, RankRunner):
-                self._runner.idle(is_closing=True)
-        except RankLost as error:
-            _log.warning("closing without the other ranks: %s", error)
-        finally:
-            lockstep.close()
 
     @abstractmethod
     def _close(self) -> None:

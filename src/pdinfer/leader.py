@@ -30,21 +30,32 @@ RunEmpty = Callable[[ModelRunner, Agreement], None]
 """A role's step of the model without rows: as many collectives as with some."""
 
 
+def empty_prefill(runner: ModelRunner, _: Agreement) -> None:
+    """Prefill's."""
+    for _layer in runner.prefill([]):
+        pass
+
+
+def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
+    """Decode's."""
+    runner.decode([], [], [], num_passes=agreement.num_passes)
+
+
 class RankRunner:
-    """Runs every step of a model together with all ranks. `hear` takes what followers report."""
+    """Runs every step of a model together with all ranks, and tells followers what to run. What they report goes to
+    `ends`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         lockstep: Lockstep,
         run_empty: RunEmpty,
-        hear: Callable[[int, say.Message], None],
+        ends: KVChannel | RankChannel,
     ) -> None:
         self._runner = runner
         self._lockstep = lockstep
         self._run_empty = run_empty
-        self._hear = hear
-        self._leads = lockstep.groups.attention.size > 1
+        self._ends = ends
         self._numbers: weakref.WeakKeyDictionary[Draft, int] = weakref.WeakKeyDictionary()
         self._num_drafts = 0
 
@@ -90,9 +101,15 @@ class RankRunner:
 
     def _agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
         agreement = self._lockstep.agree(num_rows=num_rows, num_passes=num_passes, is_closing=is_closing)
-        for rank, message in () if agreement is None else agreement.heard:
-            self._hear(rank, message)
+        if agreement is not None and isinstance(self._ends, RankChannel):
+            for rank, message in agreement.heard:
+                self._ends.hear(rank, message)
         return agreement
+
+    @property
+    def _leads(self) -> bool:
+        """Whether there are followers."""
+        return isinstance(self._ends, RankChannel)
 
 
 @attrs.define

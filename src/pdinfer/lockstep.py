@@ -34,10 +34,11 @@ BEAT_S = 0.1
 
 @attrs.frozen(kw_only=True)
 class Standing:
-    """What a rank says of itself in an agreement: rows it has for the model, passes of the MTP layer it needs to draft
-    behind them, the placement of experts it uses and a digest of the staged one, whether it closes, and how many bytes
-    it has for its attention group."""
+    """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
+    needs to draft behind them, the placement of experts it uses and a digest of the staged one, whether it closes, and
+    how many bytes it has for its attention group."""
 
+    number: int
     num_rows: int = 0
     num_passes: int = 0
     placement_epoch: int = 0
@@ -101,13 +102,20 @@ class Lockstep:
             return None
         messages = self._outbox.take()
         data = rank_messages.encode(messages) if messages else b""
-        ours = Standing(num_rows=num_rows, num_passes=num_passes, is_closing=int(is_closing), num_bytes=len(data))
+        ours = Standing(
+            number=self._number,
+            num_rows=num_rows,
+            num_passes=num_passes,
+            is_closing=int(is_closing),
+            num_bytes=len(data),
+        )
         if not self._is_active and self._rung != self._number:
             self._bell.ring(self._number)
         self._number += 1
         with self.together():
             table = self.groups.world.all_gather(torch.tensor([attrs.astuple(ours)])).tolist()
             standings = tuple(Standing(**dict(zip(_FIELDS, row, strict=True))) for row in table)
+            self._check_numbers(standings)
             agreement = Agreement(standings, self._exchange(data, standings))
         self.closing = any(standing.is_closing for standing in standings)
         self._is_active = agreement.runs
@@ -139,6 +147,15 @@ class Lockstep:
         if number == self._number:
             self._rung = number
             self._wake()
+
+    def _check_numbers(self, standings: Sequence[Standing]) -> None:
+        numbers = [standing.number for standing in standings]
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+            raise RankLost(
+                f"ranks met in different agreements, {told}: all must step the same engine, the only one over their "
+                "groups; start all ranks anew"
+            )
 
     def _exchange(self, data: bytes, standings: Sequence[Standing]) -> tuple[tuple[int, Message], ...]:
         """In the attention group: the leader's orders to all, and the followers' reports to the leader. No collective

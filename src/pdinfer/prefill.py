@@ -15,10 +15,8 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
-from pdinfer.leader import RankChannel
-from pdinfer.lockstep import Agreement
+from pdinfer.leader import RankChannel, empty_prefill
 from pdinfer.model import Model
-from pdinfer.runner import ModelRunner
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import due_at, is_late, plan_chunk
 from pdinfer.trace import part
@@ -84,6 +82,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     """
 
     role = "prefill"
+    run_empty = staticmethod(empty_prefill)
 
     def __init__(
         self,
@@ -142,10 +141,6 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if self._closed:
             return False
         return self._can_run() or self._sleep(timeout_s)
-
-    def _run_empty(self, runner: ModelRunner, agreement: Agreement) -> None:
-        for _ in runner.prefill([]):
-            pass
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.prefill()
