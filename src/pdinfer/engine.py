@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import attrs
 
@@ -14,7 +14,8 @@ from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
-from pdinfer.leader import RankChannel, RunEmpty
+from pdinfer.leader import RankChannel
+from pdinfer.lockstep import Agreement
 from pdinfer.model import Model
 from pdinfer.ranks import Ranks
 from pdinfer.runner import ModelRunner, Runner, using_threads
@@ -43,8 +44,6 @@ class Engine(ABC, Generic[Submitted]):
     """
 
     role = "engine"
-    run_empty: ClassVar[RunEmpty]
-    """This role's step of the model without rows, as other ranks run it with some."""
 
     def __init__(
         self,
@@ -103,6 +102,11 @@ class Engine(ABC, Generic[Submitted]):
             "layout_id": pool.layout.layout_id.hex(),
             "mtp": self.model.mtp is not None,
         }
+
+    @staticmethod
+    @abstractmethod
+    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
+        """This role's step of the model without rows, as other ranks run it with some."""
 
     @property
     def closed(self) -> bool:
