@@ -24,6 +24,8 @@ INLINE float from_bf16(bf16 x) {
     return v.f;
 }
 
+INLINE bf16 to_bf16(float x) { return (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0); }
+
 INLINE __m512bh load32(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
 INLINE __m512 load16(const bf16 *p) {
@@ -155,6 +157,26 @@ EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i6
     for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
 }
 
+/* The same in float32, for any number of outs: what routers are made of. */
+EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 outs, i64 n, float *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < outs; o++)
+        for (i64 m = 0; m < rows; m++) {
+            __m512 acc[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (i64 i = 0; i < n; i += 64)
+                for (int u = 0; u < 4; u++) {
+                    i64 left = n - i - 16 * u;
+                    __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
+                    const float *at = w + o * n + i + 16 * u;
+                    _mm_prefetch((const char *)at + 4096, _MM_HINT_T1);
+                    acc[u] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, at),
+                                             _mm512_maskz_loadu_ps(some, x + m * ldx + i + 16 * u), acc[u]);
+                }
+            y[m * outs + o] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]),
+                                                                 _mm512_add_ps(acc[2], acc[3])));
+        }
+}
+
 /* Lane order of two vectors of sums whose weights came from unpacklo and unpackhi: back to that of the 32 columns. */
 #define LOW _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0)
 #define HIGH _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8)
@@ -238,7 +260,7 @@ INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
     }
     for (; i < n; i++) {
         float g = from_bf16(gate[i]), v = g / (1.0f + expf(-g)) * from_bf16(up[i]);
-        y[i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+        y[i] = to_bf16(v);
     }
 }
 
@@ -386,9 +408,27 @@ EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, flo
             store16(y + r * n + i, _mm512_mul_ps(_mm512_mul_ps(load16(in + i), _mm512_set1_ps(scale)), load16(w + i)));
         for (; i < n; i++) {
             float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
-            y[r * n + i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+            y[r * n + i] = to_bf16(v);
         }
     }
+}
+
+/* Turns the pairs (2f, 2f + 1) of x [rows, heads, 2 * half] by the angles of their row: cos and sin [rows, half]. Rows
+ * of x are `ldx` apart, heads `ldh`; y is dense. */
+EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 half, const float *cosines,
+                   const float *sines, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (i64 r = 0; r < rows; r++)
+        for (i64 h = 0; h < heads; h++) {
+            const bf16 *in = x + r * ldx + h * ldh;
+            const float *c = cosines + r * half, *s = sines + r * half;
+            bf16 *to = y + (r * heads + h) * 2 * half;
+            for (i64 f = 0; f < half; f++) {
+                float even = from_bf16(in[2 * f]), odd = from_bf16(in[2 * f + 1]);
+                to[2 * f] = to_bf16(even * c[f] - odd * s[f]);
+                to[2 * f + 1] = to_bf16(even * s[f] + odd * c[f]);
+            }
+        }
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
@@ -484,18 +524,19 @@ static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page,
 }
 
 /* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank].
- * table has `pages_per_row` page ids per query. Contexts are cut into parts of `part` tokens, so that few queries still
- * occupy all threads; scratch has room for parts * heads * (rank + 2) floats, parts = sum of ceil(lens / part). */
-EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 pages_per_row, i64 page, const i64 *lens,
-                       i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part, float *scratch, bf16 *out,
-                       int threads) {
+ * latent [batch, heads, rank] and rope [batch, heads, width - rank] are their two parts; table has `pages_per_row` page
+ * ids per query. Contexts are cut into parts of `part` tokens, so that few queries still occupy all threads. */
+EXPORT void mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const i64 *table, i64 pages_per_row,
+                       i64 page, const i64 *lens, i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part,
+                       bf16 *out, int threads) {
     i64 parts = 0, begins[batch + 1];
     for (i64 b = 0; b < batch; b++) {
         begins[b] = parts;
         parts += (lens[b] + part - 1) / part;
     }
     begins[batch] = parts;
-    float *o = scratch, *maxima = scratch + parts * heads * rank, *sums = maxima + parts * heads;
+    float *o = malloc(sizeof(float) * parts * heads * (rank + 2));
+    float *maxima = o + parts * heads * rank, *sums = maxima + parts * heads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(dynamic)
@@ -503,7 +544,12 @@ EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 p
             i64 b = 0;
             while (begins[b + 1] <= item) b++;
             i64 first = (item - begins[b]) * part;
-            absorb(q + b * heads * width, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
+            bf16 q[heads * width];
+            for (i64 h = 0; h < heads; h++) {
+                memcpy(q + h * width, latent + (b * heads + h) * rank, rank * sizeof *q);
+                memcpy(q + h * width + rank, rope + (b * heads + h) * (width - rank), (width - rank) * sizeof *q);
+            }
+            absorb(q, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
                    heads, width, rank, scale, o + item * heads * rank, maxima + item * heads, sums + item * heads);
         }
 #pragma omp for schedule(static)
@@ -524,6 +570,7 @@ EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 p
             }
         }
     }
+    free(o);
 }
 
 #define ROWS 6     /* of a tile: 6 x 64 float32 sums are 24 of the 32 registers */
