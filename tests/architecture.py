@@ -43,7 +43,7 @@ LAYERS = (
     ("mtp",),
     ("block",),
     ("mla", "dsa", "moe"),
-    ("layers", "batch"),
+    ("layers", "batch", "cluster"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
     ("model_config",),
@@ -67,7 +67,7 @@ ONLY = {
     "dsa": {"kv": _VIEW},
     "moe": {"kv": _VIEW},
     "layers": {"kv": _VIEW},
-    "batch": {"kv": _VIEW},
+    "batch": {"kv": _VIEW | {"kv.plan"}},
     "schedule": {"kv": frozenset[str]()},
 }
 

@@ -129,6 +129,11 @@ class Topology:
             return Groups.single()
         try:
             return self._connect(torch.device(device).type, timeout_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.world_size} ranks, and nothing says where they meet: {error}; start them with torchrun or "
+                "begin torch.distributed before"
+            ) from error
         except RuntimeError as error:
             reason = str(error).splitlines()[0][:200]
             raise RankLost(f"rank {self.rank} of {self.world_size} could not meet the others: {reason}") from error

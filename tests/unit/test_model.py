@@ -17,8 +17,9 @@ from pdinfer import model as model_module
 from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.weight_formats import Weight, tensors_of
+from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -165,13 +166,13 @@ def test_each_layer_is_streamed_with_its_cache_written(absorbed: bool) -> None:
     for place, (layer, hidden) in enumerate(model.stream_layers(batch, sequence.view)):
         assert layer == place
         assert hidden.shape == (len(tokens), model.config.hidden_size)
-        seen.append(slots[layer][batch.slots_T].clone())
+        seen.append(slots[layer][batch.slots_A].clone())
         assert seen[-1].isfinite().all()
         for later in slots[layer + 1 :]:
-            assert later[batch.slots_T].isnan().all()
+            assert later[batch.slots_A].isnan().all()
     assert len(seen) == model.config.num_hidden_layers
     for early, final in zip(seen, slots, strict=True):
-        assert torch.equal(early, final[batch.slots_T])
+        assert torch.equal(early, final[batch.slots_A])
 
 
 def test_a_step_writes_its_own_slots_only() -> None:
@@ -181,7 +182,7 @@ def test_a_step_writes_its_own_slots_only() -> None:
     model.forward(batch, sequence.view)
     for pages in sequence.view.latents.values():
         written = ~pages.flatten(0, 1).isnan().any(-1)
-        assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_T.tolist())
+        assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_A.tolist())
 
 
 @pytest.mark.parametrize("absorbed", [False, True])
@@ -223,8 +224,8 @@ class Counting(Destinations):
 
     allocated: int = 0
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = Destinations.take(self, name, *shape, dtype=dtype)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        tensor = Destinations.take(self, name, *shape, dtype=dtype, shard=shard)
         self.allocated += tensor.nbytes
         return tensor
 
@@ -246,9 +247,10 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
         device=CPU,
         dtype=DTYPES[dtype],
         topology=Topology.single(),
+        groups=Groups.single(),
         weights_id=b"",
     )
-    named = sum(place.nbytes for place in source.places.values())
+    named = sum(tensor.nbytes for place in source.places.values() for tensor in tensors_of(place.weight))
     assert source.allocated == named == config.weight_bytes
 
 
