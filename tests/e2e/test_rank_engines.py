@@ -28,7 +28,7 @@ class Checkpoint:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, tiny_config_dict("v3"), mtp=True)
+    write_checkpoint(folder, tiny_config_dict("v3", num_nextn_predict_layers=1), mtp=True)
     return Checkpoint(str(folder), pd.load_model(folder, dtype=torch.float32))
 
 
