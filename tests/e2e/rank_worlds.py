@@ -160,9 +160,17 @@ def serve_rank(
     if topology.is_leader:
         connection = Client(f"{folder}/host", "AF_UNIX")
         connection.send_bytes(role.encode())
+    broken = Path(folder) / "broken"
     if [role, rank] == list(fault[:2]):
-        break_down(engine, fault[2])
-    pd.remote.serve(engine, connection)
+        break_down(engine, fault[2], broken)
+    try:
+        pd.remote.serve(engine, connection)
+    except pd.RankLost as error:
+        if str(error).startswith(f"rank {rank} left"):
+            os._exit(3)  # as a host would that cannot go on; its last words have been told
+        if fault[2] == "stop":  # it has been missed: let it go
+            os.kill(int(broken.read_text()), signal.SIGKILL)
+        raise
     pool = engine.channel.pool
     pool.check()
     return {
@@ -174,32 +182,18 @@ def serve_rank(
     }
 
 
-def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str) -> None:
-    """Has the process break down in its second step of the model."""
+def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str, broken: Path) -> None:
+    """Has the process break down in its second step of the model, and leave its number in a file."""
     runner: Any = engine._model_runner
-    stream_layers = runner._model.stream_layers
-    steps = []
+    build, steps = runner._batch, []
 
-    def broken(batch: Any, view: Any) -> Any:
-        steps.append(batch)
+    def broken_batch(*arguments: Any, **named: Any) -> Any:
+        steps.append(arguments)
         if len(steps) == 2:
+            broken.write_text(str(os.getpid()))
             if how == "raise":
                 raise ZeroDivisionError("a test's fault")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
-        return stream_layers(batch, view)
+        return build(*arguments, **named)
 
-    object.__setattr__(runner, "_model", Proxy(runner._model, broken))
-
-
-class Proxy:
-    """A model whose `stream_layers` is another one."""
-
-    def __init__(self, model: pd.Model, stream_layers: Any) -> None:
-        self._model = model
-        self.stream_layers = stream_layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, batch: Any, view: Any) -> Any:
-        return pd.Model.forward(self, batch, view)  # type: ignore[arg-type]
+    runner._batch = broken_batch

@@ -10,7 +10,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from tests.e2e.rank_worlds import Sizes, World, serving
+from tests.e2e.rank_worlds import Sizes, World, serving, size_of
 from tests.e2e.setups import Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
 from tests.ranks import Ranks
 
@@ -86,3 +86,39 @@ def test_ranks_give_the_tokens_of_one_rank(
         serve_all(world.pairing, checkpoint.model, PROMPTS)
         serve_all(world.pairing, checkpoint.model, PROMPTS[:1])  # known pages; other ranks have nothing to do
     check_ended(world)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "fault"),
+    [
+        ({}, {"dp_size": 3}, ("decode", 1, "kill")),
+        ({"tp_size": 2}, {}, ("prefill", 1, "stop")),
+        ({}, {"dp_size": 2}, ("decode", 0, "raise")),
+    ],
+    ids=str,
+)
+def test_a_rank_that_breaks_down_is_reported_on_all_others(
+    ranks: Ranks, checkpoint: Checkpoint, prefill: Sizes, decode: Sizes, fault: tuple[str, int, str]
+) -> None:
+    collective_s = 8.0 if fault[2] == "stop" else 30.0  # of the others the connections are closed at once
+    with serving(
+        ranks,
+        prefill,
+        decode,
+        checkpoint=checkpoint.folder,
+        fault=fault,
+        collective_s=collective_s,
+        chunked_prefill_size=16,
+    ) as world:
+        names = [
+            world.pairing.submit(pd.Request(prompt=prompt, sampling=greedy(20, ignore_eos=True))) for prompt in PROMPTS
+        ]
+        ends = {name: stream[-1] for name, stream in by_request(collect(world.pairing)).items()}
+    assert set(ends) == set(names)
+    assert pd.FinishReason.FAILED in {end.finish_reason for end in ends.values()}
+    role, rank, _ = fault
+    size = size_of(prefill if role == "prefill" else decode)
+    mine = world.outcomes[: size_of(prefill)] if role == "prefill" else world.outcomes[size_of(prefill) :]
+    told = ["Died" if at == rank else "RankLost" for at in range(size)]
+    assert [outcome.error for outcome in mine] == told
+    assert all("start all ranks anew" in outcome.message for outcome in mine if outcome.error == "RankLost")
