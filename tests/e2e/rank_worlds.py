@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -130,11 +131,12 @@ def make_engine(
     *,
     mtp: bool = False,
     num_pages: int = 128,
+    page_size: int = 4,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
-    """This rank's engine, in float32 over pages of 4 tokens."""
+    """This rank's engine, in float32."""
     model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp)
-    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=num_pages))
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]
     return kind(model, channel, pd.EngineConfig(**config))
@@ -180,6 +182,39 @@ def serve_rank(
         "bytes": engine.channel.stats.bytes_sent,
         "left": pool.num_pages - pool.num_available,
     }
+
+
+def meet_alone(checkpoint: str, folder: str) -> dict[str, Any]:
+    """One rank of a world whose engines are made with different limits, then alike, warmed up, and closed by one."""
+    rank = int(os.environ["RANK"])
+    topology = NotedTopology.from_env(tp_size=2, ep_size=1)
+    told = []
+    for number, limits in enumerate(
+        ({"num_pages": 64 + rank}, {"chunked_prefill_size": 8 + rank}, {"page_size": 4 << rank})
+    ):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(
+                    make_engine(checkpoint, topology, Path(folder) / f"{number}-{rank}", "decode", **limits)
+                )
+            except pd.ConfigError as error:
+                told.append(str(error))
+    engine = make_engine(
+        checkpoint, topology, Path(folder) / f"good-{rank}", "decode", mtp=True, num_draft_tokens=2, num_pages=32
+    )
+    steps = [step.kind for step in engine.warm_up().steps]
+    num_calls = len(engine.model.groups.world.calls or ())
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        engine.step()
+        engine.wait(0.5)
+    num_idle = len(engine.model.groups.world.calls or ()) - num_calls
+    if rank == 1:
+        engine.close()
+    while not engine.closed:
+        engine.step()
+        engine.wait(1.0)
+    return {"told": told, "steps": steps, "num_idle": num_idle, "free": engine.channel.pool.num_free}
 
 
 def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str, broken: Path) -> None:

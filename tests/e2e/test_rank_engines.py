@@ -122,3 +122,18 @@ def test_a_rank_that_breaks_down_is_reported_on_all_others(
     told = ["Died" if at == rank else "RankLost" for at in range(size)]
     assert [outcome.error for outcome in mine] == told
     assert all("start all ranks anew" in outcome.message for outcome in mine if outcome.error == "RankLost")
+
+
+def test_ranks_are_made_alike_warm_up_together_and_close_together(
+    ranks: Ranks, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    first, second = ranks.run("tests.e2e.rank_worlds:meet_alone", 2, checkpoint.folder, str(folder))
+    assert first == {**second, "num_idle": first["num_idle"]}
+    pages, chunk, layout = first["told"]
+    assert pages == "num_pages must be the same on all ranks of an engine; it is 64 on rank 0, 65 on rank 1"
+    assert chunk == "chunked_prefill_size must be the same on all ranks of an engine; it is 8 on rank 0, 9 on rank 1"
+    assert layout.startswith("layout_id must be the same on all ranks")
+    assert {"decode", "draft"} == set(first["steps"])
+    assert first["num_idle"] < 50  # ranks that wait do not spin
+    assert first["free"] == 32
