@@ -17,6 +17,10 @@ from tests.ranks import Ranks
 PROMPTS = [prompt_of(length, seed=length) for length in (9, 1, 23, 40, 5)]
 
 
+PREFILLS: list[Sizes] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"cp_size": 2, "tp_size": 2}]
+DECODES: list[Sizes] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"dp_size": 2, "tp_size": 2}]
+
+
 @attrs.frozen
 class Checkpoint:
     """A folder, and its model as one rank has it."""
@@ -88,6 +92,31 @@ def test_ranks_give_the_tokens_of_one_rank(
     check_ended(world)
 
 
+def test_ranks_are_made_alike_warm_up_together_and_close_together(
+    ranks: Ranks, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("s")
+    first, second = ranks.run("tests.e2e.rank_worlds:meet_alone", 2, checkpoint.folder, str(folder))
+    assert first == {**second, "num_idle": first["num_idle"]}
+    pages, chunk, layout = first["told"]
+    assert pages == "num_pages must be the same on all ranks of an engine; it is 64 on rank 0, 65 on rank 1"
+    assert chunk == "chunked_prefill_size must be the same on all ranks of an engine; it is 8 on rank 0, 9 on rank 1"
+    assert layout.startswith("layout_id must be the same on all ranks")
+    assert {"decode", "draft"} == set(first["steps"])
+    assert first["num_idle"] < 50  # ranks that wait do not spin
+    assert first["free"] == 32
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+@pytest.mark.parametrize("decode", DECODES, ids=str)
+@pytest.mark.parametrize("prefill", PREFILLS, ids=str)
+def test_every_size_meets_every_other(
+    ranks: Ranks, checkpoint: Checkpoint, prefill: Sizes, decode: Sizes, num_draft_tokens: int
+) -> None:
+    test_ranks_give_the_tokens_of_one_rank(ranks, checkpoint, prefill, decode, num_draft_tokens)
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "fault"),
     [
@@ -122,18 +151,3 @@ def test_a_rank_that_breaks_down_is_reported_on_all_others(
     told = ["Died" if at == rank else "RankLost" for at in range(size)]
     assert [outcome.error for outcome in mine] == told
     assert all("start all ranks anew" in outcome.message for outcome in mine if outcome.error == "RankLost")
-
-
-def test_ranks_are_made_alike_warm_up_together_and_close_together(
-    ranks: Ranks, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("s")
-    first, second = ranks.run("tests.e2e.rank_worlds:meet_alone", 2, checkpoint.folder, str(folder))
-    assert first == {**second, "num_idle": first["num_idle"]}
-    pages, chunk, layout = first["told"]
-    assert pages == "num_pages must be the same on all ranks of an engine; it is 64 on rank 0, 65 on rank 1"
-    assert chunk == "chunked_prefill_size must be the same on all ranks of an engine; it is 8 on rank 0, 9 on rank 1"
-    assert layout.startswith("layout_id must be the same on all ranks")
-    assert {"decode", "draft"} == set(first["steps"])
-    assert first["num_idle"] < 50  # ranks that wait do not spin
-    assert first["free"] == 32
