@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
+import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
@@ -37,9 +40,27 @@ class MoE:
         )
 
     def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
+        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace)))
+
+    def in_two_batches(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
+        """The same, half of the rows travelling while the other half is computed; for dispatchers with room for two
+        live batches. All ranks call the same."""
+        halves = x_TD.tensor_split(2)
+        dispatched = [self._dispatch(half_TD, trace) for half_TD in halves]
+        returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]
+        return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
+
+    def _dispatch(self, x_TD: Tensor, trace: Trace | None) -> Any:
         part(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
         part(trace, "experts")
-        dispatched = self.dispatcher.dispatch(x_TD, ids_TK, weights_TK)
-        y_TD = self.dispatcher.combine(self.experts(dispatched), dispatched)
-        return (y_TD if self.shared is None else y_TD + self.shared(x_TD)).to(x_TD.dtype)
+        return self.dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK)
+
+    def _run(self, x_TD: Tensor, pending: Any) -> tuple[Any, Tensor | None]:
+        dispatched = self.dispatcher.dispatch_end(pending)
+        returning = self.dispatcher.combine_begin(self.experts(dispatched), dispatched)
+        return returning, None if self.shared is None else self.shared(x_TD)  # while results travel
+
+    def _combine(self, x_TD: Tensor, returning: Any, shared_TD: Tensor | None) -> Tensor:
+        y_TD = self.dispatcher.combine_end(returning)
+        return (y_TD if shared_TD is None else y_TD + shared_TD).to(x_TD.dtype)
