@@ -25,9 +25,10 @@ def refuse(rank: int) -> None:
 
 
 def die(rank: int) -> None:
-    if int(os.environ["RANK"]) == rank:
+    groups = Topology.from_env().connect()
+    if groups.world.rank == rank:
         os._exit(3)
-    Topology.from_env().connect()
+    groups.world.all_gather(torch.zeros(1))
 
 
 def sleep(rank: int) -> None:

@@ -7,6 +7,7 @@ they were given. `Topology.connect` makes the groups of an engine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -63,6 +64,32 @@ class Group:
             padded[: len(x)] = x
         gathered = self.all_gather(padded).view(self.size, most, *x.shape[1:])
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        """[n, m] of every rank -> [n, size * m], those of rank 0 first."""
+        if self.process_group is None:
+            return x
+        return self.all_gather(x).view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def part(self, x: Tensor, together: int = 1) -> Tensor:
+        """This rank's rows of an x that all ranks have: divided evenly, in rank order; `together` adjacent
+        ranks get the same rows, those of all of them."""
+        if self.process_group is None:
+            return x
+        first = self.rank - self.rank % together
+        return x[self._border(first, len(x)) : self._border(first + together, len(x))]
+
+    def join(self, x: Tensor, total: int, together: int = 1) -> Tensor:
+        """Undoes `part`: the `total` rows of all ranks."""
+        if self.process_group is None or together == self.size:
+            return x
+        borders = [self._border(rank, total) for rank in range(self.size + 1)]
+        first = borders[self.rank - self.rank % together]
+        mine = x[borders[self.rank] - first : borders[self.rank + 1] - first]
+        return self.all_gather_rows(mine, [stop - start for start, stop in itertools.pairwise(borders)])
+
+    def _border(self, rank: int, total: int) -> int:
+        return total * rank // self.size
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """What the group's rank `source` has, in place."""
@@ -122,6 +149,10 @@ class Begun:
             with _calling(self.group, self.what, None):
                 self.work.wait()
         return self.result
+
+
+ALONE = Group("alone")
+"""That of a rank which shares nothing."""
 
 
 @attrs.frozen(eq=False, kw_only=True)

@@ -1,4 +1,5 @@
-"""A whole model: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel, pool or request."""
+"""A model, or a rank's part of one: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel,
+pool or request."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pdinfer.block import Block
 from pdinfer.checks import check_fits, physical_memory_bytes
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.formats import FP8, cache_components
 from pdinfer.kv.layout import KVLayout
@@ -38,6 +40,7 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     topology: Topology
+    groups: Groups
     resolved: ResolvedOps
     embed_VD: Tensor
     blocks: tuple[Block, ...]
@@ -57,6 +60,7 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         topology: Topology,
+        groups: Groups,
         weights_id: bytes = b"",
         mtp: bool = False,
         mtp_copies: Collection[str] = (),
@@ -74,16 +78,17 @@ class Model:
             device=device,
             dtype=dtype,
             topology=topology,
+            groups=groups,
             resolved=resolved,
             embed_VD=embed_VD,
             blocks=tuple(
-                Block.build(source, layer, config, ops, dispatcher) for layer in range(config.num_hidden_layers)
+                Block.build(source, layer, config, ops, dispatcher, groups) for layer in range(config.num_hidden_layers)
             ),
             norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
             lm_head_VD=lm_head_VD,
             rotary=tied.rotary,
             weights_id=weights_id,
-            mtp=MTP.build(source, config, ops, dispatcher, tied, mtp_copies) if mtp else None,
+            mtp=MTP.build(source, config, ops, dispatcher, groups, tied, mtp_copies) if mtp else None,
         )
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from pdinfer.batch import Batch
 from pdinfer.block import Block
 from pdinfer.config import ModelConfig
+from pdinfer.groups import Groups
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Linear, RMSNorm, Rotary, WeightSource
@@ -56,6 +57,7 @@ class MTP:
         config: ModelConfig,
         ops: Ops,
         dispatcher: TokenDispatcher,
+        groups: Groups,
         tied: Tied,
         copies: Collection[str] = (),
     ) -> MTP:
@@ -71,7 +73,7 @@ class MTP:
             token_norm=RMSNorm.build(source, f"{name}.enorm", hidden, eps, ops),
             state_norm=RMSNorm.build(source, f"{name}.hnorm", hidden, eps, ops),
             join=Linear.build(source, f"{name}.eh_proj", hidden, 2 * hidden, ops),
-            block=Block.build(source, layer, config, ops, dispatcher),
+            block=Block.build(source, layer, config, ops, dispatcher, groups),
             norm=RMSNorm.build(source, f"{name}.shared_head.norm", hidden, eps, ops),
             ops=ops,
         )
