@@ -16,7 +16,7 @@ from torch import Tensor
 from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
 from pdinfer.cluster import check_divides
-from pdinfer.config import ModelConfig
+from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
@@ -35,6 +35,8 @@ from pdinfer.kernels.weight_formats import (
 )
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.moe.parallel import ExpertParallel, checked_placement
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
 from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
@@ -148,6 +150,8 @@ def load_model(
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
     mtp: bool = False,
+    experts: ExpertConfig | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
@@ -156,7 +160,8 @@ def load_model(
     activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
     tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
-    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
+    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks
+    each calls this; `experts` says how theirs are reached, `placement` which are where.
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
@@ -165,6 +170,8 @@ def load_model(
     topology = topology or Topology.single()
     config = ModelConfig.from_checkpoint(checkpoint)
     check_divides(config, topology)
+    options = experts or ExpertConfig()
+    placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, dtype, forced=providers)
@@ -174,13 +181,25 @@ def load_model(
         kept = _kept(weights, resolved)
         copies = _own_copies(files, config) if mtp else ()
         weights_id = files.sample_digest()
+        groups = _met(topology, target, weights_id)
+        parallel = ExpertParallel.connect(
+            config,
+            resolved.ops,
+            groups.ep,
+            device=target,
+            dtype=dtype,
+            mtp=mtp,
+            options=options,
+            placement=placement,
+        )
         build = partial(
             Model.build,
             config,
             device=target,
             dtype=dtype,
             topology=topology,
-            groups=_met(topology, target, weights_id),
+            groups=groups,
+            experts=parallel,
             weights_id=weights_id,
             mtp=mtp,
             mtp_copies=copies,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -26,9 +26,10 @@ class Experts:
     op: Callable[[Tensor, Tensor, Any, Any], Tensor]
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Experts:
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
+        """`experts` are the logical ones in the slots of this rank, all different."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        of_expert = [f"{name}.{expert}" for expert in range(config.n_routed_experts)]
+        of_expert = [f"{name}.{expert}" for expert in experts]
         into = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in of_expert]
         gate_up = source.stack(into, size, hidden)
         down = source.stack([(f"{expert}.down_proj.weight",) for expert in of_expert], hidden, size)
