@@ -19,6 +19,7 @@ from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.groups import Groups
+from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
     BLOCK,
@@ -34,6 +35,7 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.kv.view import DTYPES
+from pdinfer.layers import WeightSource
 from pdinfer.model import Model, device_memory_bytes
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
@@ -167,43 +169,21 @@ def load_model(
     """
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
-    topology = topology or Topology.single()
+    topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint)
     check_divides(config, topology)
-    options = experts or ExpertConfig()
-    placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
+    placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, dtype, forced=providers)
+    asked = _Asked(
+        config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
+    )
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
-        copies = _own_copies(files, config) if mtp else ()
-        weights_id = files.sample_digest()
-        groups = _met(topology, target, weights_id)
-        parallel = ExpertParallel.connect(
-            config,
-            resolved.ops,
-            groups.ep,
-            device=target,
-            dtype=dtype,
-            mtp=mtp,
-            options=options,
-            placement=placement,
-        )
-        build = partial(
-            Model.build,
-            config,
-            device=target,
-            dtype=dtype,
-            topology=topology,
-            groups=groups,
-            experts=parallel,
-            weights_id=weights_id,
-            mtp=mtp,
-            mtp_copies=copies,
-        )
+        build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
@@ -215,6 +195,45 @@ def load_model(
         _read_all(stored, wanted, destinations.places, progress)
         _check_tied(files, config, model)
     return model
+
+
+@attrs.frozen(kw_only=True)
+class _Asked:
+    """What the caller of `load_model` asked for, checked."""
+
+    config: ModelConfig
+    topology: Topology
+    device: torch.device
+    dtype: DType
+    mtp: bool
+    experts: ExpertConfig
+    placement: ExpertPlacement | None
+
+    def builder(self, files: Checkpoint, ops: Ops) -> Callable[[WeightSource, ResolvedOps], Model]:
+        """Makes this rank's model of weights from a source, once all ranks have met."""
+        weights_id = files.sample_digest()
+        groups = _met(self.topology, self.device, weights_id)
+        return partial(
+            Model.build,
+            self.config,
+            device=self.device,
+            dtype=self.dtype,
+            topology=self.topology,
+            groups=groups,
+            experts=ExpertParallel.connect(
+                self.config,
+                ops,
+                groups.ep,
+                device=self.device,
+                dtype=self.dtype,
+                mtp=self.mtp,
+                options=self.experts,
+                placement=self.placement,
+            ),
+            weights_id=weights_id,
+            mtp=self.mtp,
+            mtp_copies=_own_copies(files, self.config) if self.mtp else (),
+        )
 
 
 def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
