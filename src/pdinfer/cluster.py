@@ -12,7 +12,6 @@ def check_divides(config: ModelConfig, topology: Topology) -> None:
     for count, what, size, name in (
         (config.num_attention_heads, "num_attention_heads", topology.tp_size, "tp_size"),
         (config.intermediate_size, "intermediate_size", topology.moe_dense_tp_size, "moe_dense_tp_size"),
-        (config.n_routed_experts, "n_routed_experts", topology.ep_size, "ep_size"),
     ):
         if count % size:
             raise ConfigError(f"{name} {size} does not divide {what} = {count}; choose a divisor of it")
