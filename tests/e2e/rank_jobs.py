@@ -56,6 +56,11 @@ def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
     load(folders[int(os.environ["RANK"])], sizes)
 
 
+def connect_own(sizes: Sequence[dict[str, int]]) -> None:
+    """Every rank has another idea of the sizes."""
+    pd.Topology.from_env(**sizes[int(os.environ["RANK"])]).connect()
+
+
 def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]], chunk: int) -> dict[str, Any]:
     """All prompts together, `chunk` tokens of each per step, as an engine does: the cache, and the logits behind every
     step's last tokens."""

@@ -185,3 +185,10 @@ def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: di
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert "rank 0 reads other weights than ranks 1" in outcomes[0].message
     assert "rank 1 reads other weights than ranks 0" in outcomes[1].message
+
+
+def test_ranks_that_were_started_with_different_sizes_are_refused(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes("tests.e2e.rank_jobs:connect_own", 2, [Shape(tp=2).sizes, Shape(dp=2).sizes])
+    assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
+    assert "tp_size is 2 on rank 0 and 1 on rank 1" in outcomes[0].message
+    assert "tp_size is 1 on rank 1 and 2 on rank 0" in outcomes[1].message
