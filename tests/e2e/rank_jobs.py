@@ -11,8 +11,9 @@ import attrs
 import torch
 
 import pdinfer as pd
-from pdinfer.batch import Row
+from pdinfer.batch import Batch, Row
 from pdinfer.groups import Group, Groups
+from pdinfer.kv.view import KVView
 from pdinfer.runner import ModelRunner
 
 
@@ -62,15 +63,17 @@ def connect_own(sizes: Sequence[dict[str, int]]) -> None:
 
 
 def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]], chunk: int) -> dict[str, Any]:
-    """All prompts together, `chunk` tokens of each per step, as an engine does: the cache, and the logits behind every
-    step's last tokens."""
+    """All prompts together, `chunk` tokens of each per step, as an engine does, an empty step, and one of decode: the
+    cache, and the logits behind every step's last tokens."""
     model = load(folder, sizes, mtp=True)
     layout = model.kv_layout(pd.CacheConfig(page_size=4))
-    counts = [layout.num_pages(len(prompt)) for prompt in prompts]
+    counts = [layout.num_pages(len(prompt) + 1) for prompt in prompts]
     memory = model.allocate_pages(layout, sum(counts))
     runner = ModelRunner(model, memory)
     pages = [range(sum(counts[:at]), sum(counts[: at + 1])) for at in range(len(prompts))]
     seen = []
+    for _ in runner.prefill([]):
+        pass
     for start in range(0, max(map(len, prompts)), chunk):
         rows = [
             Row(prompt[start : start + chunk], start, own, next(iter(prompt[start + chunk :]), None))
@@ -80,4 +83,8 @@ def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]]
         for _ in runner.prefill(rows):
             pass
         seen.append(model.head(runner._last_BD).tolist())
+    rows = [Row([7], len(prompt), own) for prompt, own in zip(prompts, pages, strict=True)]
+    for step in (rows, []):
+        batch = Batch.build(step, page_size=4, device=model.device, absorbed=True, cp=model.groups.cp)
+        seen.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))).tolist())
     return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}

@@ -116,11 +116,11 @@ def test_ranks_of_every_shape_say_what_one_says(
     compare(ranks, shape, folders, alone)
 
 
-@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2), "v3")], ids=str)
+@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2, ep=4), "v3")], ids=str)
 def test_every_rank_has_the_whole_cache_of_several_prompts_in_chunks(
     ranks: Ranks, shape: Shape, family: str, folders: dict[str, str]
 ) -> None:
-    """Chunks of which some rank gets nothing, and prompts that end in different steps."""
+    """Chunks of which some rank gets nothing, prompts that end in different steps, and steps without any."""
     prompts = [list(prompt_of(length)) for length in (3, 18, 11)]
     expected = rank_jobs.prefill(folders[family], {}, prompts, 7)
     for got in ranks.run(PREFILL, shape.world_size, folders[family], shape.sizes, prompts, 7):
