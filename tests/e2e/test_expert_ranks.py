@@ -69,6 +69,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {"tp_size": 2},
         {"placement": scattered(4, 16), "experts": {"two_batch_overlap": True}},
     ),
+    "2, context parallel": (2, "float", {"cp_size": 2}, {"placement": scattered(2, 10)}),
     "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
     "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
 }
@@ -82,7 +83,7 @@ def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], ca
     weights, next_token = options.get("weights", "float"), options.get("next_token")
     model = pd.load_model(folder, dtype=torch.float32, weights=weights, mtp=next_token is not None)
     for rank, of_rank in enumerate(got):
-        prompts = PROMPTS[rank // topology.get("tp_size", 1)]
+        prompts = PROMPTS[rank // (topology.get("tp_size", 1) * topology.get("cp_size", 1))]
         expected = [model.logits(prompt) for prompt in prompts]
         if next_token is not None:
             expected += [model.mtp_logits(prompt, next_token) for prompt in prompts]
