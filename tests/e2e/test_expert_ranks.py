@@ -146,3 +146,22 @@ def test_one_rank_looks_nothing_up() -> None:
     model = pd.testing.random_model(tiny_config())
     assert model.experts.replicas is None
     assert all(layer.replicas is None for layer in model.moe_layers())
+
+
+def test_after_balancing_no_rank_gets_more_than_three_percent_above_the_mean(ranks: Ranks) -> None:
+    """50,000 tokens, drawn from the load that was solved for, dispatched between four ranks."""
+    num_experts, num_layers, top_k = 64, 3, 4
+    load = np.random.default_rng(5).lognormal(sigma=0.9, size=(num_layers, num_experts))
+    load = np.minimum(load / load.sum(1, keepdims=True), 0.9 / top_k)
+    solved = pd.moe.solve_placement(load, num_ranks=4, num_redundant=8)
+    trivial = pd.ExpertPlacement.trivial(num_layers, num_experts, 4, 8)
+    tables = [
+        (each.physical_to_logical_map.tolist(), None if each.slot_shares is None else each.slot_shares.tolist())
+        for each in (trivial, solved)
+    ]
+    rows = ranks.run("tests.e2e.expert_jobs:received_rows", 4, load.tolist(), top_k, 50_000, tables)
+    received = np.array(rows).transpose(1, 2, 0)  # placement, layer, rank
+    assert (received.sum(2) == 50_000 * top_k).all()
+    before, after = received.max(2) / received.mean(2)
+    assert (before > 1.1).all()
+    assert (after <= 1.03).all()
