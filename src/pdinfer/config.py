@@ -126,6 +126,8 @@ class ExpertConfig:
     torch.distributed) on several. "deep_ep" has a `deepep_mode` "normal" for prefill, tuned by the file
     `deepep_config`, and "low_latency" for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens
     per rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
+    `expert_distribution_recorder_mode` has the choices of routers counted, over the last
+    `expert_distribution_recorder_buffer_size` steps ("window") or over all ("stat"): see `moe.ExpertLoadRecorder`.
     """
 
     num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
@@ -136,6 +138,8 @@ class ExpertConfig:
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
     num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1024))
     two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
+    expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
+    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
 
 
 @attrs.frozen(kw_only=True)

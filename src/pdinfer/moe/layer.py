@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -23,13 +24,15 @@ from pdinfer.trace import Trace, part
 class MoE:
     """sum_k w_k * Expert_k(x) + Shared(x). The shared experts are one MLP, n_shared_experts times as wide.
 
-    `replicas` turns the experts of the router into those that ranks have; None where they are the same.
+    `record` is told the experts that the router chose; `replicas` turns them into those that ranks have, and is None
+    where they are the same.
     """
 
     router: Router
     experts: Experts
     shared: GatedMLP | None
     dispatcher: TokenDispatcher
+    record: Callable[[Tensor], None] | None = None
     replicas: LayerReplicas | None = None
     two_batch_overlap: bool = False
 
@@ -45,6 +48,7 @@ class MoE:
             Experts.build(source, f"{name}.experts", config, ops, parallel.experts_of(layer)),
             shared,
             parallel.dispatcher,
+            parallel.record_of(layer),
             parallel.replicas_of(layer),
             parallel.two_batch_overlap,
         )
@@ -64,6 +68,8 @@ class MoE:
     def _dispatch(self, x_TD: Tensor, trace: Trace | None) -> Any:
         part(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
+        if self.record is not None:
+            self.record(ids_TK)
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         part(trace, "experts")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
+from torch import Tensor
 
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
@@ -16,6 +18,7 @@ from pdinfer.moe.choose import choose_dispatcher
 from pdinfer.moe.deep_ep import ExpertSizes
 from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.recorder import ExpertLoadRecorder
 from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 
 
@@ -23,13 +26,14 @@ from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 class ExpertParallel:
     """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
     the rows of `placement`, which is None in a model without any. Without `replicas` every expert is in the slot of
-    its own number."""
+    its own number. `recorder` counts what this rank's tokens choose."""
 
     group: Group
     layers: Sequence[int]
     placement: ExpertPlacement | None
     replicas: ReplicaTables | None
     dispatcher: TokenDispatcher
+    recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
 
     @classmethod
@@ -68,7 +72,15 @@ class ExpertParallel:
         dispatcher = choose_dispatcher(group, sizes, options, ops, device)
         if options.two_batch_overlap and dispatcher.max_live is not None and dispatcher.max_live < 2:
             raise ConfigError("two_batch_overlap needs a dispatcher with room for two batches")
-        replicas = None
+        replicas = recorder = None
+        if options.expert_distribution_recorder_mode != "off":
+            recorder = ExpertLoadRecorder(
+                placement.num_layers,
+                placement.num_logical_experts,
+                device=device,
+                mode=options.expert_distribution_recorder_mode,
+                window=options.expert_distribution_recorder_buffer_size,
+            )
         if group.size > 1:
             replicas = ReplicaTables.build(
                 placement,
@@ -83,6 +95,7 @@ class ExpertParallel:
             placement=placement,
             replicas=replicas,
             dispatcher=dispatcher,
+            recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
         )
 
@@ -92,6 +105,15 @@ class ExpertParallel:
         row = self.placement.physical_to_logical_map[self.layers.index(layer)]
         experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
         return experts
+
+    def record_of(self, layer: int) -> Callable[[Tensor], None] | None:
+        """What counts the choices of a layer's router."""
+        return None if self.recorder is None else partial(self.recorder.record, self.layers.index(layer))
+
+    def end_step(self) -> None:
+        """Says that the layers have run once; what was recorded since is one step. Syncs nothing."""
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Where this rank sends the tokens of a layer."""
@@ -138,6 +160,8 @@ def checked_placement(
 def _check_same(group: Group, placement: ExpertPlacement, options: ExpertConfig, device: torch.device) -> None:
     """Ranks that think differently of where experts are would give wrong tokens."""
     said = f"{options}".encode() + placement.physical_to_logical_map.tobytes()
+    if placement.slot_shares is not None:
+        said += placement.slot_shares.tobytes()
     ours = torch.frombuffer(bytearray(hashlib.sha256(said).digest()), dtype=torch.uint8).to(device)[None]
     others = (group.all_gather(ours) != ours).any(-1).nonzero().flatten().tolist()
     if others:
