@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer import groups as groups_module
+from pdinfer import weights
 from pdinfer.batch import Batch, Row
 from pdinfer.groups import Group, Groups
 from pdinfer.kv.view import KVView
@@ -55,6 +58,25 @@ def logits(
 def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
     """Every rank loads another folder."""
     load(folders[int(os.environ["RANK"])], sizes)
+
+
+def load_at_own_pace(folder: str, sizes: dict[str, int]) -> list[int]:
+    """Rank 0 takes care to be heard of after every tensor, others are not heard of until they are done: how often all
+    heard of each other, and how many tensors this rank read."""
+    rounds, tensors = [], []
+
+    class Told(groups_module.InTouch):
+        def __init__(self, group: Group, device: torch.device) -> None:
+            super().__init__(group, device, every_s=0.0 if group.rank == 0 else 1e6)
+
+        def _all_are_done(self, done: int) -> bool:
+            rounds.append(done)
+            return super()._all_are_done(done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "InTouch", Told)
+        load(folder, sizes, progress=lambda done, total: tensors.append(done))
+    return [len(rounds), len(tensors)]
 
 
 def connect_own(sizes: Sequence[dict[str, int]]) -> None:

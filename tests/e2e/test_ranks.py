@@ -129,6 +129,12 @@ def test_every_rank_has_the_whole_cache_of_several_prompts_in_chunks(
         close(got["cache"], expected["cache"])
 
 
+def test_ranks_wait_for_each_other_to_load(ranks: Ranks, folders: dict[str, str]) -> None:
+    (rounds, tensors), *others = ranks.run("tests.e2e.rank_jobs:load_at_own_pace", 2, folders["v3"], Shape(tp=2).sizes)
+    assert [[rounds, tensors]] == others
+    assert rounds == tensors + 1
+
+
 def test_bfloat16_travels(ranks: Ranks, folders: dict[str, str]) -> None:
     (expected,) = rank_jobs.logits([folders["v3"]], {}, PROMPTS[-1:], dtype="bfloat16")
     for (got,) in ranks.run(LOGITS, 4, [folders["v3"]], Shape(2, 2, dense=2).sizes, PROMPTS[-1:], dtype="bfloat16"):
