@@ -44,6 +44,7 @@ LAYERS = (
     ("model_config",),
     ("hf_config", "tensor_header", "rope"),
     ("files",),
+    ("groups",),
     ("checks",),
     ("types", "trace"),
     ("errors",),

@@ -3,7 +3,7 @@
 Modules import downwards only. From the top: this file; `testing`; the pairing and its ports (`pairing`, `remote`);
 the engines (`prefill`, `decode`); what an engine is made of (`schedule`, `sampling`, `weights`, `policy`, `inbox`);
 `model`, `block`; attention and experts (`mla`, `moe`); `layers`, `batch`; the two folders that know nothing of each
-other, `kernels` (compute) and `kv` (bytes); `config`, `topology`, `checkpoint`; `types`; `errors`.
+other, `kernels` (compute) and `kv` (bytes); `config`, `topology`, `checkpoint`; `groups`; `types`; `errors`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pdinfer.errors import (
     LayoutMismatch,
     Overloaded,
     PDInferError,
+    RankLost,
     RequestError,
     TransferError,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "PairingConfig",
     "PeerAddress",
     "PrefillEngine",
+    "RankLost",
     "Refused",
     "Request",
     "RequestError",

@@ -74,9 +74,9 @@ class Batch:
         table = [page for row in rows for page in _padded(row.pages, width)]
         columns = (tokens, positions, sequences, slots, table, context_lens)
         # one tensor, and so one copy to the device, of which the others are views
-        together = torch.from_numpy(np.fromiter(chain.from_iterable(columns), np.int64)).to(device, non_blocking=True)
-        tokens_T, positions_T, sequence_T, slots_T, flat_table, context_lens_B = torch.split(
-            together, [*map(len, columns)]
+        flat = torch.from_numpy(np.array([*chain.from_iterable(columns)], np.int64)).to(device, non_blocking=True)
+        tokens_T, positions_T, sequence_T, slots_T, flat_table, context_lens_B = flat.split_with_sizes(
+            [*map(len, columns)]
         )
         return cls(
             tokens_T=tokens_T,

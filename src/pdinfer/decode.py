@@ -265,9 +265,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
         now = self._clock()
-        error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
         for sequence in list(self._waiting):
             if sequence.missing_s(now, connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
+                error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
                 self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:

@@ -7,7 +7,8 @@
     ├── Overloaded               OVERLOADED       nobody: try again after `retry_after_s`
     ├── TransferError            TRANSFER         a peer, a connection, or bytes that did not verify
     │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things
-    └── BackendUnavailable       BACKEND          an optional library or device that is not there
+    ├── BackendUnavailable       BACKEND          an optional library or device that is not there
+    └── RankLost                 RANK_LOST        another rank of the same engine: it died, hangs, or failed in a step
 
 A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
 borders, and is what programs should look at.
@@ -75,6 +76,13 @@ class BackendUnavailable(PDInferError):
     code = "BACKEND"
 
 
+class RankLost(PDInferError):
+    """A collective did not end: another rank of this engine died, hangs, or left the common sequence of calls. The
+    ranks cannot go on; start all of them anew."""
+
+    code = "RANK_LOST"
+
+
 BY_CODE: dict[str, type[PDInferError]] = {
     error.code: error
     for error in (
@@ -86,6 +94,7 @@ BY_CODE: dict[str, type[PDInferError]] = {
         TransferError,
         LayoutMismatch,
         BackendUnavailable,
+        RankLost,
     )
 }
 

@@ -98,17 +98,18 @@ class ModelRunner:
             with span(self._trace, "draft"):
                 proposed = self._drafter.propose(rows, draws, drafts)
         part(self._trace, "batch")
-        longer = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
-        batch = self._batch(longer, absorbed=True)
-        behind = [
-            after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
-        ]
+        if any(proposed):
+            rows = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
+            draws = [
+                after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
+            ]
+        batch = self._batch(rows, absorbed=True)
         hidden_TD = model.forward(batch, self._view)
         part(self._trace, "head")
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
         part(self._trace, "sample")
-        drawn = iter(sample(logits_TV, behind))
+        drawn = iter(sample(logits_TV, draws))
         part(self._trace, "emit")
         kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
         first = 0

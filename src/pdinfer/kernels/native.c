@@ -9,6 +9,7 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -22,6 +23,8 @@ INLINE float from_bf16(bf16 x) {
     union { uint32_t u; float f; } v = {(uint32_t)x << 16};
     return v.f;
 }
+
+INLINE bf16 to_bf16(float x) { return (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x)), 0); }
 
 INLINE __m512bh load32(const bf16 *p) { return (__m512bh)_mm512_loadu_si512(p); }
 
@@ -59,102 +62,119 @@ INLINE __m128 sums4(const __m512 *v) {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
-#define OUTS 8 /* weight rows read side by side */
+#define OUTS 8 /* weight rows per block */
+#define MOST 8 /* rows of x that pass over a block of weights at once */
 
-/* y[m][0..8) = x[m] . w[0..8) for M rows of x: the weights come from memory once, and M * 8 sums stay in registers. */
-#define DOTS(M)                                                                                                        \
-    static void dots_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 n, bf16 *y, i64 ldy) {                             \
-        __m512 acc[M][OUTS];                                                                                           \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int o = 0; o < OUTS; o++) acc[m][o] = _mm512_setzero_ps();                                            \
-        i64 i = 0;                                                                                                     \
-        for (; i + 32 <= n; i += 32) {                                                                                 \
-            __m512bh xs[M];                                                                                            \
-            for (int m = 0; m < M; m++) xs[m] = load32(x + m * ldx + i);                                               \
-            for (int o = 0; o < OUTS; o++) {                                                                           \
-                __m512bh row = load32(w + o * n + i);                                                                  \
-                for (int m = 0; m < M; m++) acc[m][o] = _mm512_dpbf16_ps(acc[m][o], row, xs[m]);                       \
-            }                                                                                                          \
-        }                                                                                                              \
-        if (i < n) {                                                                                                   \
-            __mmask32 rest = (1u << (n - i)) - 1;                                                                      \
-            for (int o = 0; o < OUTS; o++) {                                                                           \
-                __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(rest, w + o * n + i);                                \
+/* y[m][0..8) = x[m] . w[0..8) for M rows of x. R rows of weights are read side by side, so that what is read of x serves
+ * all of them; one is fastest where x stays in the first-level cache, since memory likes to be read in order. U sums
+ * each, so that additions need not wait for each other. What lies `ahead` bytes behind the weights is fetched into the
+ * second-level cache, of every `passes`-th group of rows (past the end of all weights that is harmless). */
+#define SCAN(M, R, U)                                                                                                  \
+    static void scan_##M##_##R(const bf16 *x, i64 ldx, const bf16 *w, i64 n, i64 ahead, i64 pass, i64 passes, bf16 *y, \
+                               i64 ldy) {                                                                              \
+        __m512 sums[M][OUTS];                                                                                          \
+        for (int o = 0; o < OUTS; o += R, w += R * n) {                                                                \
+            const char *next = (const char *)w + (o / R % passes == pass ? ahead : 0);                                 \
+            __m512 acc[U][M][R];                                                                                       \
+            for (int u = 0; u < U; u++)                                                                                \
                 for (int m = 0; m < M; m++)                                                                            \
-                    acc[m][o] = _mm512_dpbf16_ps(acc[m][o], row, (__m512bh)_mm512_maskz_loadu_epi16(rest, x + m * ldx + i));\
-            }                                                                                                          \
-        }                                                                                                              \
-        for (int m = 0; m < M; m++)                                                                                    \
-            _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_set_m128(sums4(acc[m] + 4),     \
-                                                                                                sums4(acc[m]))));      \
-    }
-DOTS(2)
-DOTS(3)
-
-/* y[m][0..8) = x[m] . w[0..8) for M rows of x, one row of weights after the other. U sums each, so that additions need not
- * wait for each other. */
-#define SCAN(M, U)                                                                                                     \
-    static void scan_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 n, bf16 *y, i64 ldy) {                             \
-        float out[M][OUTS];                                                                                            \
-        for (int o = 0; o < OUTS; o++, w += n) {                                                                       \
-            __m512 acc[M][U];                                                                                          \
-            for (int m = 0; m < M; m++)                                                                                \
-                for (int u = 0; u < U; u++) acc[m][u] = _mm512_setzero_ps();                                           \
+                    for (int r = 0; r < R; r++) acc[u][m][r] = _mm512_setzero_ps();                                    \
             i64 i = 0;                                                                                                 \
             for (; i + 32 * U <= n; i += 32 * U)                                                                       \
                 for (int u = 0; u < U; u++) {                                                                          \
-                    __m512bh row = load32(w + i + 32 * u);                                                             \
-                    for (int m = 0; m < M; m++)                                                                        \
-                        acc[m][u] = _mm512_dpbf16_ps(acc[m][u], row, load32(x + m * ldx + i + 32 * u));                \
+                    __m512bh ws[R];                                                                                    \
+                    for (int r = 0; r < R; r++) {                                                                      \
+                        _mm_prefetch(next + 2 * (R * (i + 32 * u) + 32 * r), _MM_HINT_T1);                             \
+                        ws[r] = load32(w + r * n + i + 32 * u);                                                        \
+                    }                                                                                                  \
+                    for (int m = 0; m < M; m++) {                                                                      \
+                        __m512bh xs = load32(x + m * ldx + i + 32 * u);                                                \
+                        for (int r = 0; r < R; r++) acc[u][m][r] = _mm512_dpbf16_ps(acc[u][m][r], ws[r], xs);          \
+                    }                                                                                                  \
                 }                                                                                                      \
             for (; i < n; i += 32) {                                                                                   \
                 __mmask32 some = n - i >= 32 ? ~0u : (1u << (n - i)) - 1;                                              \
-                __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(some, w + i);                                        \
-                for (int m = 0; m < M; m++)                                                                            \
-                    acc[m][0] =                                                                                        \
-                        _mm512_dpbf16_ps(acc[m][0], row, (__m512bh)_mm512_maskz_loadu_epi16(some, x + m * ldx + i));   \
+                for (int r = 0; r < R; r++) {                                                                          \
+                    __m512bh ws = (__m512bh)_mm512_maskz_loadu_epi16(some, w + r * n + i);                             \
+                    for (int m = 0; m < M; m++)                                                                        \
+                        acc[0][m][r] = _mm512_dpbf16_ps(                                                               \
+                            acc[0][m][r], ws, (__m512bh)_mm512_maskz_loadu_epi16(some, x + m * ldx + i));              \
+                }                                                                                                      \
             }                                                                                                          \
-            for (int m = 0; m < M; m++) {                                                                              \
-                for (int u = 1; u < U; u++) acc[m][0] = _mm512_add_ps(acc[m][0], acc[m][u]);                           \
-                out[m][o] = _mm512_reduce_add_ps(acc[m][0]);                                                           \
-            }                                                                                                          \
+            for (int m = 0; m < M; m++)                                                                                \
+                for (int r = 0; r < R; r++) {                                                                          \
+                    sums[m][o + r] = acc[0][m][r];                                                                     \
+                    for (int u = 1; u < U; u++) sums[m][o + r] = _mm512_add_ps(sums[m][o + r], acc[u][m][r]);          \
+                }                                                                                                      \
         }                                                                                                              \
         for (int m = 0; m < M; m++)                                                                                    \
-            _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_loadu_ps(out[m])));             \
+            _mm_storeu_si128((void *)(y + m * ldy), (__m128i)_mm256_cvtneps_pbh(_mm256_set_m128(sums4(sums[m] + 4),    \
+                                                                                                sums4(sums[m]))));     \
     }
-SCAN(1, 4)
-SCAN(2, 4)
-SCAN(3, 2)
-SCAN(4, 2)
+SCAN(1, 1, 2)
+SCAN(2, 1, 2)
+SCAN(3, 1, 2)
+SCAN(4, 1, 2)
+SCAN(5, 1, 2)
+SCAN(6, 1, 1)
+SCAN(3, 2, 1)
+SCAN(4, 2, 1)
+SCAN(5, 2, 1)
+SCAN(6, 2, 1)
+SCAN(7, 2, 1)
+SCAN(8, 2, 1)
 
-typedef void (*Block)(const bf16 *, i64, const bf16 *, i64, bf16 *, i64);
-static const Block scans[] = {0, scan_1, scan_2, scan_3, scan_4};
+typedef void (*Scan)(const bf16 *, i64, const bf16 *, i64, i64, i64, i64, bf16 *, i64);
+static const Scan near_x[] = {0, scan_1_1, scan_2_1, scan_3_1, scan_4_1, scan_5_1, scan_6_1, scan_7_2, scan_8_2};
+static const Scan far_x[] = {0, scan_1_1, scan_2_1, scan_3_2, scan_4_2, scan_5_2, scan_6_2, scan_7_2, scan_8_2};
 
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Up to 4 rows of x wait for memory, which is fastest
- * when weights are read in the order in which they lie. More rows are worth their registers; while they are computed
- * for one block of weights the next is fetched, part by part (past the last one that is harmless). */
+/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Weights come from memory once. How far ahead they
+ * are fetched is how far memory is behind, which grows with the work per weight; with several passes each fetches its
+ * share of the next block. Rows of x that lie a power of two apart would push each other out of the cache, so they are
+ * copied a little further apart. */
 static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
-    i64 lines = OUTS * n / 32;
-    for (i64 o = first; o < last; o += OUTS) {
-        const bf16 *block = w + o * n;
-        if (rows <= 4) {
-            scans[rows](x, ldx, block, n, y + o, ldy);
-            continue;
-        }
-        for (i64 m = 0, now; m < rows; m += now) {
-            now = rows - m == 4 ? 2 : MIN(rows - m, 3);
-            for (i64 line = lines * m / rows; line < lines * (m + now) / rows; line++)
-                _mm_prefetch((const char *)(block + OUTS * n + 32 * line), _MM_HINT_T1);
-            (now == 2 ? dots_2 : dots_3)(x + m * ldx, ldx, block, n, y + m * ldy + o, ldy);
-        }
+    i64 passes = (rows + MOST - 1) / MOST;
+    i64 ahead = passes > 1 ? 2 * OUTS * n : rows == 1 ? 3072 : rows == 2 ? 6144 : 2048 * rows;
+    const Scan *scans = passes > 1 || rows * n > 12288 ? far_x : near_x;
+    bf16 *apart = rows > 2 && ldx % 256 == 0 ? malloc(2 * rows * (n + 32)) : NULL;
+    if (apart) {
+        for (i64 m = 0; m < rows; m++) memcpy(apart + m * (n + 32), x + m * ldx, 2 * n);
+        x = apart, ldx = n + 32;
     }
+    for (i64 o = first; o < last; o += OUTS)
+        for (i64 pass = 0, m = 0; pass < passes; pass++) {
+            i64 now = (rows - m) / (passes - pass);
+            scans[now](x + m * ldx, ldx, w + o * n, n, ahead, pass, passes, y + m * ldy + o, ldy);
+            m += now;
+        }
+    free(apart);
 }
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T; outs a multiple of 8. */
 EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
-    i64 step = 64;
+    i64 step = threads > 1 ? 64 : outs;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
+}
+
+/* The same in float32, for any number of outs: what routers are made of. */
+EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 outs, i64 n, float *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < outs; o++)
+        for (i64 m = 0; m < rows; m++) {
+            __m512 acc[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
+            for (i64 i = 0; i < n; i += 64)
+                for (int u = 0; u < 4; u++) {
+                    i64 left = n - i - 16 * u;
+                    __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
+                    const float *at = w + o * n + i + 16 * u;
+                    _mm_prefetch((const char *)at + 4096, _MM_HINT_T1);
+                    acc[u] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, at),
+                                             _mm512_maskz_loadu_ps(some, x + m * ldx + i + 16 * u), acc[u]);
+                }
+            y[m * outs + o] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]),
+                                                                 _mm512_add_ps(acc[2], acc[3])));
+        }
 }
 
 /* Lane order of two vectors of sums whose weights came from unpacklo and unpackhi: back to that of the 32 columns. */
@@ -162,9 +182,10 @@ EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i6
 #define HIGH _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8)
 #define WIDE 128 /* columns read side by side */
 
-/* y[m][0..128) = sum over r of x[m][r] * w[r][0..128) for M <= 3 rows of x; n is even, rows of w are `ldw` apart. */
+/* y[m][0..128) = sum over r of x[m][r] * w[r][0..128) for M <= 3 rows of x; n is even, rows of w are `ldw` apart. What lies
+ * `ahead` bytes behind the weights is fetched. */
 #define SUMS(M)                                                                                                        \
-    static void sums_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 ldw, i64 n, bf16 *y, i64 ldy) {                    \
+    static void sums_##M(const bf16 *x, i64 ldx, const bf16 *w, i64 ldw, i64 n, i64 ahead, bf16 *y, i64 ldy) {         \
         __m512 acc[M][WIDE / 16];                                                                                      \
         for (int m = 0; m < M; m++)                                                                                    \
             for (int c = 0; c < WIDE / 16; c++) acc[m][c] = _mm512_setzero_ps();                                       \
@@ -178,6 +199,8 @@ EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i6
             for (int c = 0; c < WIDE / 32; c++) {                                                                      \
                 __m512i even = _mm512_loadu_si512(w + r * ldw + 32 * c);                                               \
                 __m512i odd = _mm512_loadu_si512(w + (r + 1) * ldw + 32 * c);                                          \
+                _mm_prefetch((const char *)(w + r * ldw + 32 * c) + ahead, _MM_HINT_T1);                               \
+                _mm_prefetch((const char *)(w + (r + 1) * ldw + 32 * c) + ahead, _MM_HINT_T1);                         \
                 __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);                                              \
                 __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);                                              \
                 for (int m = 0; m < M; m++) {                                                                          \
@@ -208,9 +231,10 @@ EXPORT void heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n
             i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
             const bf16 *xs = x + m * ldx + h * ldh;
             bf16 *to = y + (m * heads + h) * outs + c;
-            if (now == 1) sums_1(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
-            else if (now == 2) sums_2(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
-            else sums_3(xs, ldx, w + h * ldw + c, outs, n, to, heads * outs);
+            i64 ahead = m ? 0 : 2 * ldw; /* the same of the next head */
+            if (now == 1) sums_1(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
+            else if (now == 2) sums_2(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
+            else sums_3(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
             m += now;
         }
     }
@@ -236,7 +260,7 @@ INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
     }
     for (; i < n; i++) {
         float g = from_bf16(gate[i]), v = g / (1.0f + expf(-g)) * from_bf16(up[i]);
-        y[i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+        y[i] = to_bf16(v);
     }
 }
 
@@ -384,9 +408,27 @@ EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, flo
             store16(y + r * n + i, _mm512_mul_ps(_mm512_mul_ps(load16(in + i), _mm512_set1_ps(scale)), load16(w + i)));
         for (; i < n; i++) {
             float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
-            y[r * n + i] = (bf16)_mm_extract_epi16((__m128i)_mm_cvtneps_pbh(_mm_set_ss(v)), 0);
+            y[r * n + i] = to_bf16(v);
         }
     }
+}
+
+/* Turns the pairs (2f, 2f + 1) of x [rows, heads, 2 * half] by the angles of their row: cos and sin [rows, half]. Rows
+ * of x are `ldx` apart, heads `ldh`; y is dense. */
+EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 half, const float *cosines,
+                   const float *sines, bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
+    for (i64 r = 0; r < rows; r++)
+        for (i64 h = 0; h < heads; h++) {
+            const bf16 *in = x + r * ldx + h * ldh;
+            const float *c = cosines + r * half, *s = sines + r * half;
+            bf16 *to = y + (r * heads + h) * 2 * half;
+            for (i64 f = 0; f < half; f++) {
+                float even = from_bf16(in[2 * f]), odd = from_bf16(in[2 * f + 1]);
+                to[2 * f] = to_bf16(even * c[f] - odd * s[f]);
+                to[2 * f + 1] = to_bf16(even * s[f] + odd * c[f]);
+            }
+        }
 }
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
@@ -482,18 +524,19 @@ static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page,
 }
 
 /* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank].
- * table has `pages_per_row` page ids per query. Contexts are cut into parts of `part` tokens, so that few queries still
- * occupy all threads; scratch has room for parts * heads * (rank + 2) floats, parts = sum of ceil(lens / part). */
-EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 pages_per_row, i64 page, const i64 *lens,
-                       i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part, float *scratch, bf16 *out,
-                       int threads) {
+ * latent [batch, heads, rank] and rope [batch, heads, width - rank] are their two parts; table has `pages_per_row` page
+ * ids per query. Contexts are cut into parts of `part` tokens, so that few queries still occupy all threads. */
+EXPORT void mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const i64 *table, i64 pages_per_row,
+                       i64 page, const i64 *lens, i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part,
+                       bf16 *out, int threads) {
     i64 parts = 0, begins[batch + 1];
     for (i64 b = 0; b < batch; b++) {
         begins[b] = parts;
         parts += (lens[b] + part - 1) / part;
     }
     begins[batch] = parts;
-    float *o = scratch, *maxima = scratch + parts * heads * rank, *sums = maxima + parts * heads;
+    float *o = malloc(sizeof(float) * parts * heads * (rank + 2));
+    float *maxima = o + parts * heads * rank, *sums = maxima + parts * heads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for schedule(dynamic)
@@ -501,7 +544,12 @@ EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 p
             i64 b = 0;
             while (begins[b + 1] <= item) b++;
             i64 first = (item - begins[b]) * part;
-            absorb(q + b * heads * width, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
+            bf16 q[heads * width];
+            for (i64 h = 0; h < heads; h++) {
+                memcpy(q + h * width, latent + (b * heads + h) * rank, rank * sizeof *q);
+                memcpy(q + h * width + rank, rope + (b * heads + h) * (width - rank), (width - rank) * sizeof *q);
+            }
+            absorb(q, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
                    heads, width, rank, scale, o + item * heads * rank, maxima + item * heads, sums + item * heads);
         }
 #pragma omp for schedule(static)
@@ -522,6 +570,7 @@ EXPORT void mla_decode(const bf16 *q, const bf16 *pages, const i64 *table, i64 p
             }
         }
     }
+    free(o);
 }
 
 #define ROWS 6     /* of a tile: 6 x 64 float32 sums are 24 of the 32 registers */

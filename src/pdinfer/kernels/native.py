@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,9 @@ PART_TOKENS = 1024
 """Contexts longer than this are shared by threads in decode."""
 KEYS = 4096
 """Keys and values expanded at a time in prefill: 64 MiB for 16 heads, whatever the length of the context."""
+
+
+_LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -53,17 +57,38 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     rows, width = x_TI.shape
     outs = weight_OI.shape[0]
-    fits = x_TI.dtype == torch.bfloat16 and outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    fits = x_TI.dtype in _LINEARS and outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
     if not fits or not 0 < rows <= FEW_ROWS:
         return F.linear(x_TI, weight_OI)
     out = x_TI.new_empty(rows, outs)
-    library().linear(
+    getattr(library(), _LINEARS[x_TI.dtype])(
         x_TI.data_ptr(),
         x_TI.stride(0),
         rows,
         weight_OI.data_ptr(),
         outs,
         width,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+    if not interleaved or x_THR.dtype != torch.bfloat16 or x_THR.stride(-1) != 1:
+        return torch_ops.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+    rows, num_heads, width = x_THR.shape
+    cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
+    out = x_THR.new_empty(rows, num_heads, width)
+    library().rotate(
+        x_THR.data_ptr(),
+        x_THR.stride(0),
+        x_THR.stride(1),
+        rows,
+        num_heads,
+        width // 2,
+        cos_TF.data_ptr(),
+        sin_TF.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )
@@ -275,12 +300,11 @@ def mla_decode(
     width = pages_PGW.shape[-1]
     if not batch or rank % 32 or width % 32 or pages_PGW.dtype != q_rope_BHR.dtype:
         return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
-    q_BHW = torch.cat((q_latent_BHC, q_rope_BHR), -1)
-    out = q_BHW.new_empty(batch, num_heads, rank)
-    parts = int((context_lens_B + (PART_TOKENS - 1)).div_(PART_TOKENS, rounding_mode="floor").sum())
-    scratch = torch.empty(parts * num_heads * (rank + 2))
+    q_latent_BHC, q_rope_BHR = q_latent_BHC.contiguous(), q_rope_BHR.contiguous()
+    out = torch.empty_like(q_latent_BHC)
     library().mla_decode(
-        q_BHW.data_ptr(),
+        q_latent_BHC.data_ptr(),
+        q_rope_BHR.data_ptr(),
         pages_PGW.data_ptr(),
         page_table_BM.data_ptr(),
         page_table_BM.shape[1],
@@ -292,7 +316,6 @@ def mla_decode(
         rank,
         scale,
         PART_TOKENS,
-        scratch.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
     )

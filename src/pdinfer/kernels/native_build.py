@@ -29,6 +29,8 @@ COMPILE_TIMEOUT_S = 120.0
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
     "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
+    "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
+    "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
     "gated_silu": (_P, _N, _N, _P, _I),
     "experts": (_P, _P, _N, _P, _P, _N, _N, _P, _P, _I),
     "route": (_P, _P, _N, _N, _I, _N, _N, _N, _I, _F, _P, _P, _I),
@@ -37,7 +39,7 @@ SIGNATURES = {
     "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
-    "mla_decode": (_P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _F, _N, _P, _P, _I),
+    "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _F, _N, _P, _I),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
