@@ -78,7 +78,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
+    "safetensors": (
+        "moe.location_files",
+        "quantize",
+        "testing.models",
+    ),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }
@@ -90,6 +94,12 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "kv.plan": frozenset({"torch"}),
     "kv.pool": frozenset({"torch"}),
     "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
+    "moe.balance": frozenset({"torch"}),
+    "moe.migration": frozenset({"torch"}),
+    "moe.packing": frozenset({"torch"}),
+    "moe.placement": frozenset({"torch"}),
+    "moe.refine": frozenset({"torch"}),
+    "moe.solver": frozenset({"torch"}),
     "page_tables": frozenset({"torch"}),
     "schedule": frozenset({"torch"}),
     "policy": frozenset({"torch"}),

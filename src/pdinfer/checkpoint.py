@@ -78,6 +78,18 @@ class Checkpoint:
             raise
         return cls(folder, descriptors, tensors, num_unlisted=len(found) - len(tensors))
 
+    @classmethod
+    def open_file(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open and check one file, whatever else is in its folder; no tensor is read. Raises CheckpointError."""
+        path = Path(path)
+        descriptors = {path.name: open_regular(path.parent, path.name, CheckpointError)}
+        try:
+            tensors = _read_header(descriptors[path.name], path.name, path)
+        except BaseException:
+            _close_all(descriptors)
+            raise
+        return cls(path.parent, descriptors, tensors)
+
     def read(self, info: TensorInfo) -> torch.Tensor:
         """A fresh CPU tensor with the bytes of `info`. Raises CheckpointError where the file has become shorter."""
         path = self.folder / info.file
