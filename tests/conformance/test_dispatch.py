@@ -18,7 +18,7 @@ ONE_RANK = ("local", "all_to_all", "one_call", "one_call-loose")
 SEVERAL_RANKS = [("all_to_all", 2), ("all_to_all", 4), ("all_to_all-bfloat16", 2)]
 SEVERAL_RANKS += [("deep_ep-normal", 2), ("deep_ep-normal", 4), ("deep_ep-normal-tuned", 2)]
 SEVERAL_RANKS += [("deep_ep-low_latency", 2), ("deep_ep-low_latency", 4)]
-SEEDS = 12
+SEEDS = 6
 
 
 @pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
