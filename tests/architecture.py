@@ -32,7 +32,7 @@ LAYERS = (
     ("warm_up",),
     ("runner",),
     ("speculation",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "malloc"),
     ("schemes",),
     ("model",),
     ("mtp",),

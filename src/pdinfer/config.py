@@ -95,7 +95,8 @@ class EngineConfig:
     batch: the tokens stay the same, and there are fewer steps.
 
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
-    gets back what it had. None leaves that to the host. `trace` names a folder: when the engine is closed, a timeline
+    gets back what it had. None leaves that to the host. With `keep_freed_memory` the process's malloc keeps what steps
+    on a CPU free, see `pdinfer.malloc`. `trace` names a folder: when the engine is closed, a timeline
     of its newest steps is written there, see `pdinfer.trace`.
     """
 
@@ -113,6 +114,7 @@ class EngineConfig:
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
+    keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
 
 

@@ -12,6 +12,7 @@ from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
+from pdinfer.malloc import keep_freed_memory
 from pdinfer.model import Model
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -52,6 +53,8 @@ class Engine(ABC, Generic[Submitted]):
         self._trace: Trace | None = None
         if self.config.trace is not None:
             self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
+        if self.config.keep_freed_memory and model.device.type == "cpu":
+            keep_freed_memory()
         pool = channel.pool
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
