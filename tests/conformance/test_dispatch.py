@@ -34,6 +34,12 @@ def test_on_ranks(ranks: Ranks, name: str, world_size: int) -> None:
     assert all(of_rank == calls[0] for of_rank in calls)
 
 
+def test_a_rank_that_is_lost_on_the_way_is_a_rank_lost(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes("tests.conformance.dispatch_kinds:lose", 3, 1)
+    assert [outcome.error for outcome in outcomes] == ["RankLost", "Died", "RankLost"]
+    assert "all_to_all of group ep (ranks 0, 1, 2) failed on rank 0" in outcomes[0].message
+
+
 @pytest.mark.parametrize("dispatcher", [LocalDispatcher(2, OPS), AllToAllDispatcher(Group("ep"), 2, OPS)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_keep_their_dtype_and_the_sum_is_float32(dispatcher: TokenDispatcher, dtype: torch.dtype) -> None:
