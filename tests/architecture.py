@@ -37,13 +37,14 @@ LAYERS = (
     ("warm_up",),
     ("runner",),
     ("speculation",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "malloc"),
     ("schemes",),
     ("model",),
     ("mtp",),
     ("block",),
+    ("cluster",),
     ("mla", "dsa", "moe"),
-    ("layers", "batch", "cluster"),
+    ("layers", "batch"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
     ("model_config",),
@@ -83,7 +84,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
+    "safetensors": (
+        "moe.location_files",
+        "quantize",
+        "testing.models",
+    ),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }
@@ -95,6 +100,12 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "kv.plan": frozenset({"torch"}),
     "kv.pool": frozenset({"torch"}),
     "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
+    "moe.balance": frozenset({"torch"}),
+    "moe.migration": frozenset({"torch"}),
+    "moe.packing": frozenset({"torch"}),
+    "moe.placement": frozenset({"torch"}),
+    "moe.refine": frozenset({"torch"}),
+    "moe.solver": frozenset({"torch"}),
     "page_tables": frozenset({"torch"}),
     "schedule": frozenset({"torch"}),
     "policy": frozenset({"torch"}),

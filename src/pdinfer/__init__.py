@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from pdinfer import kernels, kv, moe, policy, remote, testing
-from pdinfer.config import CacheConfig, EngineConfig, ModelConfig, PairingConfig
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import (
     BackendUnavailable,
@@ -29,6 +29,8 @@ from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
+from pdinfer.moe.balance import rebalance_experts
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.pairing import Pairing
 from pdinfer.prefill import PrefillEngine
 from pdinfer.quantize import quantize_checkpoint
@@ -53,6 +55,8 @@ __all__ = [
     "ConfigError",
     "DecodeEngine",
     "EngineConfig",
+    "ExpertConfig",
+    "ExpertPlacement",
     "FinishReason",
     "Granted",
     "Handoff",
@@ -84,6 +88,7 @@ __all__ = [
     "moe",
     "policy",
     "quantize_checkpoint",
+    "rebalance_experts",
     "remote",
     "testing",
 ]

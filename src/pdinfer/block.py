@@ -13,8 +13,8 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import GatedMLP, RMSNorm, WeightSource
 from pdinfer.mla import MLA
-from pdinfer.moe.dispatch import TokenDispatcher
 from pdinfer.moe.layer import MoE
+from pdinfer.moe.parallel import ExpertParallel
 
 
 @attrs.frozen
@@ -42,7 +42,7 @@ class Block:
         layer: int,
         config: ModelConfig,
         ops: Ops,
-        dispatcher: TokenDispatcher,
+        parallel: ExpertParallel,
         groups: Groups,
     ) -> Block:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
@@ -54,7 +54,7 @@ class Block:
         mlp_norm = RMSNorm.build(source, f"{name}.post_attention_layernorm", hidden, eps, ops)
         mlp: GatedMLP | MoE
         if config.is_moe_layer(layer):
-            mlp, together = MoE.build(source, f"{name}.mlp", config, ops, dispatcher), 1
+            mlp, together = MoE.build(source, layer, config, ops, parallel), 1
         else:
             dense = groups.dense_tp
             mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops, dense)

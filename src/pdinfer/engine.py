@@ -16,6 +16,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.leader import RankChannel
 from pdinfer.lockstep import Agreement
+from pdinfer.malloc import keep_freed_memory
 from pdinfer.model import Model
 from pdinfer.ranks import Ranks
 from pdinfer.runner import ModelRunner, Runner, using_threads
@@ -62,6 +63,8 @@ class Engine(ABC, Generic[Submitted]):
         self._trace: Trace | None = None
         if self.config.trace is not None:
             self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
+        if self.config.keep_freed_memory and model.device.type == "cpu":
+            keep_freed_memory()
         pool = channel.pool
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens

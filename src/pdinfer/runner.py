@@ -90,6 +90,7 @@ class ModelRunner:
             # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
             model.mtp(state_TD, batch.shifted(), self._view)
             yield model.mtp.layer, _event(model.device)
+        model.experts.end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         part(self._trace, "head")
@@ -130,6 +131,7 @@ class ModelRunner:
         batch = self._batch(rows, absorbed=True)
         hidden_TD = model.forward(batch, self._view)
         part(self._trace, "head")
+        model.experts.end_step()
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
         part(self._trace, "sample")

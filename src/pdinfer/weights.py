@@ -16,9 +16,10 @@ from torch import Tensor
 from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
 from pdinfer.cluster import check_divides
-from pdinfer.config import ModelConfig
+from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
-from pdinfer.groups import Groups
+from pdinfer.groups import Groups, InTouch
+from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
     BLOCK,
@@ -34,7 +35,10 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.kv.view import DTYPES
+from pdinfer.layers import WeightSource
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.moe.parallel import ExpertParallel, checked_placement
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
 from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
@@ -148,6 +152,8 @@ def load_model(
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
     mtp: bool = False,
+    experts: ExpertConfig | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
@@ -156,35 +162,28 @@ def load_model(
     activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
     tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
-    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
+    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks
+    each calls this; `experts` says how theirs are reached, `placement` which are where.
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
-    topology = topology or Topology.single()
+    topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint)
     check_divides(config, topology)
+    placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, dtype, forced=providers)
+    asked = _Asked(
+        config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
+    )
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
-        copies = _own_copies(files, config) if mtp else ()
-        weights_id = files.sample_digest()
-        build = partial(
-            Model.build,
-            config,
-            device=target,
-            dtype=dtype,
-            topology=topology,
-            groups=_met(topology, target, weights_id),
-            weights_id=weights_id,
-            mtp=mtp,
-            mtp_copies=copies,
-        )
+        build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
@@ -193,9 +192,50 @@ def load_model(
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved)
-        _read_all(stored, wanted, destinations.places, progress)
+        ranks = InTouch(model.groups.world, target)
+        _read_all(stored, wanted, destinations.places, progress, ranks)
         _check_tied(files, config, model)
+        ranks.done()
     return model
+
+
+@attrs.frozen(kw_only=True)
+class _Asked:
+    """What the caller of `load_model` asked for, checked."""
+
+    config: ModelConfig
+    topology: Topology
+    device: torch.device
+    dtype: DType
+    mtp: bool
+    experts: ExpertConfig
+    placement: ExpertPlacement | None
+
+    def builder(self, files: Checkpoint, ops: Ops) -> Callable[[WeightSource, ResolvedOps], Model]:
+        """Makes this rank's model of weights from a source, once all ranks have met."""
+        weights_id = files.sample_digest()
+        groups = _met(self.topology, self.device, weights_id)
+        return partial(
+            Model.build,
+            self.config,
+            device=self.device,
+            dtype=self.dtype,
+            topology=self.topology,
+            groups=groups,
+            experts=ExpertParallel.connect(
+                self.config,
+                ops,
+                groups.ep,
+                device=self.device,
+                dtype=self.dtype,
+                mtp=self.mtp,
+                options=self.experts,
+                placement=self.placement,
+            ),
+            weights_id=weights_id,
+            mtp=self.mtp,
+            mtp_copies=_own_copies(files, self.config) if self.mtp else (),
+        )
 
 
 def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
@@ -299,6 +339,7 @@ def _read_all(
     wanted: Sequence[TensorInfo],
     where: Mapping[str, Place],
     progress: Callable[[int, int], None] | None,
+    ranks: InTouch,
 ) -> None:
     sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
     done, total = 0, sum(sizes)
@@ -308,6 +349,7 @@ def _read_all(
         done += size
         if progress is not None:
             progress(done, total)
+        ranks.going_on()
 
 
 def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:

@@ -1,4 +1,4 @@
-"""A model on several ranks says what it says on one: tensor parallel, context parallel, data parallel, and together."""
+"""A model on several ranks says what it says on one: tensor, context, data and expert parallel, and together."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Shape:
     cp: int = 1
     dp: int = 1
     dense: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -40,13 +41,13 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"tp_size": self.tp, "cp_size": self.cp, "moe_dense_tp_size": self.dense, "ep_size": 1}
+        return {"tp_size": self.tp, "cp_size": self.cp, "moe_dense_tp_size": self.dense, "ep_size": self.ep}
 
 
 SHAPES = [
     shape
-    for tp, cp, dp, dense in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
-    if (shape := Shape(tp, cp, dp, dense)).world_size in (2, 4) and tp % dense == 0
+    for tp, cp, dp, dense, ep in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4))
+    if (shape := Shape(tp, cp, dp, dense, ep)).world_size in (2, 4) and tp % dense == 0 and ep in (1, shape.world_size)
 ]
 
 
@@ -97,7 +98,7 @@ def compare(ranks: Ranks, shape: Shape, folders: dict[str, str], alone: dict[str
             assert (got["weights_id"], got["page_bytes"]) == (expected["weights_id"], expected["page_bytes"])
             first = rank - rank % shape.attention_size
             assert got["calls"] == results[first][at]["calls"]
-            assert bool(got["calls"]) is (shape.attention_size > 1)
+            assert bool(got["calls"]) is (shape.attention_size * shape.ep > 1)
 
 
 @pytest.mark.parametrize(("shape", "families"), slice_of(SHAPES), ids=str)
@@ -115,17 +116,23 @@ def test_ranks_of_every_shape_say_what_one_says(
     compare(ranks, shape, folders, alone)
 
 
-@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2), "v3")], ids=str)
+@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2, ep=4), "v3")], ids=str)
 def test_every_rank_has_the_whole_cache_of_several_prompts_in_chunks(
     ranks: Ranks, shape: Shape, family: str, folders: dict[str, str]
 ) -> None:
-    """Chunks of which some rank gets nothing, and prompts that end in different steps."""
+    """Chunks of which some rank gets nothing, prompts that end in different steps, and steps without any."""
     prompts = [list(prompt_of(length)) for length in (3, 18, 11)]
     expected = rank_jobs.prefill(folders[family], {}, prompts, 7)
     for got in ranks.run(PREFILL, shape.world_size, folders[family], shape.sizes, prompts, 7):
         for mine, other in zip(got["logits"], expected["logits"], strict=True):
             close(mine, other)
         close(got["cache"], expected["cache"])
+
+
+def test_ranks_wait_for_each_other_to_load(ranks: Ranks, folders: dict[str, str]) -> None:
+    (rounds, tensors), *others = ranks.run("tests.e2e.rank_jobs:load_at_own_pace", 2, folders["v3"], Shape(tp=2).sizes)
+    assert [[rounds, tensors]] == others
+    assert rounds == tensors + 1
 
 
 def test_bfloat16_travels(ranks: Ranks, folders: dict[str, str]) -> None:
@@ -184,3 +191,10 @@ def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: di
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert "rank 0 reads other weights than ranks 1" in outcomes[0].message
     assert "rank 1 reads other weights than ranks 0" in outcomes[1].message
+
+
+def test_ranks_that_were_started_with_different_sizes_are_refused(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes("tests.e2e.rank_jobs:connect_own", 2, [Shape(tp=2).sizes, Shape(dp=2).sizes])
+    assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
+    assert "tp_size is 2 on rank 0 and 1 on rank 1" in outcomes[0].message
+    assert "tp_size is 1 on rank 1 and 2 on rank 0" in outcomes[1].message

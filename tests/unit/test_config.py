@@ -14,6 +14,7 @@ from pdinfer.checks import clip
 from pdinfer.config import (
     CacheConfig,
     EngineConfig,
+    ExpertConfig,
     IndexerType,
     ModelConfig,
     PairingConfig,
@@ -370,6 +371,7 @@ def test_defaults() -> None:
         send_window_bytes=64 * 2**20,
         num_draft_tokens=0,
         num_threads=None,
+        keep_freed_memory=True,
         trace=None,
     )
     assert PairingConfig() == PairingConfig(
@@ -412,6 +414,17 @@ def test_defaults() -> None:
         (EngineConfig, "num_threads", 2.0, "1 to 1024"),
         (EngineConfig, "trace", "", "path of a folder"),
         (EngineConfig, "trace", True, "path of a folder"),
+        (ExpertConfig, "num_redundant_experts", -1, "0 to 65536"),
+        (ExpertConfig, "ep_dispatch_algorithm", "random", "static, dynamic, nearest"),
+        (ExpertConfig, "ranks_per_node", 0, "1 to 65536"),
+        (ExpertConfig, "moe_a2a_backend", "deepep", "auto, local, all_to_all, deep_ep"),
+        (ExpertConfig, "deepep_mode", "auto", "normal, low_latency"),
+        (ExpertConfig, "deepep_config", "", "path of a file"),
+        (ExpertConfig, "deepep_config", "tuned.json", 'moe_a2a_backend "deep_ep" in deepep_mode "normal"'),
+        (ExpertConfig, "num_max_dispatch_tokens_per_rank", 1025, "1 to 1024"),
+        (ExpertConfig, "two_batch_overlap", 1, "true or false"),
+        (ExpertConfig, "expert_distribution_recorder_mode", "per_token", "off, window, stat"),
+        (ExpertConfig, "expert_distribution_recorder_buffer_size", 0, "from 1 to"),
         (PairingConfig, "max_queued_requests", 0, "from 1 to"),
         (PairingConfig, "max_queued_per_decode", -5, "from 1 to"),
         (PairingConfig, "default_deadline_s", 0, "greater than 0"),

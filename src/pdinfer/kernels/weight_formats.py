@@ -86,7 +86,8 @@ class FloatWithBias:
 
 
 Quantized = FP8Blocks | Int8Dynamic | Int8Static
-Weight = Tensor | FloatWithBias | Quantized
+Stored = Tensor | Quantized
+Weight = Stored | FloatWithBias
 
 
 @attrs.frozen
@@ -156,7 +157,7 @@ def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str,
             yield name, part(expert(stack, index), at, len(parts))
 
 
-def columns_of(weight: Weight, shard: Shard) -> Weight:
+def columns_of(weight: Stored, shard: Shard) -> Stored:
     """The part of a whole matrix that `shard`, which cuts columns, keeps. What is added to every output is kept by the
     first part alone, so that the products of all parts add up to that of the whole."""
 
@@ -168,8 +169,6 @@ def columns_of(weight: Weight, shard: Shard) -> Weight:
     changed = attrs.evolve(weight, numbers=cut(weight.numbers))
     if isinstance(changed, FP8Blocks):
         return attrs.evolve(changed, scale=cut(changed.scale))
-    if isinstance(changed, FloatWithBias):
-        return changed if shard.index == 0 else attrs.evolve(changed, bias=torch.zeros_like(changed.bias))
     if isinstance(changed, Int8Static) and isinstance(weight, Int8Static):
         sums = changed.numbers.long().sum(-1, keepdim=True)
         undone = changed.input_offset.long() * sums
@@ -191,6 +190,28 @@ def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
 def tensors_of(weight: Weight) -> list[Tensor]:
     """Its tensors, the numbers first."""
     return [weight] if isinstance(weight, Tensor) else [tensor for _, tensor in _named_tensors(weight)]
+
+
+def num_bytes(weight: Weight) -> int:
+    """Those of all its tensors."""
+    return sum(tensor.nbytes for tensor in tensors_of(weight))
+
+
+def to_bytes(weight: Weight) -> Tensor:
+    """All its tensors, one behind the other, as a new uint8 tensor [num_bytes] on their device."""
+    return torch.cat([_raw(tensor) for tensor in tensors_of(weight)])
+
+
+def from_bytes(weight: Weight, data: Tensor) -> None:
+    """Undoes `to_bytes` in place: writes `data`, uint8 [num_bytes], into the (contiguous) tensors of a weight of the
+    same format and shape."""
+    tensors = tensors_of(weight)
+    for into, value in zip(tensors, torch.split(data, [tensor.nbytes for tensor in tensors]), strict=True):
+        _raw(into).copy_(value)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _named_tensors(weight: FloatWithBias | Quantized) -> list[tuple[str, Tensor]]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.errors import CheckpointError
+from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import Weight
+from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, to_bytes
 from pdinfer.layers import WeightSource
-from pdinfer.moe.dispatch import Dispatched
+from pdinfer.moe.dispatch import Contiguous, Dispatched, Masked
 
 
 @attrs.frozen
@@ -25,12 +26,13 @@ class Experts:
     op: Callable[[Tensor, Tensor, Any, Any], Tensor]
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Experts:
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
+        """`experts` are the logical ones in the slots of this rank, all different."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        of_expert = [f"{name}.{expert}" for expert in range(config.n_routed_experts)]
-        into = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in of_expert]
+        of_expert = [f"{name}.{number}" for number in experts]
+        into = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in of_expert]
         gate_up = source.stack(into, size, hidden)
-        down = source.stack([(f"{expert}.down_proj.weight",) for expert in of_expert], hidden, size)
+        down = source.stack([(f"{each}.down_proj.weight",) for each in of_expert], hidden, size)
         if type(gate_up) is not type(down):
             raise CheckpointError(
                 f"{name}: gate_proj and up_proj are stored in one format and down_proj in another; experts need "
@@ -38,6 +40,50 @@ class Experts:
             )
         return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert."""
+        return num_bytes(expert(self.gate_up, 0)) + num_bytes(expert(self.down, 0))
+
+    def read_slot(self, slot: int) -> Tensor:
+        """The weights of the expert in a slot of this rank: a new uint8 tensor [slot_bytes] on their device."""
+        return torch.cat([to_bytes(expert(stack, slot)) for stack in (self.gate_up, self.down)])
+
+    def write_slot(self, slot: int, data: Tensor) -> None:
+        """Puts into a slot, in place, what `read_slot` returned on this rank or on another. Raises ConfigError for data
+        of another size."""
+        if data.dtype != torch.uint8 or data.shape != (self.slot_bytes,):
+            raise ConfigError(
+                f"an expert takes {self.slot_bytes} bytes here, got {data.dtype} of shape {list(data.shape)}: ranks "
+                "hold experts in different formats"
+            )
+        views = [expert(stack, slot) for stack in (self.gate_up, self.down)]
+        for view, part in zip(views, torch.split(data, [num_bytes(view) for view in views]), strict=True):
+            from_bytes(view, part)
+
     def __call__(self, dispatched: Dispatched) -> Tensor:
-        """[S, D] -> [S, D], rows sorted by expert."""
-        return self.op(dispatched.x_SD, dispatched.counts_E, self.gate_up, self.down)
+        """The result of each dispatched row, in the shape and dtype of the rows."""
+        if isinstance(dispatched, Masked):
+            return self._masked(dispatched)
+        if dispatched.loose:
+            return self._loose(dispatched)
+        y_SD = self.op(dispatched.x_SD, dispatched.counts_E, self.gate_up, self.down)
+        return y_SD if dispatched.weights_S is None else y_SD.mul_(dispatched.weights_S[:, None])
+
+    def _loose(self, rows: Contiguous) -> Tensor:
+        """Waits for the counts, for want of an op that reads them where they are. Syncs the device."""
+        counts_E = rows.counts_E.to("cpu", torch.int64)
+        there = slice(0, int(counts_E.sum()))
+        weights_S = None if rows.weights_S is None else rows.weights_S[there]
+        y_SD = torch.empty_like(rows.x_SD)
+        y_SD[there] = self(Contiguous(x_SD=rows.x_SD[there], counts_E=counts_E, weights_S=weights_S))
+        return y_SD
+
+    def _masked(self, rows: Masked) -> Tensor:
+        """Takes out the rows that are there, for want of an op that reads them where they lie. Syncs the device."""
+        there_EN = torch.arange(rows.x_END.shape[1], device=rows.x_END.device) < rows.counts_E[:, None]
+        weights_S = None if rows.weights_EN is None else rows.weights_EN[there_EN]
+        counts_E = rows.counts_E.to("cpu", torch.int64)
+        y_END = torch.empty_like(rows.x_END)
+        y_END[there_EN] = self(Contiguous(x_SD=rows.x_END[there_EN], counts_E=counts_E, weights_S=weights_S))
+        return y_END

@@ -13,12 +13,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.config import ModelConfig
+from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model
+from pdinfer.moe.parallel import ExpertParallel, checked_placement
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.topology import Topology
 
 _TINY: dict[str, Any] = {
@@ -179,21 +181,38 @@ def random_model(
     providers: str | None = None,
     mtp: bool = False,
     topology: Topology | None = None,
+    experts: ExpertConfig | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> Model:
     """A model of random weights; equal arguments give equal models, and `mtp` adds a layer and changes no other. With a
-    `topology` of several ranks each calls this, and gets its part of the same weights."""
+    `topology` of several ranks each calls this, and gets its part of the same weights; `experts` and `placement` are as
+    for `load_model`."""
     topology = topology or Topology.single()
     config = config or tiny_config()
+    options = experts or ExpertConfig()
+    placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
     target = torch.device(device)
+    resolved, groups = resolve_ops(target, dtype, forced=providers), topology.connect(target)
+    parallel = ExpertParallel.connect(
+        config,
+        resolved.ops,
+        groups.ep,
+        device=target,
+        dtype=dtype,
+        mtp=mtp,
+        options=options,
+        placement=placement,
+    )
     digest = hashlib.sha256(f"random/{seed}".encode()).digest()
     return Model.build(
         config,
         RandomWeights(seed, dtype, target),
-        resolve_ops(target, dtype, forced=providers),
+        resolved,
         device=target,
         dtype=dtype,
         topology=topology,
-        groups=topology.connect(target),
+        groups=groups,
+        experts=parallel,
         weights_id=digest,
         mtp=mtp,
     )
