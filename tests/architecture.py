@@ -90,6 +90,8 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "kv.plan": frozenset({"torch"}),
     "kv.pool": frozenset({"torch"}),
     "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
+    "moe.migration": frozenset({"torch"}),
+    "moe.placement": frozenset({"torch"}),
     "page_tables": frozenset({"torch"}),
     "schedule": frozenset({"torch"}),
     "policy": frozenset({"torch"}),

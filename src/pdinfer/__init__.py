@@ -29,6 +29,7 @@ from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.pairing import Pairing
 from pdinfer.prefill import PrefillEngine
 from pdinfer.quantize import quantize_checkpoint
@@ -53,6 +54,7 @@ __all__ = [
     "ConfigError",
     "DecodeEngine",
     "EngineConfig",
+    "ExpertPlacement",
     "FinishReason",
     "Granted",
     "Handoff",

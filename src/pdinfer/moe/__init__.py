@@ -3,5 +3,18 @@
 from __future__ import annotations
 
 from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from pdinfer.moe.migration import ExpertMove, MigrationPlan, plan_migration
+from pdinfer.moe.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
 
-__all__ = ["Dispatched", "LocalDispatcher", "TokenDispatcher"]
+__all__ = [
+    "DispatchRule",
+    "DispatchTable",
+    "Dispatched",
+    "ExpertMove",
+    "ExpertPlacement",
+    "LocalDispatcher",
+    "MigrationPlan",
+    "TokenDispatcher",
+    "dispatch_table",
+    "plan_migration",
+]

@@ -1,0 +1,210 @@
+"""Which slot of which rank holds which expert, and which copy of an expert a rank sends its tokens to.
+
+Ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first of
+rank r + 1. A logical expert (what the router chooses) lies in one slot or in several, each of another rank.
+"""
+
+from __future__ import annotations
+
+import enum
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from pdinfer.checks import clip, int_in
+from pdinfer.errors import ConfigError
+
+MAX_EXPERTS = 1 << 16
+MAX_RANKS = 1 << 16
+
+Ints = npt.NDArray[np.int64]
+
+
+def _int_map(value: Any) -> Ints:
+    """A read-only int64 copy of a [layers, slots] table of ints. Raises ConfigError for anything else."""
+    try:
+        table = np.asarray(value)
+    except (TypeError, ValueError) as failure:
+        raise ConfigError(f"physical_to_logical_map is not a table of [layers][slots]: {clip(str(failure))}") from None
+    if table.ndim != 2 or 0 in table.shape or table.dtype.kind not in "iu":
+        raise ConfigError(
+            "physical_to_logical_map must be a table of ints, [layers][slots] with at least one of each, got "
+            f"{table.dtype} of shape {table.shape}"
+        )
+    table = table.astype(np.int64)
+    table.flags.writeable = False
+    return table
+
+
+@attrs.frozen(kw_only=True)
+class ExpertPlacement:
+    """The expert in every slot, for every mixture-of-experts layer.
+
+    `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied. Equal by
+    value. Raises ConfigError, with the values: slots that do not divide over ranks, experts out of range, an expert
+    without a slot, an expert twice on one rank.
+    """
+
+    physical_to_logical_map: Ints = attrs.field(
+        converter=_int_map, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
+    )
+    num_logical_experts: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
+    num_ranks: int = attrs.field(validator=int_in(1, MAX_RANKS))
+
+    def __attrs_post_init__(self) -> None:
+        slots, ranks, experts = self.num_slots, self.num_ranks, self.num_logical_experts
+        if slots % ranks:
+            raise ConfigError(f"{slots} slots cannot be divided evenly over {ranks} ranks")
+        table = self.physical_to_logical_map
+        if (outside := np.argwhere((table < 0) | (table >= experts))).size:
+            layer, slot = outside[0]
+            raise ConfigError(
+                f"layer {layer}, slot {slot} holds expert {table[layer, slot]}, outside 0..{experts - 1} "
+                f"(num_logical_experts={experts})"
+            )
+        if (missing := np.argwhere(self.logical_replica_counts == 0)).size:
+            layer, expert = missing[0]
+            raise ConfigError(f"layer {layer} has no slot for expert {expert}; each of {experts} experts needs one")
+        of_rank = np.sort(table.reshape(self.num_layers, ranks, -1), axis=2)
+        if (twice := np.argwhere(of_rank[:, :, 1:] == of_rank[:, :, :-1])).size:
+            layer, rank, place = twice[0]
+            raise ConfigError(
+                f"layer {layer}: rank {rank} of {ranks} holds expert {of_rank[layer, rank, place]} twice; copies of an "
+                "expert must lie on different ranks"
+            )
+
+    @classmethod
+    def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
+        """Slot p holds expert `p % num_experts`, in every layer."""
+        for name, value, least in (
+            ("num_layers", num_layers, 1),
+            ("num_experts", num_experts, 1),
+            ("num_redundant", num_redundant, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_EXPERTS:
+                raise ConfigError(f"{name} must be an int from {least} to {MAX_EXPERTS}, got {clip(value)}")
+        row = np.arange(num_experts + num_redundant) % num_experts
+        return cls(
+            physical_to_logical_map=np.tile(row, (num_layers, 1)),
+            num_logical_experts=num_experts,
+            num_ranks=num_ranks,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.physical_to_logical_map.shape[0])
+
+    @property
+    def num_slots(self) -> int:
+        """P, over all ranks."""
+        return int(self.physical_to_logical_map.shape[1])
+
+    @property
+    def slots_per_rank(self) -> int:
+        """P / num_ranks."""
+        return self.num_slots // self.num_ranks
+
+    def slots_of(self, rank: int) -> range:
+        """The slots that lie on a rank. Raises ConfigError where there is no such rank."""
+        _check_rank(rank, self)
+        return range(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
+
+    @cached_property
+    def logical_replica_counts(self) -> Ints:
+        """How many slots hold each expert: [L, E], read-only."""
+        return _frozen(_counts(self.physical_to_logical_map, self.num_logical_experts))
+
+    @cached_property
+    def logical_to_all_physical_map(self) -> Ints:
+        """The slots that hold each expert, ascending and padded with -1: [L, E, most copies], read-only."""
+        table, counts = self.physical_to_logical_map, self.logical_replica_counts
+        return _frozen(slots_by_expert(table, counts))
+
+
+def _frozen(array: Ints) -> Ints:
+    array.flags.writeable = False
+    return array
+
+
+def _counts(table: Ints, num_experts: int) -> Ints:
+    """How often each of `num_experts` occurs per row of [L, P] -> [L, E]."""
+    num_layers = len(table)
+    flat = table + np.arange(num_layers)[:, None] * num_experts
+    return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+
+
+def slots_by_expert(table: Ints, counts: Ints) -> Ints:
+    """Inverts a map from slots to experts: [L, P], with its counts [L, E] -> [L, E, counts.max()], padded with -1."""
+    num_layers, num_slots = table.shape
+    slots = np.argsort(table, axis=1, kind="stable")
+    experts = np.take_along_axis(table, slots, axis=1)
+    first = np.cumsum(counts, axis=1) - counts
+    nth = np.arange(num_slots) - np.take_along_axis(first, experts, axis=1)
+    result = np.full((num_layers, counts.shape[1], int(counts.max())), -1, np.int64)
+    result[np.arange(num_layers)[:, None], experts, nth] = slots
+    return result
+
+
+def _check_rank(rank: int, placement: ExpertPlacement) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < placement.num_ranks:
+        raise ConfigError(
+            f"rank {clip(rank)} is outside 0..{placement.num_ranks - 1} (num_ranks={placement.num_ranks})"
+        )
+
+
+def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
+    """Ranks of one node, which divide `num_ranks`; None is all of them. Raises ConfigError."""
+    if ranks_per_node is None:
+        return num_ranks
+    if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
+        raise ConfigError(f"ranks_per_node must be an int of at least 1, got {clip(ranks_per_node)}")
+    if num_ranks % ranks_per_node:
+        raise ConfigError(f"ranks_per_node {clip(ranks_per_node)} does not divide {num_ranks} ranks")
+    return ranks_per_node
+
+
+class DispatchRule(enum.Enum):
+    """Which of an expert's copies a token goes to. STATIC: always the same one from a given rank, ranks spread evenly
+    over copies. DYNAMIC: any. NEAREST: one on the token's rank, else one on its node, else any."""
+
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    NEAREST = "nearest"
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DispatchTable:
+    """The slots that one rank sends tokens to: whichever of `slots[layer, expert, :counts[layer, expert]]` is picked,
+    all of them alike. `slots` is int64 [L, E, most candidates], padded with -1; `counts` int64 [L, E], at least 1."""
+
+    slots: Ints
+    counts: Ints
+
+
+def dispatch_table(
+    placement: ExpertPlacement, rule: DispatchRule, *, rank: int, ranks_per_node: int | None = None
+) -> DispatchTable:
+    """The candidates of one source rank under a rule. Node n has ranks `n * ranks_per_node` up to those of the next;
+    without `ranks_per_node` there is one node. Raises ConfigError for a rank that is not there or uneven nodes."""
+    _check_rank(rank, placement)
+    per_node = check_ranks_per_node(ranks_per_node, placement.num_ranks)
+    slots, counts = placement.logical_to_all_physical_map, placement.logical_replica_counts
+    if rule is DispatchRule.DYNAMIC:
+        return DispatchTable(slots=slots, counts=counts)
+    if rule is DispatchRule.STATIC:
+        # Where copies do not divide ranks, some copies serve one rank more: other ones for the next expert and layer.
+        turn = rank + np.arange(placement.num_layers)[:, None] + np.arange(placement.num_logical_experts)
+        chosen = np.take_along_axis(slots, (turn % counts)[:, :, None], axis=2)
+        return DispatchTable(slots=_frozen(chosen), counts=_frozen(np.ones_like(counts)))
+    ranks = np.where(slots < 0, -1, slots // placement.slots_per_rank)
+    here = ranks == rank
+    near = (ranks >= 0) & (ranks // per_node == rank // per_node)
+    keep = np.where(here.any(2, keepdims=True), here, np.where(near.any(2, keepdims=True), near, ranks >= 0))
+    order = np.argsort(~keep, axis=2, kind="stable")
+    candidates = np.take_along_axis(np.where(keep, slots, -1), order, axis=2)
+    counts = keep.sum(2)
+    return DispatchTable(slots=_frozen(candidates[:, :, : int(counts.max())]), counts=_frozen(counts))

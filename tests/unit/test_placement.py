@@ -1,0 +1,208 @@
+"""Placements of experts: what is refused, what is derived, what it takes to go from one to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import pdinfer as pd
+from pdinfer.moe import DispatchRule, dispatch_table, plan_migration
+from pdinfer.moe.migration import count_arrivals
+
+# Two ranks of three slots, one layer each way round.
+BY_HAND = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]
+
+
+def placement(table: Any, num_experts: int = 4, num_ranks: int = 2) -> pd.ExpertPlacement:
+    return pd.ExpertPlacement(physical_to_logical_map=table, num_logical_experts=num_experts, num_ranks=num_ranks)
+
+
+@st.composite
+def placements(draw: st.DrawFn, like: pd.ExpertPlacement | None = None) -> pd.ExpertPlacement:
+    """Any placement, or any of the same sizes as another."""
+    if like is None:
+        num_ranks = draw(st.integers(1, 6))
+        num_experts = draw(st.integers(num_ranks, 12))
+        per_rank = draw(st.integers(-(-num_experts // num_ranks), num_experts))
+        num_layers = draw(st.integers(1, 3))
+    else:
+        num_ranks, num_experts = like.num_ranks, like.num_logical_experts
+        per_rank, num_layers = like.slots_per_rank, like.num_layers
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    table = np.arange(num_ranks * per_rank) % num_experts  # as many slots in a row as experts: never twice on a rank
+    rows = []
+    for _ in range(num_layers):
+        ranks = rng.permutation(rng.permutation(num_experts)[table].reshape(num_ranks, per_rank))
+        rows.append(rng.permuted(ranks, axis=1).ravel())
+    return placement(np.stack(rows), num_experts, num_ranks)
+
+
+def test_what_is_derived_by_hand() -> None:
+    derived = placement(BY_HAND)
+    assert (derived.num_layers, derived.num_slots, derived.slots_per_rank) == (2, 6, 3)
+    assert derived.slots_of(1) == range(3, 6)
+    assert derived.logical_replica_counts.tolist() == [[2, 2, 1, 1], [1, 2, 2, 1]]
+    assert derived.logical_to_all_physical_map.tolist() == [
+        [[0, 4], [1, 5], [2, -1], [3, -1]],
+        [[3, -1], [2, 4], [1, 5], [0, -1]],
+    ]
+
+
+def test_equal_by_value_and_never_written() -> None:
+    table = np.array(BY_HAND)
+    ours = placement(table)
+    assert ours == placement(BY_HAND)
+    assert hash(ours) == hash(placement(BY_HAND))
+    assert ours != placement(BY_HAND[::-1])
+    table[0, 0] = 3
+    assert ours.physical_to_logical_map[0, 0] == 0
+    for array in (ours.physical_to_logical_map, ours.logical_replica_counts, ours.logical_to_all_physical_map):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+def test_trivial_goes_round() -> None:
+    trivial = pd.ExpertPlacement.trivial(2, 4, 3, num_redundant=2)
+    assert trivial.physical_to_logical_map.tolist() == [[0, 1, 2, 3, 0, 1]] * 2
+    assert pd.ExpertPlacement.trivial(1, 4, 1) == placement([[0, 1, 2, 3]], num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("table", "experts", "ranks", "says"),
+    [
+        ([[0, 1, 2]], 3, 2, "3 slots cannot be divided evenly over 2 ranks"),
+        ([[0, 1, 2, 4]], 4, 2, "layer 0, slot 3 holds expert 4, outside 0..3"),
+        ([[0, 1, 2, 3], [0, 1, -1, 3]], 4, 2, "layer 1, slot 2 holds expert -1"),
+        ([[0, 1, 2, 0]], 4, 2, "layer 0 has no slot for expert 3; each of 4"),
+        ([[0, 1, 2, 3, 2, 2]], 4, 2, "layer 0: rank 1 of 2 holds expert 2 twice"),
+        ([[0, 1], [1]], 2, 1, "not a table"),
+        ([[0.0, 1.0]], 2, 1, "table of ints.*float64"),
+        ([[True, False]], 2, 1, "table of ints.*bool"),
+        ([0, 1], 2, 1, r"shape \(2,\)"),
+        ([[]], 2, 1, r"shape \(1, 0\)"),
+        ([["0", "1"]], 2, 1, "table of ints"),
+        ([[0, 10**30]], 2, 1, "table of ints.*object"),
+        ([[0, 1]], 0, 1, "num_logical_experts must be an int from 1"),
+        ([[0, 1]], 2, True, "num_ranks must be an int from 1"),
+    ],
+)
+def test_bad_placements_are_refused_with_the_values(table: Any, experts: Any, ranks: Any, says: str) -> None:
+    with pytest.raises(pd.ConfigError, match=says):
+        placement(table, experts, ranks)
+
+
+def test_more_slots_than_a_rank_can_use_are_refused() -> None:
+    with pytest.raises(pd.ConfigError, match="rank 0 of 1 holds expert 0 twice"):
+        pd.ExpertPlacement.trivial(1, 4, 1, num_redundant=1)
+    with pytest.raises(pd.ConfigError, match="num_layers must be an int from 1"):
+        pd.ExpertPlacement.trivial(0, 4, 1)
+
+
+@given(placements())
+def test_maps_are_inverses(any_placement: pd.ExpertPlacement) -> None:
+    slots = any_placement.logical_to_all_physical_map
+    layers, experts, _ = np.nonzero(slots >= 0)
+    assert (any_placement.physical_to_logical_map[layers, slots[slots >= 0]] == experts).all()
+    assert ((slots >= 0).sum(2) == any_placement.logical_replica_counts).all()
+    assert any_placement.logical_replica_counts.sum(1).tolist() == [any_placement.num_slots] * any_placement.num_layers
+
+
+@given(st.data())
+def test_a_migration_makes_the_new_placement_out_of_the_old_one(data: st.DataObject) -> None:
+    old = data.draw(placements())
+    new = data.draw(placements(like=old))
+    per_node = data.draw(st.sampled_from([size for size in (1, 2, 3) if old.num_ranks % size == 0]))
+    plan = plan_migration(old, new, expert_bytes=10, ranks_per_node=per_node)
+    table = old.physical_to_logical_map.copy()
+    for move in plan.moves:
+        assert old.physical_to_logical_map[move.layer, move.source_slot] == move.expert
+        assert move.source_slot in old.slots_of(move.source_rank)
+        assert move.destination_slot in old.slots_of(move.destination_rank)
+        table[move.layer, move.destination_slot] = move.expert
+        holders = {
+            slot // old.slots_per_rank
+            for slot in np.flatnonzero(old.physical_to_logical_map[move.layer] == move.expert)
+        }
+        nodes = {rank // per_node for rank in holders}
+        assert move.source_rank == move.destination_rank or move.destination_rank not in holders
+        assert move.source_rank // per_node == move.destination_rank // per_node or (
+            move.destination_rank // per_node not in nodes
+        )
+    assert (table == new.physical_to_logical_map).all()
+    assert plan.bytes_between_ranks == 10 * count_arrivals(old, new).sum()
+    assert plan.bytes_between_nodes <= plan.bytes_between_ranks
+
+
+def test_a_migration_by_hand() -> None:
+    old = placement([[0, 1, 2, 3, 0, 2, 1, 3]], num_ranks=4)
+    new = placement([[1, 0, 2, 3, 1, 2, 0, 3]], num_ranks=4)
+    plan = plan_migration(old, new, expert_bytes=5, ranks_per_node=2)
+    assert [(move.source_slot, move.destination_slot) for move in plan.moves] == [(1, 0), (0, 1), (6, 4), (4, 6)]
+    assert (plan.bytes_between_ranks, plan.bytes_between_nodes) == (10, 0)
+    assert plan_migration(old, old, expert_bytes=5).moves == ()
+
+
+def test_holders_share_the_sending() -> None:
+    """Four ranks take expert 0 from two that have it."""
+    old = placement([[0, 0, 1, 2, 3, 4]], num_experts=5, num_ranks=6)
+    new = placement([[1, 2, 0, 0, 3, 4]], num_experts=5, num_ranks=6)
+    plan = plan_migration(old, new, expert_bytes=1)
+    assert sorted(move.source_rank for move in plan.moves if move.expert == 0) == [0, 1]
+
+
+def test_a_migration_between_different_sizes_is_refused() -> None:
+    old = placement(BY_HAND)
+    with pytest.raises(pd.ConfigError, match="num_layers=2, the new one 1"):
+        plan_migration(old, placement(BY_HAND[:1]), expert_bytes=1)
+    with pytest.raises(pd.ConfigError, match="expert_bytes must be an int of at least 1, got 0"):
+        plan_migration(old, old, expert_bytes=0)
+    with pytest.raises(pd.ConfigError, match="ranks_per_node 3 does not divide 2 ranks"):
+        plan_migration(old, old, expert_bytes=1, ranks_per_node=3)
+
+
+@given(placements(), st.sampled_from(DispatchRule), st.integers(1, 3))
+def test_a_rank_sends_only_where_the_expert_is(
+    any_placement: pd.ExpertPlacement, rule: DispatchRule, per_node: int
+) -> None:
+    per_node = per_node if any_placement.num_ranks % per_node == 0 else 1
+    for rank in range(any_placement.num_ranks):
+        table = dispatch_table(any_placement, rule, rank=rank, ranks_per_node=per_node)
+        within = np.arange(table.slots.shape[2]) < table.counts[:, :, None]
+        assert table.counts.min() >= 1
+        assert (table.slots[~within] == -1).all()
+        layers, experts, _ = np.nonzero(within)
+        assert (any_placement.physical_to_logical_map[layers, table.slots[within]] == experts).all()
+
+
+def test_dynamic_offers_every_copy_and_static_one() -> None:
+    ours = placement(BY_HAND)
+    dynamic = dispatch_table(ours, DispatchRule.DYNAMIC, rank=0)
+    assert (dynamic.slots == ours.logical_to_all_physical_map).all()
+    assert (dynamic.counts == ours.logical_replica_counts).all()
+    assert (dispatch_table(ours, DispatchRule.STATIC, rank=0).counts == 1).all()
+
+
+@given(placements())
+def test_static_spreads_ranks_evenly_over_copies(any_placement: pd.ExpertPlacement) -> None:
+    tables = [dispatch_table(any_placement, DispatchRule.STATIC, rank=rank) for rank in range(any_placement.num_ranks)]
+    chosen = np.stack([table.slots[:, :, 0] for table in tables])
+    for layer, expert in np.ndindex(any_placement.logical_replica_counts.shape):
+        _, senders = np.unique(chosen[:, layer, expert], return_counts=True)
+        copies = any_placement.logical_replica_counts[layer, expert]
+        assert len(senders) == min(copies, any_placement.num_ranks)
+        assert senders.max() - senders.min() <= 1
+
+
+def test_nearest_goes_to_its_rank_then_its_node_then_anywhere() -> None:
+    ours = placement([[0, 1, 0, 2, 0, 3, 1, 4]], num_experts=5, num_ranks=4)
+    table = dispatch_table(ours, DispatchRule.NEAREST, rank=1, ranks_per_node=2)
+    assert table.counts.tolist() == [[1, 1, 1, 1, 1]]
+    assert table.slots[0, :, 0].tolist() == [2, 1, 3, 5, 7]
+    far = dispatch_table(ours, DispatchRule.NEAREST, rank=3, ranks_per_node=1)
+    assert (far.slots[0, 0].tolist(), far.counts[0].tolist()) == ([0, 2, 4], [3, 1, 1, 1, 1])
+    with pytest.raises(pd.ConfigError, match=r"rank 4 is outside 0\.\.3"):
+        dispatch_table(ours, DispatchRule.NEAREST, rank=4)
