@@ -38,7 +38,7 @@ LAYERS = (
     ("mtp",),
     ("block",),
     ("mla", "dsa", "moe"),
-    ("layers", "batch"),
+    ("layers", "batch", "cluster"),
     ("kernels", "kv"),
     ("config", "topology", "checkpoint"),
     ("model_config",),

@@ -12,11 +12,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from tests.ranks import Ranks
 
 torch.set_num_threads(1)
 
@@ -27,7 +31,20 @@ settings.load_profile("pdinfer")
 NO_CUDA = "needs a CUDA device"
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes to run jobs as ranks: see tests/ranks.py."""
+    from tests.ranks import Ranks
+
+    ranks = Ranks()
+    yield ranks
+    ranks.close()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Those that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
+    # end, so that only one worker has these processes.
+    items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
     for item in items:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from pdinfer import kernels, kv, moe, policy, remote, testing
-from pdinfer.config import CacheConfig, EngineConfig, ModelConfig, PairingConfig
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import (
     BackendUnavailable,
@@ -54,6 +54,7 @@ __all__ = [
     "ConfigError",
     "DecodeEngine",
     "EngineConfig",
+    "ExpertConfig",
     "ExpertPlacement",
     "FinishReason",
     "Granted",

@@ -8,19 +8,22 @@ from torch import Tensor
 from pdinfer.batch import Batch
 from pdinfer.config import ModelConfig
 from pdinfer.dsa import Indexer
+from pdinfer.groups import Group, Groups
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import GatedMLP, RMSNorm, WeightSource
 from pdinfer.mla import MLA
-from pdinfer.moe.dispatch import TokenDispatcher
 from pdinfer.moe.layer import MoE
+from pdinfer.moe.parallel import ExpertParallel
 
 
 @attrs.frozen
 class Block:
     """h + attention(norm(h)), then h + mlp(norm(h)); the MLP is dense in the first layers and MoE after.
 
-    `indexer` is None where every token is read, and in layers that share the choice of one before them.
+    `indexer` is None where every token is read, and in layers that share the choice of one before them. Ranks of `tp`
+    have all tokens and divide the heads; each runs the MLP for a part of the tokens, `mlp_together` of them together
+    where they divide its channels.
     """
 
     layer: int
@@ -29,24 +32,34 @@ class Block:
     indexer: Indexer | None
     mlp_norm: RMSNorm
     mlp: GatedMLP | MoE
+    tp: Group
+    mlp_together: int
 
     @classmethod
     def build(
-        cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, dispatcher: TokenDispatcher
+        cls,
+        source: WeightSource,
+        layer: int,
+        config: ModelConfig,
+        ops: Ops,
+        parallel: ExpertParallel,
+        groups: Groups,
     ) -> Block:
         name, hidden, eps = f"model.layers.{layer}", config.hidden_size, config.rms_norm_eps
         attention_norm = RMSNorm.build(source, f"{name}.input_layernorm", hidden, eps, ops)
-        attention = MLA.build(source, f"{name}.self_attn", config, ops)
+        attention = MLA.build(source, f"{name}.self_attn", config, ops, groups.tp)
         indexer = None
         if config.has_indexer(layer):
             indexer = Indexer.build(source, f"{name}.self_attn.indexer", config, ops)
         mlp_norm = RMSNorm.build(source, f"{name}.post_attention_layernorm", hidden, eps, ops)
         mlp: GatedMLP | MoE
         if config.is_moe_layer(layer):
-            mlp = MoE.build(source, f"{name}.mlp", config, ops, dispatcher)
+            mlp, together = MoE.build(source, layer, config, ops, parallel), 1
         else:
-            mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops)
-        return cls(layer, attention_norm, attention, indexer, mlp_norm, mlp)
+            dense = groups.dense_tp
+            mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops, dense)
+            together = dense.size
+        return cls(layer, attention_norm, attention, indexer, mlp_norm, mlp, groups.tp, together)
 
     def __call__(
         self,
@@ -66,4 +79,5 @@ class Block:
         if self.indexer is not None:
             selected_TS = self.indexer(x_TD, query_TL, batch, angles, view.index_keys[self.layer])
         hidden_TD = hidden_TD + self.attention(x_TD, query_TL, batch, angles, view.latents[self.layer], selected_TS)
-        return hidden_TD + self.mlp(self.mlp_norm(hidden_TD), batch.trace), selected_TS
+        part_TD = self.mlp(self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together)), batch.trace)
+        return hidden_TD + self.tp.join(part_TD, len(hidden_TD), self.mlp_together), selected_TS

@@ -8,6 +8,7 @@ opened. Format: https://huggingface.co/docs/safetensors, "Format".
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -78,15 +79,19 @@ class Checkpoint:
             raise
         return cls(folder, descriptors, tensors, num_unlisted=len(found) - len(tensors))
 
-    def read(self, info: TensorInfo) -> torch.Tensor:
-        """A fresh CPU tensor with the bytes of `info`. Raises CheckpointError where the file has become shorter."""
+    def read(self, info: TensorInfo, rows: range | None = None) -> torch.Tensor:
+        """A fresh CPU tensor with the bytes of `info`, or of these rows of its first axis: no others are read. Raises
+        CheckpointError where the file has become shorter."""
         path = self.folder / info.file
         descriptor = self._descriptor(info)
         if os.fstat(descriptor).st_size < info.offset + info.num_bytes:
             _cut_short(path, info)
-        buffer = torch.empty(info.num_bytes, dtype=torch.uint8)
-        _read_into(descriptor, buffer.numpy().data, info, path)
-        return buffer.view(info.dtype).view(info.shape)
+        shape, first = info.shape, 0
+        if rows is not None:
+            shape, first = (len(rows), *info.shape[1:]), rows.start * (info.num_bytes // info.shape[0])
+        buffer = torch.empty(math.prod(shape) * info.dtype.itemsize, dtype=torch.uint8)
+        _read_into(descriptor, buffer.numpy().data, info, path, first)
+        return buffer.view(info.dtype).view(shape)
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[TensorInfo]:
         """Those tensors, in the order they lie on disk. Raises CheckpointError that lists the names not there."""
@@ -208,12 +213,12 @@ def _read_header(descriptor: int, file: str, path: Path) -> dict[str, TensorInfo
     )
 
 
-def _read_into(descriptor: int, buffer: memoryview, info: TensorInfo, path: Path) -> None:
-    """Fill `buffer` with the first bytes of a tensor."""
+def _read_into(descriptor: int, buffer: memoryview, info: TensorInfo, path: Path, first: int = 0) -> None:
+    """Fill `buffer` with the bytes of a tensor from its byte `first`."""
     done = 0
     while done < len(buffer):
         try:
-            count = os.preadv(descriptor, [buffer[done : done + READ_BYTES]], info.offset + done)
+            count = os.preadv(descriptor, [buffer[done : done + READ_BYTES]], info.offset + first + done)
         except OSError as failure:
             raise CheckpointError(f"cannot read tensor {clip(info.name)} of {path}: {failure.strerror}") from None
         if count == 0:

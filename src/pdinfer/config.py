@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import a_bool, as_float, clip, float_in, int_in, is_int, one_of
+from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.hf_config import STORED_DTYPES
 from pdinfer.model_config import IndexerType, ModelConfig, ScoringFunc, TopkMethod, YarnScaling
@@ -20,6 +20,7 @@ from pdinfer.model_config import IndexerType, ModelConfig, ScoringFunc, TopkMeth
 __all__ = [
     "CacheConfig",
     "EngineConfig",
+    "ExpertConfig",
     "IndexerType",
     "ModelConfig",
     "PairingConfig",
@@ -46,9 +47,12 @@ def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
         )
 
 
-def _folder(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
-        raise ConfigError(f"{attribute.name} must be the path of a folder, got {clip(value)}")
+def _path_of(what: str) -> Validator:
+    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
+            raise ConfigError(f"{attribute.name} must be the path of a {what}, got {clip(value)}")
+
+    return check
 
 
 @attrs.frozen(kw_only=True)
@@ -109,7 +113,29 @@ class EngineConfig:
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
-    trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_folder)
+    trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
+
+
+@attrs.frozen(kw_only=True)
+class ExpertConfig:
+    """How the experts of a model are spread over ranks, and what carries tokens to them.
+
+    `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
+    itself. `ep_dispatch_algorithm` tells which of an expert's copies a token goes to (see `moe.DispatchRule`); a node
+    has `ranks_per_node` ranks, or all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
+    torch.distributed) on several. "deep_ep" has a `deepep_mode` "normal" for prefill, tuned by the file
+    `deepep_config`, and "low_latency" for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens
+    per rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
+    """
+
+    num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
+    ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
+    ranks_per_node: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 16)))
+    moe_a2a_backend: str = attrs.field(default="auto", validator=one_of("auto", "local", "all_to_all", "deep_ep"))
+    deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency"))
+    deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
+    num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1024))
+    two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
 
 
 @attrs.frozen(kw_only=True)

@@ -7,6 +7,7 @@ they were given. `Topology.connect` makes the groups of an engine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -39,7 +40,7 @@ class Group:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in place."""
         if self.process_group is not None:
-            with self._calling("all_reduce", x):
+            with _calling(self, "all_reduce", x):
                 dist.all_reduce(x, group=self.process_group)
         return x
 
@@ -48,7 +49,7 @@ class Group:
         if self.process_group is None:
             return x
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
-        with self._calling("all_gather", x):
+        with _calling(self, "all_gather", x):
             dist.all_gather(list(_raw(gathered).chunk(self.size)), _raw(x), group=self.process_group)
         return gathered
 
@@ -64,24 +65,59 @@ class Group:
         gathered = self.all_gather(padded).view(self.size, most, *x.shape[1:])
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])
 
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        """[n, m] of every rank -> [n, size * m], those of rank 0 first."""
+        if self.process_group is None:
+            return x
+        return self.all_gather(x).view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def part(self, x: Tensor, together: int = 1) -> Tensor:
+        """This rank's rows of an x that all ranks have: divided evenly, in rank order; `together` adjacent
+        ranks get the same rows, those of all of them."""
+        if self.process_group is None:
+            return x
+        first = self.rank - self.rank % together
+        return x[self._border(first, len(x)) : self._border(first + together, len(x))]
+
+    def join(self, x: Tensor, total: int, together: int = 1) -> Tensor:
+        """Undoes `part`: the `total` rows of all ranks."""
+        if self.process_group is None or together == self.size:
+            return x
+        borders = [self._border(rank, total) for rank in range(self.size + 1)]
+        first = borders[self.rank - self.rank % together]
+        mine = x[borders[self.rank] - first : borders[self.rank + 1] - first]
+        return self.all_gather_rows(mine, [stop - start for start, stop in itertools.pairwise(borders)])
+
+    def _border(self, rank: int, total: int) -> int:
+        return total * rank // self.size
+
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         """What the group's rank `source` has, in place."""
         if self.process_group is not None:
-            with self._calling("broadcast", x):
+            with _calling(self, "broadcast", x):
                 dist.broadcast(_raw(x), group=self.process_group, group_src=source)
         return x
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
         """The first send_counts[0] rows go to rank 0, the next to rank 1, and so on -> [sum(receive_counts), ...], the
         rows from rank 0 first."""
+        return self.all_to_all_begin(x, send_counts, receive_counts).wait()
+
+    def all_to_all_begin(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Begun:
+        """The same, and returns before the rows are there."""
         if self.process_group is None:
-            return x
+            return Begun(self, "all_to_all", None, x, x)
         received = x.new_empty(sum(receive_counts), *x.shape[1:])
-        with self._calling("all_to_all", x):
-            dist.all_to_all_single(
-                _raw(received), _raw(x), list(receive_counts), list(send_counts), group=self.process_group
+        with _calling(self, "all_to_all", x):
+            work = dist.all_to_all_single(
+                _raw(received),
+                _raw(x),
+                list(receive_counts),
+                list(send_counts),
+                group=self.process_group,
+                async_op=True,
             )
-        return received
+        return Begun(self, "all_to_all", work, x, received)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Sends tensors to ranks of the group and fills others from ranks, all at once. Between two ranks the order of
@@ -89,25 +125,34 @@ class Group:
         if self.process_group is None or not (sends or receives):
             return
         group = self.process_group
-        with self._calling("exchange", None):
+        with _calling(self, "exchange", None):
             works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
             works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
             for work in works:
                 if work is not None:
                     work.wait()
 
-    @contextlib.contextmanager
-    def _calling(self, what: str, x: Tensor | None) -> Iterator[None]:
-        if self.calls is not None and x is not None:  # an exchange is not everybody's
-            self.calls.append(f"{self.name}.{what}")
-        try:
-            yield
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0][:200]
-            raise RankLost(
-                f"{what} of group {self.name} (ranks {', '.join(map(str, self.ranks))}) failed on rank "
-                f"{self.ranks[self.rank]}: {reason}; start all ranks anew"
-            ) from error
+
+@attrs.frozen(eq=False)
+class Begun:
+    """A call that other ranks take part in while this one computes. `x`, which it reads, must not change meanwhile."""
+
+    group: Group
+    what: str
+    work: dist.Work | None
+    x: Tensor
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Its result; once. A device's stream waits in place of the host. Raises RankLost."""
+        if self.work is not None:
+            with _calling(self.group, self.what, None):
+                self.work.wait()
+        return self.result
+
+
+ALONE = Group("alone")
+"""That of a rank which shares nothing."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -140,6 +185,20 @@ class Groups:
         """Ends the connections, when `Topology.connect` began them."""
         if self.owns_backend and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
+    if group.calls is not None and x is not None:  # an exchange is not everybody's
+        group.calls.append(f"{group.name}.{what}")
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise RankLost(
+            f"{what} of group {group.name} (ranks {', '.join(map(str, group.ranks))}) failed on rank "
+            f"{group.ranks[group.rank]}: {reason}; start all ranks anew"
+        ) from error
 
 
 def _raw(x: Tensor) -> Tensor:

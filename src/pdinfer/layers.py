@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
+from pdinfer.groups import ALONE, Group
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FloatWithBias, Weight
+from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
 from pdinfer.trace import Trace, part
 
 
@@ -19,14 +20,16 @@ class WeightSource(Protocol):
     """Where a part gets its tensors when it is built. Every tensor a model has is asked for by its checkpoint name, so
     that building on a device without memory ("meta") lists what a checkpoint must hold."""
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor called `name`, in the model's dtype unless `dtype` says otherwise."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        """The tensor called `name`, in the model's dtype unless `dtype` says otherwise. `shape` is that of the whole;
+        the tensor is the part that `shard` keeps of it."""
 
     def find(self, name: str, *shape: int) -> Tensor | None:
         """As `take`, or None where a tensor called `name` is neither promised nor there."""
 
-    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
-        """The matrices [rows, columns] called `names`, one below the other, in the format the source holds them in."""
+    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
+        """The matrices [rows, columns] called `names`, or the part of each that `shard` keeps, one below the other, in
+        the format the source holds them in."""
 
     def format(self, name: str) -> type:
         """The class of `Weight` that `weight` would hold this matrix in."""
@@ -44,8 +47,10 @@ class Linear:
     bias_O: Tensor | None = None
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops) -> Linear:
-        return cls.of(source.weight((f"{name}.weight",), out_features, in_features), ops)
+    def build(
+        cls, source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops, shard: Shard = WHOLE
+    ) -> Linear:
+        return cls.of(source.weight((f"{name}.weight",), out_features, in_features, shard), ops)
 
     @classmethod
     def of(cls, weight: Weight, ops: Ops) -> Linear:
@@ -56,6 +61,41 @@ class Linear:
     def __call__(self, x_TI: Tensor) -> Tensor:
         y_TO = self.op(x_TI, self.weight)
         return y_TO if self.bias_O is None else y_TO + self.bias_O
+
+
+@attrs.frozen
+class RowParallelLinear:
+    """A linear map of inputs whose channels are divided over `group`: each rank has the columns of the weight for its
+    channels (rows, in Megatron's transposed view, hence the name), and the products are summed."""
+
+    linear: Linear
+    group: Group
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self.group.all_reduce(self.linear(x_TI))
+
+
+@attrs.frozen
+class GatheredLinear:
+    """The same for a format that scales each token over all of its channels, which no rank has: the inputs are
+    gathered, each rank makes a part of the outputs, and these are gathered too."""
+
+    linear: Linear
+    group: Group
+
+    def __call__(self, x_TI: Tensor) -> Tensor:
+        return self.group.all_gather_columns(self.linear(self.group.all_gather_columns(x_TI)))
+
+
+def row_parallel(
+    source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops, group: Group
+) -> Callable[[Tensor], Tensor]:
+    """The map from inputs divided over `group` to whole outputs on each of its ranks."""
+    if source.format(f"{name}.weight") is Int8Dynamic:
+        linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size))
+        return linear if group.size == 1 else GatheredLinear(linear, group)
+    linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size, axis=1))
+    return linear if group.size == 1 else RowParallelLinear(linear, group)
 
 
 @attrs.frozen
@@ -81,14 +121,18 @@ class GatedMLP:
     """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate rows first."""
 
     gate_up: Linear
-    down: Linear
+    down: Callable[[Tensor], Tensor]
     ops: Ops
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, hidden_size: int, intermediate_size: int, ops: Ops) -> GatedMLP:
+    def build(
+        cls, source: WeightSource, name: str, hidden_size: int, intermediate_size: int, ops: Ops, group: Group = ALONE
+    ) -> GatedMLP:
+        """The intermediate channels are divided over `group`."""
         names = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
-        gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size), ops)
-        return cls(gate_up, Linear.build(source, f"{name}.down_proj", hidden_size, intermediate_size, ops), ops)
+        shard = Shard(group.rank, group.size)
+        gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size, shard), ops)
+        return cls(gate_up, row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group), ops)
 
     def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
         part(trace, "mlp")

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from pdinfer.batch import Batch
 from pdinfer.config import ModelConfig
+from pdinfer.groups import ALONE, Group
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic
-from pdinfer.layers import Linear, RMSNorm, WeightSource
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard
+from pdinfer.layers import Linear, RMSNorm, WeightSource, row_parallel
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's modelling code builds the two latent norms with the class default, not with `rms_norm_eps`."""
@@ -27,10 +28,12 @@ LATENT_NORM_EPS = 1e-6
 
 @attrs.frozen(kw_only=True)
 class MLA:
-    """The weights of one attention layer. `q_a` and `q_a_norm` are None in models without a query latent; `kv_b_OC` is
-    of floats whatever it is stored as, because absorbed attention takes it apart by heads."""
+    """The weights of one attention layer, of `num_heads` heads on this rank. `q_a` and `q_a_norm` are None in models
+    without a query latent; `kv_b_OC` is of floats whatever it is stored as, because absorbed attention takes it apart
+    by heads."""
 
     config: ModelConfig
+    num_heads: int
     ops: Ops
     q_a: Linear | None
     q_a_norm: RMSNorm | None
@@ -39,32 +42,35 @@ class MLA:
     kv_a_norm: RMSNorm
     kv_b_OC: Tensor
     round_latent: Callable[[Tensor], Tensor]
-    o: Linear
+    o: Callable[[Tensor], Tensor]
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> MLA:
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
+        """The heads are divided over `tp`; what has no head axis is whole on each of its ranks."""
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        shard = Shard(tp.rank, tp.size)
         q_size = heads * config.qk_head_dim
         q_a = q_a_norm = None
         if config.q_lora_rank is None:
-            q_b = Linear.build(source, f"{name}.q_proj", q_size, hidden, ops)
+            q_b = Linear.build(source, f"{name}.q_proj", q_size, hidden, ops, shard)
         else:
             q_a = Linear.build(source, f"{name}.q_a_proj", config.q_lora_rank, hidden, ops)
             q_a_norm = RMSNorm.build(source, f"{name}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, ops)
-            q_b = Linear.build(source, f"{name}.q_b_proj", q_size, config.q_lora_rank, ops)
+            q_b = Linear.build(source, f"{name}.q_b_proj", q_size, config.q_lora_rank, ops, shard)
         kv_a_size = rank + config.qk_rope_head_dim
         kv_b_size = heads * (config.qk_nope_head_dim + config.v_head_dim)
         return cls(
             config=config,
+            num_heads=heads // tp.size,
             ops=ops,
             q_a=q_a,
             q_a_norm=q_a_norm,
             q_b=q_b,
             kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
             kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
-            kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank),
+            kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank, shard=shard),
             round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
-            o=Linear.build(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops),
+            o=row_parallel(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops, tp),
         )
 
     def __call__(
@@ -76,7 +82,7 @@ class MLA:
         pages_PGW: Tensor,
         selected_TS: Tensor | None = None,
     ) -> Tensor:
-        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D].
+        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D], a sum over all heads of all ranks.
 
         `query_TL` is `query_latent(x_TD)`. With `selected_TS` (positions as `kernels.ops.IndexTopK` returns them) each
         token reads those of its sequence alone."""
@@ -99,7 +105,7 @@ class MLA:
 
     def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """(q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
-        q_THQ = self.q_b(query_TL).view(-1, self.config.num_attention_heads, self.config.qk_head_dim)
+        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.config.qk_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
 
@@ -137,7 +143,7 @@ def absorbed(
     """Attention over the latents themselves -> [T, H, V]: of selected positions, or of all with one query per sequence
     (T = B)."""
     config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
-    kv_b_HOC = mla.kv_b_OC.view(config.num_attention_heads, -1, config.kv_lora_rank)
+    kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)
     k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
     q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
     scale = config.softmax_scale

@@ -1,4 +1,5 @@
-"""A whole model: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel, pool or request."""
+"""A model, or a rank's part of one: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel,
+pool or request."""
 
 from __future__ import annotations
 
@@ -13,12 +14,14 @@ from pdinfer.block import Block
 from pdinfer.checks import check_fits, physical_memory_bytes
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.formats import FP8, cache_components
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
-from pdinfer.moe.dispatch import LocalDispatcher
+from pdinfer.moe.layer import MoE
+from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.mtp import MTP, Tied
 from pdinfer.topology import Topology
 
@@ -38,6 +41,8 @@ class Model:
     device: torch.device
     dtype: torch.dtype
     topology: Topology
+    groups: Groups
+    experts: ExpertParallel
     resolved: ResolvedOps
     embed_VD: Tensor
     blocks: tuple[Block, ...]
@@ -57,13 +62,16 @@ class Model:
         device: torch.device,
         dtype: torch.dtype,
         topology: Topology,
+        groups: Groups,
+        experts: ExpertParallel | None = None,
         weights_id: bytes = b"",
         mtp: bool = False,
         mtp_copies: Collection[str] = (),
     ) -> Model:
-        """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`."""
+        """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`.
+        Without `experts` all are here."""
         ops = resolved.ops
-        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
+        parallel = experts or ExpertParallel.alone(config, ops, mtp=mtp)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         lm_head_VD = embed_VD
         if not config.tie_word_embeddings:
@@ -74,17 +82,24 @@ class Model:
             device=device,
             dtype=dtype,
             topology=topology,
+            groups=groups,
+            experts=parallel,
             resolved=resolved,
             embed_VD=embed_VD,
             blocks=tuple(
-                Block.build(source, layer, config, ops, dispatcher) for layer in range(config.num_hidden_layers)
+                Block.build(source, layer, config, ops, parallel, groups) for layer in range(config.num_hidden_layers)
             ),
             norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
             lm_head_VD=lm_head_VD,
             rotary=tied.rotary,
             weights_id=weights_id,
-            mtp=MTP.build(source, config, ops, dispatcher, tied, mtp_copies) if mtp else None,
+            mtp=MTP.build(source, config, ops, parallel, groups, tied, mtp_copies) if mtp else None,
         )
+
+    def moe_layers(self) -> list[MoE]:
+        """Those that route to experts, in the order of the rows of `experts.placement`."""
+        blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)
+        return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""

@@ -21,10 +21,11 @@ from torch import Tensor
 from pdinfer.batch import Batch
 from pdinfer.block import Block
 from pdinfer.config import ModelConfig
+from pdinfer.groups import Groups
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Linear, RMSNorm, Rotary, WeightSource
-from pdinfer.moe.dispatch import TokenDispatcher
+from pdinfer.moe.parallel import ExpertParallel
 
 
 @attrs.frozen
@@ -55,7 +56,8 @@ class MTP:
         source: WeightSource,
         config: ModelConfig,
         ops: Ops,
-        dispatcher: TokenDispatcher,
+        parallel: ExpertParallel,
+        groups: Groups,
         tied: Tied,
         copies: Collection[str] = (),
     ) -> MTP:
@@ -71,7 +73,7 @@ class MTP:
             token_norm=RMSNorm.build(source, f"{name}.enorm", hidden, eps, ops),
             state_norm=RMSNorm.build(source, f"{name}.hnorm", hidden, eps, ops),
             join=Linear.build(source, f"{name}.eh_proj", hidden, 2 * hidden, ops),
-            block=Block.build(source, layer, config, ops, dispatcher),
+            block=Block.build(source, layer, config, ops, parallel, groups),
             norm=RMSNorm.build(source, f"{name}.shared_head.norm", hidden, eps, ops),
             ops=ops,
         )

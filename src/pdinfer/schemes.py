@@ -21,7 +21,16 @@ from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import read_json
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, Weight
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    WHOLE,
+    FP8Blocks,
+    Int8Dynamic,
+    Int8Static,
+    Shard,
+    Weight,
+    columns_of,
+)
 
 MAX_DESCRIPTION_BYTES = 64 << 20
 DESCRIPTION = "quant_model_description*.json"
@@ -146,16 +155,24 @@ class StoredWeights:
             elif found.dtype not in companion.dtypes:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
-    def read(self, name: str) -> Weight:
-        """The matrix, or any other tensor, `name` on the CPU as it is stored. Raises CheckpointError for bad values."""
-        scheme = self.scheme(name)
+    def read(self, name: str, shard: Shard = WHOLE) -> Weight:
+        """The matrix, or any other tensor, `name` on the CPU as it is stored, or a part of it. Of rows no others are
+        read; columns are cut out of the whole. Raises CheckpointError for bad values."""
+        if shard.size > 1 and shard.axis:
+            return columns_of(self._rows(name, WHOLE), shard)
+        return self._rows(name, shard)
+
+    def _rows(self, name: str, shard: Shard) -> Weight:
+        scheme, info = self.scheme(name), self.files.tensors[name]
+        rows = shard.of(info.shape[0]) if shard.size > 1 else None
         if scheme is Scheme.FLOAT:
-            return self._finite(self.files.tensors[name])
-        numbers = self.files.read(self.files.tensors[name])
-        companions = {
-            companion.suffix: self._finite(self.files.tensors[part])
-            for part, companion in self._companions(name).items()
-        }
+            return self._finite(info, rows)
+        numbers = self.files.read(info, rows)
+        companions = {}
+        for part, companion in self._companions(name).items():
+            found = self.files.tensors[part]
+            cut = shard.of(found.shape[0]) if rows is not None and companion.per != "matrix" else None
+            companions[companion.suffix] = self._finite(found, cut)
         if scheme is Scheme.FP8_BLOCKS:
             if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
                 raise CheckpointError(f"{self.files.tensors[name].file}: tensor {name} holds NaN")
@@ -187,8 +204,8 @@ class StoredWeights:
             return f"and {said} does not say with which scheme"
         return f"supported for {scheme.value} are {_names(NUMBERS[scheme])}"
 
-    def _finite(self, info: TensorInfo) -> Tensor:
-        tensor = self.files.read(info)
+    def _finite(self, info: TensorInfo, rows: range | None = None) -> Tensor:
+        tensor = self.files.read(info, rows)
         if info.dtype in (torch.float8_e8m0fnu, torch.uint8):
             tensor = tensor.view(torch.float8_e8m0fnu).float()
         elif info.dtype == torch.int64 and info.name.endswith("deq_scale"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pdinfer.checks import clip
-from pdinfer.errors import ConfigError
+from pdinfer.errors import ConfigError, RankLost
 from pdinfer.groups import Group, Groups
 
 SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size", "moe_dense_tp_size")
@@ -127,7 +127,18 @@ class Topology:
         """
         if self.world_size == 1:
             return Groups.single()
-        kind = torch.device(device).type
+        try:
+            return self._connect(torch.device(device).type, timeout_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.world_size} ranks, and nothing says where they meet: {error}; start them with torchrun or "
+                "begin torch.distributed before"
+            ) from error
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise RankLost(f"rank {self.rank} of {self.world_size} could not meet the others: {reason}") from error
+
+    def _connect(self, kind: str, timeout_s: float) -> Groups:
         owns_backend = not dist.is_initialized()
         if owns_backend:
             backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"

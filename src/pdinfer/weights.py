@@ -15,12 +15,18 @@ from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
-from pdinfer.config import ModelConfig
+from pdinfer.cluster import check_divides
+from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
+from pdinfer.groups import Groups
+from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    WHOLE,
     FloatWithBias,
     Int8Static,
+    Shard,
     Weight,
     assign,
     empty,
@@ -29,7 +35,10 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.kv.view import DTYPES
+from pdinfer.layers import WeightSource
 from pdinfer.model import Model, device_memory_bytes
+from pdinfer.moe.parallel import ExpertParallel, checked_placement
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
 from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
@@ -50,30 +59,43 @@ OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
 """What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
 
 
+@attrs.frozen
+class Place:
+    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    shard: Shard
+
+
 @attrs.define
 class Destinations:
     """A WeightSource that allocates on `device` and remembers which name belongs where. Without `stored` every weight
-    is of floats; with it, those of a scheme in `kept` are held as they are stored."""
+    is of floats; with it, those of a scheme in `kept` are held as they are stored. Raises ConfigError for a tensor that
+    a rank cannot have its part of."""
 
     device: torch.device
     dtype: torch.dtype
     stored: StoredWeights | None = None
     kept: frozenset[Scheme] = frozenset()
-    places: dict[str, Weight] = attrs.field(factory=dict)
+    places: dict[str, Place] = attrs.field(factory=dict)
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self.places[name] = tensor
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        self._check_shard(name, shape, shard)
+        tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
+        self.places[name] = Place(tensor, shape, shard)
         return tensor
 
     def find(self, name: str, *shape: int) -> Tensor | None:
         there = self.stored is not None and name in self.stored.files.tensors
         return self.take(name, *shape) if there else None
 
-    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
+    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
+        for name in names:
+            self._check_shard(name, (rows, columns), shard)
         kind = self._format(names)
         biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
-        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns), 0)
+        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
 
     def format(self, name: str) -> type:
         scheme = self.scheme(name)
@@ -85,12 +107,26 @@ class Destinations:
             raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
         return self._allocate(names, kind, rows, columns)
 
-    def _allocate(self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int) -> Weight:
-        shape = (len(names), len(names[0]), rows, columns)
+    def _allocate(
+        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
+    ) -> Weight:
+        kept_rows, kept_columns = shard.shape((rows, columns))
+        shape = (len(names), len(names[0]), kept_rows, kept_columns)
         ue8m0 = self.stored is not None and self.stored.ue8m0
         stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
-        self.places.update(places(stack, names))
+        self.places.update((name, Place(weight, (rows, columns), shard)) for name, weight in places(stack, names))
         return stack
+
+    def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
+        """Parts are equal, and of whole blocks where scales are of blocks."""
+        unit = BLOCK if self.scheme(name) is Scheme.FP8_BLOCKS else 1
+        if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
+            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
+            raise ConfigError(
+                f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
+                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
+                "or moe_dense_tp_size"
+            )
 
     def _format(self, names: Sequence[str]) -> type:
         """The one format that these matrices, which lie in one tensor, can be held in."""
@@ -116,6 +152,8 @@ def load_model(
     providers: str | Mapping[str, str] | None = None,
     check_finite: bool = True,
     mtp: bool = False,
+    experts: ExpertConfig | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
@@ -124,36 +162,92 @@ def load_model(
     activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
     tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
     forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
-    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`).
+    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks
+    each calls this; `experts` says how theirs are reached, `placement` which are where.
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
-    topology = topology or Topology.single()
-    if topology.world_size != 1:
-        raise ConfigError(f"this version runs one rank per engine; the topology has {topology.world_size}")
+    topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint)
+    check_divides(config, topology)
+    placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, dtype, forced=providers)
+    asked = _Asked(
+        config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
+    )
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
-        copies = _own_copies(files, config) if mtp else ()
-        build = partial(Model.build, config, device=target, dtype=dtype, topology=topology, mtp=mtp, mtp_copies=copies)
+        build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
-        needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place))
+        needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place.weight))
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
-        model = build(destinations, resolved, weights_id=files.sample_digest())
+        model = build(destinations, resolved)
         _read_all(stored, wanted, destinations.places, progress)
         _check_tied(files, config, model)
     return model
+
+
+@attrs.frozen(kw_only=True)
+class _Asked:
+    """What the caller of `load_model` asked for, checked."""
+
+    config: ModelConfig
+    topology: Topology
+    device: torch.device
+    dtype: DType
+    mtp: bool
+    experts: ExpertConfig
+    placement: ExpertPlacement | None
+
+    def builder(self, files: Checkpoint, ops: Ops) -> Callable[[WeightSource, ResolvedOps], Model]:
+        """Makes this rank's model of weights from a source, once all ranks have met."""
+        weights_id = files.sample_digest()
+        groups = _met(self.topology, self.device, weights_id)
+        return partial(
+            Model.build,
+            self.config,
+            device=self.device,
+            dtype=self.dtype,
+            topology=self.topology,
+            groups=groups,
+            experts=ExpertParallel.connect(
+                self.config,
+                ops,
+                groups.ep,
+                device=self.device,
+                dtype=self.dtype,
+                mtp=self.mtp,
+                options=self.experts,
+                placement=self.placement,
+            ),
+            weights_id=weights_id,
+            mtp=self.mtp,
+            mtp_copies=_own_copies(files, self.config) if self.mtp else (),
+        )
+
+
+def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
+    """The groups of this rank, once all ranks have opened the same checkpoint."""
+    groups = topology.connect(device)
+    ours = torch.frombuffer(bytearray(weights_id), dtype=torch.uint8).to(device)[None]
+    theirs = groups.world.all_gather(ours)
+    others = (theirs != ours).any(-1).nonzero().flatten().tolist()
+    if others:
+        raise CheckpointError(
+            f"rank {topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks copies "
+            "of one checkpoint"
+        )
+    return groups
 
 
 def _kept(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
@@ -172,7 +266,7 @@ def _slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
 def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[str]:
     """What becomes of quantized weights, a sentence for each scheme and outcome."""
     counts = Counter(
-        (plan.scheme(name), isinstance(place, Tensor | FloatWithBias)) for name, place in plan.places.items()
+        (plan.scheme(name), isinstance(place.weight, Tensor | FloatWithBias)) for name, place in plan.places.items()
     )
     for scheme in OPS_OF_SCHEME:
         if counts[scheme, False]:
@@ -216,7 +310,7 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(stored: StoredWeights, expected: Mapping[str, Weight], config: ModelConfig) -> list[TensorInfo]:
+def _matched(stored: StoredWeights, expected: Mapping[str, Place], config: ModelConfig) -> list[TensorInfo]:
     """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
     files = stored.files
     missing = [name for name in expected if name not in files.tensors]
@@ -225,11 +319,7 @@ def _matched(stored: StoredWeights, expected: Mapping[str, Weight], config: Mode
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
             + _without_mtp(missing, config)
         )
-    wrong = [
-        complaint
-        for name, place in expected.items()
-        for complaint in stored.complaints(name, tuple(tensors_of(place)[0].shape))
-    ]
+    wrong = [complaint for name, place in expected.items() for complaint in stored.complaints(name, place.shape)]
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
@@ -245,13 +335,14 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
 def _read_all(
     stored: StoredWeights,
     wanted: Sequence[TensorInfo],
-    where: Mapping[str, Weight],
+    where: Mapping[str, Place],
     progress: Callable[[int, int], None] | None,
 ) -> None:
     sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
     done, total = 0, sum(sizes)
     for info, size in zip(wanted, sizes, strict=True):
-        _put(stored.read(info.name), where[info.name], info, stored.check_finite)
+        place = where[info.name]
+        _put(stored.read(info.name, place.shard), place.weight, info, stored.check_finite)
         done += size
         if progress is not None:
             progress(done, total)

@@ -13,6 +13,7 @@ from torch import Tensor
 import pdinfer as pd
 from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig
+from pdinfer.groups import Groups
 from pdinfer.kernels import packing, resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.model import Model
@@ -45,7 +46,14 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = 
         resolved = attrs.evolve(resolved, ops=ops)
     config = tiny_config(family, kv_lora_rank=RANK)
     return Model.build(
-        config, RandomWeights(0, dtype), resolved, device=CPU, dtype=dtype, topology=Topology.single(), weights_id=b"w"
+        config,
+        RandomWeights(0, dtype),
+        resolved,
+        device=CPU,
+        dtype=dtype,
+        topology=Topology.single(),
+        groups=Groups.single(),
+        weights_id=b"w",
     )
 
 

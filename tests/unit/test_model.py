@@ -17,8 +17,9 @@ from pdinfer import model as model_module
 from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.weight_formats import Weight, tensors_of
+from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -223,8 +224,8 @@ class Counting(Destinations):
 
     allocated: int = 0
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = Destinations.take(self, name, *shape, dtype=dtype)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        tensor = Destinations.take(self, name, *shape, dtype=dtype, shard=shard)
         self.allocated += tensor.nbytes
         return tensor
 
@@ -246,9 +247,10 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
         device=CPU,
         dtype=DTYPES[dtype],
         topology=Topology.single(),
+        groups=Groups.single(),
         weights_id=b"",
     )
-    named = sum(place.nbytes for place in source.places.values())
+    named = sum(tensor.nbytes for place in source.places.values() for tensor in tensors_of(place.weight))
     assert source.allocated == named == config.weight_bytes
 
 

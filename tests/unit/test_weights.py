@@ -327,9 +327,24 @@ def test_a_device_may_be_a_name_or_an_object(folder: Path) -> None:
     assert load_model(folder, device="cpu").device == load_model(folder, device=torch.device("cpu")).device
 
 
-def test_two_ranks_are_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="one rank per engine; the topology has 2"):
+def test_two_ranks_have_to_be_told_where_they_meet(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"2 ranks, and nothing says where they meet: .* torchrun"):
         load_model(folder, topology=Topology(world_size=2, tp_size=2))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"tp_size": 3}, "tp_size 3 does not divide num_attention_heads = 4"),
+        ({"tp_size": 4, "moe_dense_tp_size": 4}, "moe_dense_tp_size 4 does not divide intermediate_size = 82"),
+        ({"dp_size": 3, "ep_size": 3}, r"ep_size 3 does not divide n_routed_experts \+ num_redundant_experts = 8 \+ 0"),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused_before_they_meet(tmp_path: Path, sizes: dict[str, int], told: str) -> None:
+    write_checkpoint(tmp_path, tiny_config_dict(intermediate_size=82))
+    with pytest.raises(ConfigError, match=told):
+        load_model(tmp_path, topology=Topology(world_size=max(sizes.values()), **sizes))
 
 
 def test_a_dtype_that_cannot_compute_is_refused(folder: Path) -> None:

@@ -89,6 +89,27 @@ Quantized = FP8Blocks | Int8Dynamic | Int8Static
 Weight = Tensor | FloatWithBias | Quantized
 
 
+@attrs.frozen
+class Shard:
+    """The part of a matrix [O, I] that a rank holds: of `size` equal ones, cut along O (axis 0) or I (axis 1), number
+    `index`."""
+
+    index: int = 0
+    size: int = 1
+    axis: int = 0
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        """That of the part."""
+        return tuple(n // self.size if axis == self.axis else n for axis, n in enumerate(whole))
+
+    def of(self, length: int) -> range:
+        """The part of an axis of `length` elements, or of blocks where parts are of whole ones."""
+        return range(length * self.index // self.size, length * (self.index + 1) // self.size)
+
+
+WHOLE = Shard()
+
+
 def empty(
     kind: type, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False
 ) -> Weight:
@@ -133,6 +154,30 @@ def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str,
     for index, parts in enumerate(names):
         for at, name in enumerate(parts):
             yield name, part(expert(stack, index), at, len(parts))
+
+
+def columns_of(weight: Weight, shard: Shard) -> Weight:
+    """The part of a whole matrix that `shard`, which cuts columns, keeps. What is added to every output is kept by the
+    first part alone, so that the products of all parts add up to that of the whole."""
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor[..., shard.of(tensor.shape[-1]).start : shard.of(tensor.shape[-1]).stop]
+
+    if isinstance(weight, Tensor):
+        return cut(weight)
+    changed = attrs.evolve(weight, numbers=cut(weight.numbers))
+    if isinstance(changed, FP8Blocks):
+        return attrs.evolve(changed, scale=cut(changed.scale))
+    if isinstance(changed, FloatWithBias):
+        return changed if shard.index == 0 else attrs.evolve(changed, bias=torch.zeros_like(changed.bias))
+    if isinstance(changed, Int8Static) and isinstance(weight, Int8Static):
+        sums = changed.numbers.long().sum(-1, keepdim=True)
+        undone = changed.input_offset.long() * sums
+        kept = -undone
+        if shard.index == 0:
+            kept += weight.output_offset + weight.input_offset.long() * weight.numbers.long().sum(-1, keepdim=True)
+        return attrs.evolve(changed, output_offset=kept.to(torch.int32))
+    return changed
 
 
 def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, TokenDispatcher
+from pdinfer.moe.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatch import Contiguous, Dispatched, LocalDispatcher, Masked, TokenDispatcher
 from pdinfer.moe.migration import ExpertMove, MigrationPlan, plan_migration
 from pdinfer.moe.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
 
 __all__ = [
+    "AllToAllDispatcher",
+    "Contiguous",
     "DispatchRule",
     "DispatchTable",
     "Dispatched",
     "ExpertMove",
     "ExpertPlacement",
     "LocalDispatcher",
+    "Masked",
     "MigrationPlan",
     "TokenDispatcher",
     "dispatch_table",

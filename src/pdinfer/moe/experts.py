@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
@@ -13,7 +14,7 @@ from pdinfer.errors import CheckpointError
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import Weight
 from pdinfer.layers import WeightSource
-from pdinfer.moe.dispatch import Dispatched
+from pdinfer.moe.dispatch import Contiguous, Dispatched, Masked
 
 
 @attrs.frozen
@@ -25,9 +26,10 @@ class Experts:
     op: Callable[[Tensor, Tensor, Any, Any], Tensor]
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Experts:
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
+        """`experts` are the logical ones in the slots of this rank, all different."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        of_expert = [f"{name}.{expert}" for expert in range(config.n_routed_experts)]
+        of_expert = [f"{name}.{expert}" for expert in experts]
         into = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in of_expert]
         gate_up = source.stack(into, size, hidden)
         down = source.stack([(f"{expert}.down_proj.weight",) for expert in of_expert], hidden, size)
@@ -39,5 +41,28 @@ class Experts:
         return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
-        """[S, D] -> [S, D], rows sorted by expert."""
-        return self.op(dispatched.x_SD, dispatched.counts_E, self.gate_up, self.down)
+        """The result of each dispatched row, in the shape and dtype of the rows."""
+        if isinstance(dispatched, Masked):
+            return self._masked(dispatched)
+        if dispatched.loose:
+            return self._loose(dispatched)
+        y_SD = self.op(dispatched.x_SD, dispatched.counts_E, self.gate_up, self.down)
+        return y_SD if dispatched.weights_S is None else y_SD.mul_(dispatched.weights_S[:, None])
+
+    def _loose(self, rows: Contiguous) -> Tensor:
+        """Waits for the counts, for want of an op that reads them where they are. Syncs the device."""
+        counts_E = rows.counts_E.to("cpu", torch.int64)
+        there = slice(0, int(counts_E.sum()))
+        weights_S = None if rows.weights_S is None else rows.weights_S[there]
+        y_SD = torch.empty_like(rows.x_SD)
+        y_SD[there] = self(Contiguous(x_SD=rows.x_SD[there], counts_E=counts_E, weights_S=weights_S))
+        return y_SD
+
+    def _masked(self, rows: Masked) -> Tensor:
+        """Takes out the rows that are there, for want of an op that reads them where they lie. Syncs the device."""
+        there_EN = torch.arange(rows.x_END.shape[1], device=rows.x_END.device) < rows.counts_E[:, None]
+        weights_S = None if rows.weights_EN is None else rows.weights_EN[there_EN]
+        counts_E = rows.counts_E.to("cpu", torch.int64)
+        y_END = torch.empty_like(rows.x_END)
+        y_END[there_EN] = self(Contiguous(x_SD=rows.x_END[there_EN], counts_E=counts_E, weights_S=weights_S))
+        return y_END

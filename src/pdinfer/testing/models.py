@@ -13,11 +13,14 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.config import ModelConfig
+from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.kernels.weight_formats import Weight, assign, empty, expert, places, tensors_of
+from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
 from pdinfer.model import Model
+from pdinfer.moe.parallel import ExpertParallel, checked_placement
+from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.topology import Topology
 
 _TINY: dict[str, Any] = {
@@ -127,24 +130,29 @@ class RandomWeights:
     device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
     tensors: dict[str, Tensor] = attrs.field(factory=dict)
 
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        tensor = self._draw(name, shape).to(self.device, dtype or self.dtype)
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        tensor = _kept(self._draw(name, shape), shard).to(self.device, dtype or self.dtype)
         self.tensors[name] = tensor
         return tensor
 
     def find(self, name: str, *shape: int) -> Tensor | None:
         return None
 
-    def weight(self, names: Sequence[str], rows: int, columns: int) -> Weight:
-        return expert(self.stack([names], rows, columns), 0)
+    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
+        return expert(self._stack([names], rows, columns, shard), 0)
 
     def format(self, name: str) -> type:
         return Tensor
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        stack = empty(Tensor, (len(names), len(names[0]), rows, columns), dtype=self.dtype, device=self.device)
+        return self._stack(names, rows, columns, WHOLE)
+
+    def _stack(self, names: Sequence[Sequence[str]], rows: int, columns: int, shard: Shard) -> Weight:
+        kept_rows, kept_columns = shard.shape((rows, columns))
+        shape = (len(names), len(names[0]), kept_rows, kept_columns)
+        stack = empty(Tensor, shape, dtype=self.dtype, device=self.device)
         for name, place in places(stack, names):
-            assign(place, self._draw(name, (rows, columns)))
+            assign(place, _kept(self._draw(name, (rows, columns)), shard))
             self.tensors[name] = tensors_of(place)[0]
         return stack
 
@@ -160,6 +168,10 @@ class RandomWeights:
         return torch.randn(shape, generator=generator) * scale
 
 
+def _kept(tensor: Tensor, shard: Shard) -> Tensor:
+    return tensor.tensor_split(shard.size, shard.axis)[shard.index]
+
+
 def random_model(
     config: ModelConfig | None = None,
     *,
@@ -168,18 +180,39 @@ def random_model(
     dtype: torch.dtype = torch.float32,
     providers: str | None = None,
     mtp: bool = False,
+    topology: Topology | None = None,
+    experts: ExpertConfig | None = None,
+    placement: ExpertPlacement | None = None,
 ) -> Model:
-    """A model of random weights; equal arguments give equal models, and `mtp` adds a layer and changes no other."""
+    """A model of random weights; equal arguments give equal models, and `mtp` adds a layer and changes no other. With a
+    `topology` of several ranks each calls this, and gets its part of the same weights; `experts` and `placement` are as
+    for `load_model`."""
+    topology = topology or Topology.single()
     config = config or tiny_config()
+    options = experts or ExpertConfig()
+    placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
     target = torch.device(device)
+    resolved, groups = resolve_ops(target, dtype, forced=providers), topology.connect(target)
+    parallel = ExpertParallel.connect(
+        config,
+        resolved.ops,
+        groups.ep,
+        device=target,
+        dtype=dtype,
+        mtp=mtp,
+        options=options,
+        placement=placement,
+    )
     digest = hashlib.sha256(f"random/{seed}".encode()).digest()
     return Model.build(
         config,
         RandomWeights(seed, dtype, target),
-        resolve_ops(target, dtype, forced=providers),
+        resolved,
         device=target,
         dtype=dtype,
-        topology=Topology.single(),
+        topology=topology,
+        groups=groups,
+        experts=parallel,
         weights_id=digest,
         mtp=mtp,
     )
@@ -205,6 +238,7 @@ def write_checkpoint(
         device=cpu,
         dtype=source.dtype,
         topology=Topology.single(),
+        groups=Groups.single(),
         mtp=mtp,
     )
     names = sorted(source.tensors)

@@ -1,0 +1,85 @@
+"""The tuned file of SGLang's `--deepep-config`: how DeepEP's kernels for prefill cut their traffic."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+from pdinfer.checks import clip, int_in
+from pdinfer.errors import ConfigError
+from pdinfer.files import read_json
+
+MAX_TOKENS = 1 << 16
+
+
+def _even(_instance: Any, attribute: attrs.Attribute[Any], value: int) -> None:
+    if value % 2:
+        raise ConfigError(f"{attribute.name} must be even, got {value}")
+
+
+@attrs.frozen(kw_only=True)
+class DeepEPChunks:
+    """The arguments of `deep_ep.Config`: streaming multiprocessors, and how many tokens are sent and received in one
+    piece over NVLink and RDMA. A receive size of RDMA is rounded up to a multiple of the send size there. Raises
+    ConfigError where send is not less than receive."""
+
+    num_sms: int = attrs.field(default=20, validator=[int_in(2, 1024), _even])
+    num_max_nvl_chunked_send_tokens: int = attrs.field(default=6, validator=int_in(1, MAX_TOKENS))
+    num_max_nvl_chunked_recv_tokens: int = attrs.field(default=256, validator=int_in(1, MAX_TOKENS))
+    num_max_rdma_chunked_send_tokens: int = attrs.field(default=6, validator=int_in(1, MAX_TOKENS))
+    num_max_rdma_chunked_recv_tokens: int = attrs.field(default=256, validator=int_in(1, MAX_TOKENS))
+
+    def __attrs_post_init__(self) -> None:
+        for link in ("nvl", "rdma"):
+            send = getattr(self, f"num_max_{link}_chunked_send_tokens")
+            receive = getattr(self, f"num_max_{link}_chunked_recv_tokens")
+            if send >= receive:
+                raise ConfigError(
+                    f"num_max_{link}_chunked_send_tokens must be less than num_max_{link}_chunked_recv_tokens, got "
+                    f"{send} and {receive}"
+                )
+
+
+@attrs.frozen(kw_only=True)
+class DeepEPConfig:
+    """What such a file says: of dispatch and of combine, with the same `num_sms`. Keys that are missing have DeepEP's
+    defaults."""
+
+    normal_dispatch: DeepEPChunks
+    normal_combine: DeepEPChunks
+
+    def __attrs_post_init__(self) -> None:
+        if self.normal_dispatch.num_sms != self.normal_combine.num_sms:
+            raise ConfigError(
+                f"normal_dispatch has num_sms {self.normal_dispatch.num_sms} and normal_combine "
+                f"{self.normal_combine.num_sms}: they must be equal"
+            )
+
+    @property
+    def num_sms(self) -> int:
+        return self.normal_dispatch.num_sms
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> DeepEPConfig:
+        """Raises ConfigError, which names the file."""
+        fields = read_json(path)
+        try:
+            return cls.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(f"{os.fspath(path)}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> DeepEPConfig:
+        """Raises ConfigError for unknown keys and for values that DeepEP cannot use."""
+        parts = [field.name for field in attrs.fields(cls)]
+        for name in parts:
+            if not isinstance(fields.get(name), Mapping):
+                raise ConfigError(f"{name} must be an object, got {clip(fields.get(name))}")
+        known = [field.name for field in attrs.fields(DeepEPChunks)]
+        unknown = sorted({*fields} - {*parts}) + sorted({key for name in parts for key in fields[name]} - {*known})
+        if unknown:
+            raise ConfigError(f"unknown keys {clip(unknown)}; there are {', '.join((*parts, *known))}")
+        return cls(**{name: DeepEPChunks(**fields[name]) for name in parts})

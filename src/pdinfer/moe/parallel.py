@@ -1,0 +1,148 @@
+"""Where one rank's model has its experts, and how tokens get there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import attrs
+import torch
+
+from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.errors import ConfigError
+from pdinfer.groups import Group
+from pdinfer.kernels.ops import Ops
+from pdinfer.moe.choose import choose_dispatcher
+from pdinfer.moe.deep_ep import ExpertSizes
+from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
+from pdinfer.moe.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
+
+
+@attrs.define(eq=False, kw_only=True)
+class ExpertParallel:
+    """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
+    the rows of `placement`, which is None in a model without any. Without `replicas` every expert is in the slot of
+    its own number."""
+
+    group: Group
+    layers: Sequence[int]
+    placement: ExpertPlacement | None
+    replicas: ReplicaTables | None
+    dispatcher: TokenDispatcher
+    two_batch_overlap: bool = False
+
+    @classmethod
+    def alone(cls, config: ModelConfig, ops: Ops, *, mtp: bool) -> ExpertParallel:
+        """All experts on one rank."""
+        layers = _moe_layers(config, mtp)
+        placement = ExpertPlacement.trivial(len(layers), config.n_routed_experts, 1) if layers else None
+        dispatcher = LocalDispatcher(config.n_routed_experts, ops)
+        return cls(group=Group("ep"), layers=layers, placement=placement, replicas=None, dispatcher=dispatcher)
+
+    @classmethod
+    def connect(
+        cls,
+        config: ModelConfig,
+        ops: Ops,
+        group: Group,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        mtp: bool,
+        options: ExpertConfig,
+        placement: ExpertPlacement | None,
+    ) -> ExpertParallel:
+        """A collective: every rank of `group` gives the same; `placement` is one that `checked_placement` returned.
+        Raises ConfigError where ranks differ; see `choose_dispatcher` too."""
+        if placement is None:
+            return cls.alone(config, ops, mtp=mtp)
+        _check_same(group, placement, options, device)
+        sizes = ExpertSizes(
+            num_ranks=group.size,
+            num_experts=placement.num_slots,
+            hidden_size=config.hidden_size,
+            top_k=config.num_experts_per_tok,
+            dtype=dtype,
+        )
+        dispatcher = choose_dispatcher(group, sizes, options, ops, device)
+        if options.two_batch_overlap and dispatcher.max_live is not None and dispatcher.max_live < 2:
+            raise ConfigError("two_batch_overlap needs a dispatcher with room for two batches")
+        replicas = None
+        if group.size > 1:
+            replicas = ReplicaTables.build(
+                placement,
+                DispatchRule(options.ep_dispatch_algorithm),
+                rank=group.rank,
+                ranks_per_node=options.ranks_per_node,
+                device=device,
+            )
+        return cls(
+            group=group,
+            layers=_moe_layers(config, mtp),
+            placement=placement,
+            replicas=replicas,
+            dispatcher=dispatcher,
+            two_batch_overlap=options.two_batch_overlap,
+        )
+
+    def experts_of(self, layer: int) -> list[int]:
+        """The logical experts in this rank's slots."""
+        assert self.placement is not None
+        row = self.placement.physical_to_logical_map[self.layers.index(layer)]
+        experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
+        return experts
+
+    def replicas_of(self, layer: int) -> LayerReplicas | None:
+        """Where this rank sends the tokens of a layer."""
+        return None if self.replicas is None else self.replicas.of_layer(self.layers.index(layer))
+
+
+def _moe_layers(config: ModelConfig, mtp: bool) -> list[int]:
+    return [layer for layer in range(config.num_hidden_layers + mtp) if config.is_moe_layer(layer)]
+
+
+def checked_placement(
+    config: ModelConfig, num_ranks: int, placement: ExpertPlacement | None, options: ExpertConfig, *, mtp: bool
+) -> ExpertPlacement | None:
+    """`placement`, if it is of this model and of `num_ranks` ranks; without one, that which has expert `p % E` in slot
+    p; None for a model without experts. Raises ConfigError with the values that do not fit."""
+    num_layers = len(_moe_layers(config, mtp))
+    num_experts, redundant = config.n_routed_experts, options.num_redundant_experts
+    if num_layers == 0:
+        if placement is not None:
+            raise ConfigError("a placement was given and the model has no experts; leave it out")
+        return None
+    if placement is None:
+        if (num_experts + redundant) % num_ranks:
+            raise ConfigError(
+                f"ep_size {num_ranks} does not divide n_routed_experts + num_redundant_experts = {num_experts} + "
+                f"{redundant} = {num_experts + redundant}; choose num_redundant_experts so that it does"
+            )
+        return ExpertPlacement.trivial(num_layers, num_experts, num_ranks, redundant)
+    for name, said, wanted, what in (
+        ("num_layers", placement.num_layers, num_layers, "mixture-of-experts layers (that of MTP included)"),
+        ("num_logical_experts", placement.num_logical_experts, num_experts, "n_routed_experts"),
+        ("num_ranks", placement.num_ranks, num_ranks, "ep_size"),
+    ):
+        if said != wanted:
+            raise ConfigError(f"the placement has {name} = {said}, the model {wanted} {what}")
+    if redundant not in (0, placement.num_slots - num_experts):
+        raise ConfigError(
+            f"num_redundant_experts is {redundant} and the placement has {placement.num_slots - num_experts}; leave it "
+            "out: the placement says it"
+        )
+    return placement
+
+
+def _check_same(group: Group, placement: ExpertPlacement, options: ExpertConfig, device: torch.device) -> None:
+    """Ranks that think differently of where experts are would give wrong tokens."""
+    said = f"{options}".encode() + placement.physical_to_logical_map.tobytes()
+    ours = torch.frombuffer(bytearray(hashlib.sha256(said).digest()), dtype=torch.uint8).to(device)[None]
+    others = (group.all_gather(ours) != ours).any(-1).nonzero().flatten().tolist()
+    if others:
+        names = ", ".join(str(group.ranks[other]) for other in others)
+        raise ConfigError(
+            f"rank {group.ranks[group.rank]} has another expert placement, or other options for experts, than ranks "
+            f"{names}: give all ranks the same"
+        )

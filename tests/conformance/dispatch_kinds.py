@@ -1,0 +1,133 @@
+"""The dispatchers that the conformance suite runs on, and the job that runs it on a rank."""
+
+from __future__ import annotations
+
+import sys
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.groups import Group
+from pdinfer.moe.all_to_all import AllToAllDispatcher
+from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.deep_ep_config import DeepEPConfig
+from pdinfer.moe.dispatch import Contiguous, LocalDispatcher
+from pdinfer.topology import Topology
+from tests.conformance import fake_deep_ep
+from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
+
+NORMAL_WIDTH, LOW_LATENCY_WIDTH = 16, 2048
+
+
+def local(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
+    return LocalDispatcher(experts_per_rank, OPS)
+
+
+def all_to_all(group: Group, experts_per_rank: int, top_k: int) -> AllToAllDispatcher:
+    return AllToAllDispatcher(group, experts_per_rank, OPS)
+
+
+@attrs.frozen(kw_only=True)
+class _Expanded(Contiguous):
+    row_TK: Tensor
+
+
+@attrs.frozen
+class OneCall:
+    """As DeepEP's ElasticBuffer has it: one call for prefill and decode, which waits for its counts or does not
+    (`loose`), rows expanded by expert, an unweighted sum: the experts weigh."""
+
+    num_experts: int
+    loose: bool
+    max_live: ClassVar[int | None] = None
+
+    @property
+    def graph_safe(self) -> bool:
+        return self.loose
+
+    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Expanded:
+        counts_E, token_of_row_S, row_TK = OPS.group_rows(ids_TK, self.num_experts)
+        x_SD = x_TD[token_of_row_S]
+        weights_S = weights_TK.new_empty(len(x_SD)).index_copy_(0, row_TK.flatten(), weights_TK.flatten())
+        if self.loose:
+            counts_E = counts_E.to(torch.int32)
+            x_SD = torch.cat((x_SD, x_SD.new_full((3, x_SD.shape[1]), GARBAGE)))
+            weights_S = torch.cat((weights_S, weights_S.new_full((3,), GARBAGE)))
+        return _Expanded(x_SD=x_SD, counts_E=counts_E, weights_S=weights_S, loose=self.loose, row_TK=row_TK)
+
+    def dispatch_end(self, pending: _Expanded) -> _Expanded:
+        return pending
+
+    def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Tensor:
+        return y[dispatched.row_TK].float().sum(1)
+
+    def combine_end(self, pending: Tensor) -> Tensor:
+        return pending
+
+
+def one_call(group: Group, experts_per_rank: int, top_k: int) -> OneCall:
+    return OneCall(experts_per_rank, loose=False)
+
+
+def one_call_loose(group: Group, experts_per_rank: int, top_k: int) -> OneCall:
+    return OneCall(experts_per_rank, loose=True)
+
+
+def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> ExpertSizes:
+    return ExpertSizes(
+        num_ranks=group.size,
+        num_experts=experts_per_rank * group.size,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        dtype=torch.bfloat16,
+    )
+
+
+def normal(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS)
+
+
+def normal_tuned(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
+    config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}})
+    dispatcher = DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config)
+    assert dispatcher.buffer.num_sms == dispatcher.dispatch_chunks.arguments["num_sms"] == 24
+    return dispatcher
+
+
+def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLatency:
+    of = sizes(group, experts_per_rank, top_k, LOW_LATENCY_WIDTH)
+    return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+
+
+KINDS = {
+    "local": Kind(local),
+    "one_call": Kind(one_call),
+    "one_call-loose": Kind(one_call_loose),
+    "all_to_all": Kind(all_to_all),
+    "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=1e-2),
+    "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, 3e-2),
+    "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, 3e-2),
+    "deep_ep-low_latency": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, 3e-2),
+}
+EXACT = ("local", "all_to_all", "all_to_all-bfloat16")
+
+
+def run_suite(name: str, seeds: int) -> list[str]:
+    """The whole suite on this rank; the names of the collectives it took."""
+    sys.modules["deep_ep"] = fake_deep_ep
+    topology = Topology.from_env()
+    groups = topology.connect() if topology.world_size > 1 else None
+    calls: list[str] = []
+    group = (
+        Group("ep") if groups is None else Group("ep", groups.ep.ranks, groups.ep.rank, groups.ep.process_group, calls)
+    )
+    checks = (*SUITE, sums_are_those_of_one_rank) if name in EXACT else SUITE
+    try:
+        for check in checks:
+            for seed in range(seeds):
+                check(KINDS[name], group, seed)
+    finally:
+        del sys.modules["deep_ep"]
+    return calls

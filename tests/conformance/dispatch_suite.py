@@ -1,0 +1,181 @@
+"""What every token dispatcher must do, as functions that run on each rank of a group.
+
+Expert p multiplies a row by p + 2 and the last element of every row names its token, so that a row given to another
+expert, token or rank shows. Cases are drawn from a seed that all ranks share: each knows what the others send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.groups import Group
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+
+OPS = resolve_ops(torch.device("cpu"), torch.float32).ops
+MAX_TOKENS = 6
+GARBAGE = float("nan")
+
+
+@attrs.frozen
+class Kind:
+    """How to make a dispatcher, what it is made for, and how exact its sums are."""
+
+    make: Callable[[Group, int, int], TokenDispatcher]  # (group, experts per rank, top_k)
+    width: int = 3
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-5
+
+
+@attrs.frozen
+class Routed:
+    """The tokens of one rank, and where the router sends them."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+    def expected(self) -> Tensor:
+        return self.x_TD.float() * (self.weights_TK * (self.ids_TK + 2)).sum(-1, keepdim=True)
+
+
+@attrs.frozen
+class World:
+    """A dispatcher of one rank and what all ranks send through it."""
+
+    kind: Kind
+    group: Group
+    dispatcher: TokenDispatcher
+    experts_per_rank: int
+    top_k: int
+
+    @classmethod
+    def draw(cls, kind: Kind, group: Group, generator: torch.Generator) -> World:
+        experts_per_rank = int(torch.randint(1, 4, (), generator=generator))
+        top_k = int(torch.randint(1, min(experts_per_rank * group.size, 5) + 1, (), generator=generator))
+        dispatcher = kind.make(group, experts_per_rank, top_k)
+        return cls(kind, group, dispatcher, experts_per_rank, top_k)
+
+    def batch(self, generator: torch.Generator, *, at_most: int = MAX_TOKENS) -> list[Routed]:
+        """What each rank sends; ranks without tokens are frequent."""
+        counts = torch.randint(-2, at_most + 1, (self.group.size,), generator=generator).clamp_(min=0).tolist()
+        return [self.routed(count, first=rank * MAX_TOKENS, generator=generator) for rank, count in enumerate(counts)]
+
+    def routed(self, count: int, *, first: int, generator: torch.Generator) -> Routed:
+        num_experts = self.experts_per_rank * self.group.size
+        ids_TK = torch.rand(count, num_experts, generator=generator).argsort(-1)[:, : self.top_k].contiguous()
+        x_TD = torch.randint(-8, 9, (count, self.kind.width), generator=generator).float()
+        x_TD[:, -1] = first + torch.arange(count) + 1
+        weights_TK = torch.rand(ids_TK.shape, generator=generator)
+        return Routed(x_TD.to(self.kind.dtype), ids_TK, weights_TK)
+
+    def run_experts(self, dispatched: Dispatched) -> Tensor:
+        factor_E = torch.arange(self.experts_per_rank).float() + 2 + self.group.rank * self.experts_per_rank
+        if isinstance(dispatched, Masked):
+            y_END = torch.full_like(dispatched.x_END, GARBAGE)
+            for expert, rows in enumerate(rows_by_expert(dispatched)):
+                y_END[expert, : len(rows)] = rows * factor_E[expert]
+            assert dispatched.weights_EN is None
+            return y_END
+        factor_S = factor_E.repeat_interleave(dispatched.counts_E)
+        if dispatched.weights_S is not None:
+            factor_S = factor_S * dispatched.weights_S[: len(factor_S)]
+        y_SD = torch.full_like(dispatched.x_SD, GARBAGE)
+        y_SD[: len(factor_S)] = dispatched.x_SD[: len(factor_S)] * factor_S[:, None]
+        return y_SD
+
+    def check_sum(self, got: Tensor, routed: Routed) -> None:
+        assert (got.dtype, got.shape) == (torch.float32, routed.x_TD.shape)
+        torch.testing.assert_close(got, routed.expected(), rtol=self.kind.tolerance, atol=self.kind.tolerance)
+
+
+def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
+    """The rows of each expert of this rank."""
+    counts = dispatched.counts_E.tolist()
+    if isinstance(dispatched, Masked):
+        return [rows[:count] for rows, count in zip(dispatched.x_END, counts, strict=True)]
+    if not dispatched.loose:
+        assert (dispatched.counts_E.dtype, dispatched.counts_E.device.type) == (torch.int64, "cpu")
+        assert sum(counts) == len(dispatched.x_SD)
+    return list(dispatched.x_SD[: sum(counts)].split(counts))
+
+
+def experts_get_their_tokens(kind: Kind, group: Group, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    world = World.draw(kind, group, generator)
+    batches = world.batch(generator)
+    mine = batches[group.rank]
+    pending = world.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK)
+    dispatched = world.dispatcher.dispatch_end(pending)
+    by_expert = rows_by_expert(dispatched)
+    assert len(by_expert) == world.experts_per_rank
+    for expert, rows in enumerate(by_expert, start=group.rank * world.experts_per_rank):
+        assert rows.dtype == kind.dtype
+        expected = torch.cat([routed.x_TD[(routed.ids_TK == expert).any(-1)] for routed in batches])
+        assert sorted(rows.tolist()) == sorted(expected.tolist())
+    world.dispatcher.combine_end(world.dispatcher.combine_begin(world.run_experts(dispatched), dispatched))
+
+
+def results_are_weighted_sums(kind: Kind, group: Group, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    world = World.draw(kind, group, generator)
+    dispatcher = world.dispatcher
+    for _ in range(2):  # a dispatcher is used again and again
+        mine = world.batch(generator)[group.rank]
+        dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK))
+        world.check_sum(
+            dispatcher.combine_end(dispatcher.combine_begin(world.run_experts(dispatched), dispatched)), mine
+        )
+
+
+def two_batches_can_be_under_way(kind: Kind, group: Group, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    world = World.draw(kind, group, generator)
+    dispatcher = world.dispatcher
+    first, second = world.batch(generator)[group.rank], world.batch(generator)[group.rank]
+    begun_first = dispatcher.dispatch_begin(first.x_TD, first.ids_TK, first.weights_TK)
+    begun_second = dispatcher.dispatch_begin(second.x_TD, second.ids_TK, second.weights_TK)
+    there_first = dispatcher.dispatch_end(begun_first)
+    back_first = dispatcher.combine_begin(world.run_experts(there_first), there_first)
+    there_second = dispatcher.dispatch_end(begun_second)
+    back_second = dispatcher.combine_begin(world.run_experts(there_second), there_second)
+    world.check_sum(dispatcher.combine_end(back_first), first)
+    world.check_sum(dispatcher.combine_end(back_second), second)
+
+
+def nobody_has_a_token(kind: Kind, group: Group, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    world = World.draw(kind, group, generator)
+    mine = world.routed(0, first=0, generator=generator)
+    dispatched = world.dispatcher.dispatch_end(world.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK))
+    assert [len(rows) for rows in rows_by_expert(dispatched)] == [0] * world.experts_per_rank
+    returning = world.dispatcher.combine_begin(world.run_experts(dispatched), dispatched)
+    world.check_sum(world.dispatcher.combine_end(returning), mine)
+
+
+def sums_are_those_of_one_rank(kind: Kind, group: Group, seed: int) -> None:
+    """Bit by bit, where every result returns as it is."""
+    generator = torch.Generator().manual_seed(seed)
+    world = World.draw(kind, group, generator)
+    mine = world.batch(generator)[group.rank]
+    local = attrs.evolve(
+        world,
+        group=Group("ep"),
+        experts_per_rank=world.experts_per_rank * group.size,
+        dispatcher=LocalDispatcher(world.experts_per_rank * group.size, OPS),
+    )
+    sums = []
+    for each in (world, local):
+        dispatched = each.dispatcher.dispatch_end(
+            each.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK)
+        )
+        returning = each.dispatcher.combine_begin(each.run_experts(dispatched), dispatched)
+        sums.append(each.dispatcher.combine_end(returning))
+    assert torch.equal(*sums)
+
+
+SUITE = (experts_get_their_tokens, results_are_weighted_sums, two_batches_can_be_under_way, nobody_has_a_token)

@@ -1,0 +1,147 @@
+"""Experts that are spread over ranks, with copies and without, give the logits of one rank that has them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import pdinfer as pd
+from pdinfer.errors import ConfigError
+from pdinfer.quantize import quantize_checkpoint
+from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
+from tests.ranks import Ranks
+
+EXPERTS, MOE_LAYERS = 8, 2
+# of different lengths: ranks have different numbers of tokens, and some have none for some others
+PROMPTS = [[[7, 3, 90, 12, 55, 41, 3], [5]], [[1], [30, 20, 10]], [[17, 4], [61] * 9], [[88, 2, 9, 9, 14], [33, 33]]]
+NEXT_TOKEN = 42
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same weights in each format."""
+    root = tmp_path_factory.mktemp("experts")
+    write_checkpoint(root / "float", tiny_config_dict(num_nextn_predict_layers=1), mtp=True)
+    for scheme in ("fp8", "w8a8_dynamic"):
+        quantize_checkpoint(root / "float", root / scheme, scheme=scheme)
+    return {path.name: path for path in root.iterdir()}
+
+
+def scattered(num_ranks: int, num_slots: int, *, layers: int = MOE_LAYERS) -> list[list[int]]:
+    """Any placement in which no rank has an expert twice."""
+    random = np.random.default_rng(7)
+    rows = []
+    while len(rows) < layers:
+        more = random.integers(0, EXPERTS, num_slots - EXPERTS)
+        row = random.permutation(np.concatenate([np.arange(EXPERTS), more]))
+        if all(len(set(part)) == len(part) for part in row.reshape(num_ranks, -1).tolist()):
+            rows.append(row.tolist())
+    return rows
+
+
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    "2": (2, "float", {}, {}),
+    "4, copies, dynamic": (
+        4,
+        "float",
+        {},
+        {"experts": {"num_redundant_experts": 4, "ep_dispatch_algorithm": "dynamic"}},
+    ),
+    "4, scattered, nearest, MTP": (
+        4,
+        "float",
+        {},
+        {
+            "placement": scattered(4, 12, layers=MOE_LAYERS + 1),
+            "experts": {"ep_dispatch_algorithm": "nearest", "ranks_per_node": 2},
+            "next_token": NEXT_TOKEN,
+        },
+    ),
+    "4, of two engines' worth": (4, "float", {"ep_size": 2}, {"placement": scattered(2, 10)}),
+    "4, tensor parallel too, two batches": (
+        4,
+        "float",
+        {"tp_size": 2},
+        {"placement": scattered(4, 16), "experts": {"two_batch_overlap": True}},
+    ),
+    "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
+    "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], case: str) -> None:
+    world_size, stored, topology, options = CASES[case]
+    folder = folders[stored]
+    got = ranks.run("tests.e2e.expert_jobs:expert_logits", world_size, str(folder), topology, PROMPTS, **options)
+    weights, next_token = options.get("weights", "float"), options.get("next_token")
+    model = pd.load_model(folder, dtype=torch.float32, weights=weights, mtp=next_token is not None)
+    for rank, of_rank in enumerate(got):
+        prompts = PROMPTS[rank // topology.get("tp_size", 1)]
+        expected = [model.logits(prompt) for prompt in prompts]
+        if next_token is not None:
+            expected += [model.mtp_logits(prompt, next_token) for prompt in prompts]
+        for data, logits in zip(of_rank, expected, strict=True):
+            torch.testing.assert_close(floats(data).view_as(logits), logits, rtol=1e-4, atol=1e-4)
+
+
+def floats(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("tables", "num_redundant"),
+    [([None, scattered(2, 8)], [0, 0]), ([None, None], [0, 2])],
+    ids=["placements", "options"],
+)
+def test_ranks_that_place_experts_differently_are_refused(
+    ranks: Ranks, folders: dict[str, Path], tables: list[Any], num_redundant: list[int]
+) -> None:
+    outcomes = ranks.outcomes(
+        "tests.e2e.expert_jobs:load_with", 2, str(folders["float"]), tables, num_redundant, collective_s=10.0
+    )
+    assert [outcome.error for outcome in outcomes] == ["ConfigError", "ConfigError"]
+    assert "rank 0 has another expert placement, or other options for experts, than ranks 1" in outcomes[0].message
+
+
+@pytest.mark.parametrize(
+    ("placement", "experts", "sizes", "told"),
+    [
+        (scattered(2, 10, layers=3), {}, 2, r"num_layers = 3, the model 2 mixture-of-experts layers"),
+        ([[0, 1, 2, 3]] * 2, {}, 2, r"num_logical_experts = 4, the model 8 n_routed_experts"),
+        (scattered(4, 12), {}, 2, r"num_ranks = 4, the model 2 ep_size"),
+        (scattered(2, 10), {"num_redundant_experts": 4}, 2, "num_redundant_experts is 4 and the placement has 2"),
+        (None, {"num_redundant_experts": 1}, 2, r"ep_size 2 does not divide .* = 8 \+ 1 = 9"),
+        (None, {"num_redundant_experts": 2}, 1, r"rank 0 of 1 holds expert 0 twice"),
+    ],
+)
+def test_a_placement_that_does_not_fit_is_refused_before_ranks_meet(
+    folders: dict[str, Path], placement: Any, experts: dict[str, Any], sizes: int, told: str
+) -> None:
+    table = None
+    if placement is not None:
+        num_ranks = 4 if "num_ranks" in told else sizes
+        table = pd.ExpertPlacement(
+            physical_to_logical_map=placement, num_logical_experts=max(placement[0]) + 1, num_ranks=num_ranks
+        )
+    topology = pd.Topology(world_size=sizes, dp_size=sizes, ep_size=sizes)
+    with pytest.raises(ConfigError, match=told):
+        pd.load_model(folders["float"], topology=topology, experts=pd.ExpertConfig(**experts), placement=table)
+
+
+def test_a_model_without_experts_has_nothing_to_place(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config_dict(first_k_dense_replace=3))
+    assert pd.load_model(tmp_path).experts.placement is None
+    with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
+        pd.load_model(tmp_path, placement=pd.ExpertPlacement.trivial(1, 8, 1))
+
+
+def test_one_rank_looks_nothing_up() -> None:
+    model = pd.testing.random_model(tiny_config())
+    assert model.experts.replicas is None
+    assert all(layer.replicas is None for layer in model.moe_layers())

@@ -1,0 +1,206 @@
+"""Ranks for tests: processes that are started once and run one job after another, each in a world of its own.
+
+A test asks for the fixture `ranks` and names a function, which runs on every rank of a fresh world:
+
+    results = ranks.run("tests.e2e.rank_jobs:logits", 4, str(folder), tokens, topology={"tp_size": 4})
+
+The function gets these arguments, which travel as msgpack, and returns what msgpack can carry. RANK and WORLD_SIZE are
+set as torchrun does, torch.distributed is begun with gloo, and ended after. `outcomes` in place of `run` tells errors.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import itertools
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import attrs
+import msgspec
+
+DEADLINE_S = 120.0
+"""Longer than any job on a busy machine; a test that reaches it fails."""
+COLLECTIVE_S = 60.0
+"""How long a rank waits for the others, unless a test asks for less."""
+PRELOADED = ["torch", "torch.distributed", "torch.distributed.device_mesh", "pdinfer", "pdinfer.testing"]
+
+
+class Outcome(msgspec.Struct, omit_defaults=True):
+    """What became of a job on one rank: its `value`, or the class and message of what it raised. "Died" is the error
+    of a rank whose process ended."""
+
+    value: Any = None
+    error: str = ""
+    message: str = ""
+    trace: str = ""
+
+
+class Job(msgspec.Struct):
+    """What a rank is asked to do, at which place of which world."""
+
+    function: str
+    arguments: list[Any]
+    named: dict[str, Any]
+    rank: int
+    world_size: int
+    store: str
+    collective_s: float
+
+
+@attrs.frozen(eq=False)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    stacks: Path
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+class Ranks:
+    """Up to as many processes as the largest world so far; a world of n ranks is made from the first n."""
+
+    def __init__(self) -> None:
+        # Forked from a process that has imported torch once and started no thread.
+        self._context = get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._folder = tempfile.TemporaryDirectory(prefix="pd-ranks-")
+        self._numbers = itertools.count()
+        self._workers: list[_Worker] = []
+
+    def run(self, function: str, world_size: int, *arguments: Any, **named: Any) -> list[Any]:
+        """What `function` ("module:name") returned on each rank; fails with the first error of a rank."""
+        outcomes = self.outcomes(function, world_size, *arguments, **named)
+        for rank, outcome in enumerate(outcomes):
+            told = f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.trace}"
+            assert not outcome.error, told
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self,
+        function: str,
+        world_size: int,
+        *arguments: Any,
+        deadline_s: float = DEADLINE_S,
+        collective_s: float = COLLECTIVE_S,
+        **named: Any,
+    ) -> list[Outcome]:
+        """The same, with what each rank raised in place of failing. Fails when a rank does not end in `deadline_s`."""
+        self._start(world_size)
+        workers = self._workers[:world_size]
+        store = Path(self._folder.name) / f"store-{next(self._numbers)}"
+        for rank, worker in enumerate(workers):
+            job = Job(function, list(arguments), named, rank, world_size, str(store), collective_s)
+            worker.connection.send_bytes(msgspec.msgpack.encode(job))
+        try:
+            return self._collect(workers, function, deadline_s)
+        finally:
+            store.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._workers = []
+        self._folder.cleanup()
+
+    def _start(self, count: int) -> None:
+        alive = []
+        for worker in self._workers:
+            if worker.process.is_alive():
+                alive.append(worker)
+            else:
+                worker.end()
+        self._workers = alive
+        while len(self._workers) < count:
+            ours, theirs = self._context.Pipe()
+            stacks = Path(self._folder.name) / f"stacks-{next(self._numbers)}"
+            process = self._context.Process(target=serve, args=(theirs, str(stacks)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, stacks))
+
+    def _collect(self, workers: list[_Worker], function: str, deadline_s: float) -> list[Outcome]:
+        end = time.monotonic() + deadline_s
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(workers):
+            missing = {worker.connection: rank for rank, worker in enumerate(workers) if rank not in outcomes}
+            ready = wait(list(missing), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                stacks = "\n".join(f"rank {rank}:\n{_stack(workers[rank])}" for rank in missing.values())
+                for worker in workers:
+                    worker.end()
+                names = ", ".join(map(str, missing.values()))
+                raise AssertionError(f"{function} did not end in {deadline_s} s on ranks {names}\n{stacks}")
+            for rank in [rank for connection, rank in missing.items() if connection in ready]:
+                try:
+                    outcomes[rank] = msgspec.msgpack.decode(workers[rank].connection.recv_bytes(), type=Outcome)
+                except (EOFError, ConnectionResetError):
+                    workers[rank].process.join()
+                    outcomes[rank] = Outcome(error="Died", message=f"exit code {workers[rank].process.exitcode}")
+        return [outcomes[rank] for rank in range(len(workers))]
+
+
+def _stack(worker: _Worker) -> str:
+    """Where a process that hangs is."""
+    if worker.process.pid is not None and worker.process.is_alive():
+        os.kill(worker.process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+    return worker.stacks.read_text() if worker.stacks.exists() else ""
+
+
+# ---- in the processes ----------------------------------------------------------------------------------------------
+
+
+def serve(connection: Connection, stacks: str) -> None:
+    """Runs jobs until the test session ends."""
+    import torch
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with open(stacks, "w", encoding="utf-8") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        while True:
+            try:
+                data = connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                return
+            outcome = _outcome(msgspec.msgpack.decode(data, type=Job))
+            sys.stdout.flush()
+            connection.send_bytes(msgspec.msgpack.encode(outcome))
+
+
+def _outcome(job: Job) -> Outcome:
+    import torch.distributed as dist
+
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.rank), str(job.world_size)
+    try:
+        module, _, name = job.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        if job.world_size > 1:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{job.store}",
+                rank=job.rank,
+                world_size=job.world_size,
+                timeout=timedelta(seconds=job.collective_s),
+            )
+        return Outcome(value=function(*job.arguments, **job.named))
+    except Exception as error:  # noqa: BLE001 whatever it was is the test's to judge
+        return Outcome(error=type(error).__name__, message=str(error), trace=traceback.format_exc())
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

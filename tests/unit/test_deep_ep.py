@@ -1,0 +1,119 @@
+"""What DeepEP's kernels cannot do is refused with its values before they are entered, and so are bad tuned files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.groups import Group
+from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.deep_ep_config import DeepEPChunks, DeepEPConfig
+from tests.conformance.dispatch_suite import OPS
+
+V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
+BOTH = [
+    ({"num_experts": 290}, "290 physical experts cannot be divided evenly over 32 ranks"),
+    ({"dtype": torch.float16}, "DeepEP carries rows of bfloat16, the model runs in torch.float16"),
+]
+NORMAL = [
+    ({"num_ranks": 1}, "normal kernels exist for 2, 4, 8, 16, .* 160 ranks, ep_size is 1"),
+    ({"num_ranks": 72}, "ep_size is 72"),
+    ({"hidden_size": 1004}, "hidden_size 1004 in bfloat16 is 2008"),
+    *BOTH,
+]
+LOW_LATENCY = [
+    ({"num_ranks": 1}, {}, "needs 2 to 8 ranks or a multiple of 8, ep_size is 1"),
+    ({"num_ranks": 12}, {}, "ep_size is 12"),
+    ({"hidden_size": 7000}, {}, "hidden sizes 2048, .* 8192, hidden_size is 7000"),
+    ({"top_k": 12}, {}, "at most 11 experts, num_experts_per_tok is 12"),
+    ({}, {"num_max_tokens": 0}, "num_max_dispatch_tokens_per_rank must be from 1 to 511, got 0"),
+    ({}, {"num_max_tokens": 512}, "got 512: .*NVSHMEM_QP_DEPTH = 1024"),
+    ({}, {"num_max_tokens": 1025, "qp_depth": 1 << 14}, "from 1 to 1024, got 1025"),
+    ({"num_ranks": 2}, {"num_max_tokens": 3}, "multiple of 4, got 3 \\* 2"),
+    *((changes, {}, match) for changes, match in BOTH),
+]
+
+
+def test_the_sizes_of_the_deployments_are_accepted() -> None:
+    V3.check_normal()
+    attrs.evolve(V3, num_ranks=72).check_low_latency(256, 1024)
+    attrs.evolve(V3, num_ranks=144).check_low_latency(128, 1024)
+
+
+@pytest.mark.parametrize(("changes", "match"), NORMAL)
+def test_limits_of_the_normal_kernels(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DeepEPNormal.connect(Group("ep"), attrs.evolve(V3, **changes), OPS)
+
+
+@pytest.mark.parametrize(("changes", "arguments", "match"), LOW_LATENCY)
+def test_limits_of_the_low_latency_kernels(changes: dict[str, object], arguments: dict[str, int], match: str) -> None:
+    arguments = {"num_max_tokens": 128, **arguments}
+    with pytest.raises(ConfigError, match=match):
+        DeepEPLowLatency.connect(Group("ep"), attrs.evolve(V3, **changes), device=torch.device("cpu"), **arguments)
+
+
+def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
+    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    five = torch.zeros(5, 7168, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="5 tokens on this rank and num_max_dispatch_tokens_per_rank is 4"):
+        dispatcher.dispatch_begin(five, torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8))
+    dispatcher.live = 2
+    with pytest.raises(ConfigError, match="holds 2 batches at once, a third was begun"):
+        dispatcher.dispatch_begin(five[:1], torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("library", "match"),
+    [
+        (None, "deep_ep cannot be imported"),
+        (SimpleNamespace(Buffer=SimpleNamespace()), "has no Buffer.dispatch"),
+        (SimpleNamespace(Buffer=SimpleNamespace(dispatch=print)), "no topk_idx_t"),
+    ],
+)
+def test_without_the_library(library: object, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", library)
+    with pytest.raises(BackendUnavailable, match=f'{match}.*moe_a2a_backend="all_to_all"'):
+        DeepEPNormal.connect(Group("ep"), V3, OPS)
+
+
+def test_a_tuned_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "deepep_tuned.json"
+    path.write_text(
+        json.dumps(
+            {
+                "normal_dispatch": {"num_sms": 24, "num_max_nvl_chunked_send_tokens": 16},
+                "normal_combine": {"num_sms": 24, "num_max_rdma_chunked_recv_tokens": 128},
+            }
+        )
+    )
+    config = DeepEPConfig.read(path)
+    assert config.num_sms == 24
+    assert config.normal_dispatch == DeepEPChunks(num_sms=24, num_max_nvl_chunked_send_tokens=16)
+    assert config.normal_combine == DeepEPChunks(num_sms=24, num_max_rdma_chunked_recv_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "match"),
+    [
+        (None, "normal_dispatch must be an object, got None"),
+        ({"num_sms": 24}, "num_sms 24 and normal_combine 20"),
+        ({"num_sms": 7}, "num_sms must be even, got 7"),
+        ({"num_sms": True}, "num_sms must be an int"),
+        ({"sms": 20}, "unknown keys \\['sms'\\]"),
+        ({"num_max_nvl_chunked_send_tokens": 256}, "num_max_nvl_chunked_send_tokens must be less than .* 256 and 256"),
+        ({"num_max_rdma_chunked_send_tokens": 300}, "num_max_rdma_chunked_send_tokens must be .* 300 and 256"),
+    ],
+)
+def test_a_bad_tuned_file_is_refused(dispatch: object, match: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps({"normal_dispatch": dispatch, "normal_combine": {}}))
+    with pytest.raises(ConfigError, match=f"bad.json: .*{match}"):
+        DeepEPConfig.read(path)
