@@ -62,7 +62,7 @@ ONLY = {
     "dsa": {"kv": _VIEW},
     "moe": {"kv": _VIEW},
     "layers": {"kv": _VIEW},
-    "batch": {"kv": _VIEW},
+    "batch": {"kv": _VIEW | {"kv.plan"}},
     "schedule": {"kv": frozenset[str]()},
 }
 

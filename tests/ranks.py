@@ -84,9 +84,10 @@ class Ranks:
     def run(self, function: str, world_size: int, *arguments: Any, **named: Any) -> list[Any]:
         """What `function` ("module:name") returned on each rank; fails with the first error of a rank."""
         outcomes = self.outcomes(function, world_size, *arguments, **named)
-        for rank, outcome in enumerate(outcomes):
-            told = f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.trace}"
-            assert not outcome.error, told
+        failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
+        # what made one rank fail, before what others made of its absence
+        for rank, outcome in sorted(failed, key=lambda each: each[1].error == "RankLost"):
+            raise AssertionError(f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.trace}")
         return [outcome.value for outcome in outcomes]
 
     def outcomes(

@@ -64,7 +64,7 @@ class Indexer:
     ) -> Tensor | None:
         """Stores this step's keys in `pages_PGY` and chooses: positions as `kernels.ops.IndexTopK` returns them, or
         None for all of every context. `query_TL` is attention's query latent."""
-        self.ops.store_index_keys(pages_PGY, batch.slots_T, self.keys(x_TD, angles))
+        self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         if max(batch.context_lens, default=0) <= self.top_k:
             return None
         return self.ops.index_topk(

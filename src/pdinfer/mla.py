@@ -86,7 +86,7 @@ class MLA:
 
         `query_TL` is `query_latent(x_TD)`. With `selected_TS` (positions as `kernels.ops.IndexTopK` returns them) each
         token reads those of its sequence alone."""
-        self.ops.store_latent(pages_PGW, batch.slots_T, *self.latent(x_TD, angles))
+        self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
         q_nope_THN, q_rope_THR = self.query(query_TL, angles)
         if batch.absorbed or selected_TS is not None:
             out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, selected_TS)

@@ -126,10 +126,11 @@ class Model:
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """The model in one piece, without engines or pool: float32 [len(tokens), vocab] on the model's device.
 
-        For scoring and as the oracle of tests. Raises RequestError for an empty or impossible token list.
+        For scoring and as the oracle of tests. A collective: ranks that have the same requests call it with the same
+        tokens and get the same. Raises RequestError for an empty or impossible token list.
         """
         batch, view = self._whole(tokens)
-        return self.head(self.norm(self.forward(batch, view)))
+        return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
 
     def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
         """What the MTP layer says, in one piece: float32 [len(tokens), vocab], row i for token i + 2, drawn from the
@@ -140,9 +141,9 @@ class Model:
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
         self._check_tokens([*tokens, next_token])
-        batch, view = self._whole(tokens)
+        batch, view = self._whole(tokens, next_token)
         state_TD = self.norm(self.forward(batch, view))
-        return self.mtp.logits(self.mtp(state_TD, batch.shifted([next_token]), view))
+        return self.mtp.logits(_in_order(self.mtp(state_TD, batch.shifted(), view), batch))
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         for index, token in enumerate(tokens):
@@ -151,8 +152,8 @@ class Model:
                     f"token {token} at index {index} is outside the vocabulary 0..{self.config.vocab_size - 1}"
                 )
 
-    def _whole(self, tokens: Sequence[int]) -> tuple[Batch, KVView]:
-        """A batch of these tokens alone, and just the pages for them."""
+    def _whole(self, tokens: Sequence[int], next_token: int | None = None) -> tuple[Batch, KVView]:
+        """A batch of these tokens alone, and just the pages for them, in order."""
         self._check_tokens(tokens)
         if not 0 < len(tokens) <= self.config.max_position_embeddings:
             raise RequestError(
@@ -160,8 +161,8 @@ class Model:
             )
         layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
         memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
-        row = Row(tokens, 0, range(memory.num_pages))
-        batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False)
+        row = Row(tokens, 0, range(memory.num_pages), next_token)
+        batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False, cp=self.groups.cp)
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
@@ -197,6 +198,12 @@ class Model:
             return max(1, int(available * mem_fraction_static) // layout.page_bytes)
         wanted = AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings)
         return max(1, min(wanted, int(available * AUTO_POOL_FRACTION) // layout.page_bytes))
+
+
+def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
+    """Of the tokens of all context-parallel ranks, in the order of their slots."""
+    (state_AD,) = batch.gather(state_TD)
+    return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
 
 
 def device_memory_bytes(device: torch.device) -> int:

@@ -67,11 +67,10 @@ class ModelRunner:
             yield layer, _event(model.device)
         part(self._trace, "head")
         state_TD = model.norm(hidden_TD)
-        self._last_BD = state_TD[batch.last_rows]
+        self._last_BD = batch.last_of(state_TD)
         if model.mtp is not None:
             # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
-            next_tokens = [0 if row.next_token is None else row.next_token for row in rows]
-            model.mtp(state_TD, batch.shifted(next_tokens), self._view)
+            model.mtp(state_TD, batch.shifted(), self._view)
             yield model.mtp.layer, _event(model.device)
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
@@ -121,7 +120,12 @@ class ModelRunner:
 
     def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
         return Batch.build(
-            rows, page_size=self._page_size, device=self._model.device, absorbed=absorbed, trace=self._trace
+            rows,
+            page_size=self._page_size,
+            device=self._model.device,
+            absorbed=absorbed,
+            cp=self._model.groups.cp,
+            trace=self._trace,
         )
 
 

@@ -1,7 +1,9 @@
-"""What ranks do in tests: functions that run on every rank of a world, by name (see tests/ranks.py)."""
+"""What ranks do in tests: functions that run on every rank of a world, by name (see tests/ranks.py). Called in the
+test's own process, without sizes, they are the one rank that others are compared with."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +11,9 @@ import attrs
 import torch
 
 import pdinfer as pd
+from pdinfer.batch import Row
 from pdinfer.groups import Group, Groups
+from pdinfer.runner import ModelRunner
 
 
 def noted(groups: Groups) -> list[str]:
@@ -21,23 +25,54 @@ def noted(groups: Groups) -> list[str]:
     return calls
 
 
+def load(folder: str, sizes: dict[str, int], *, dtype: str = "float32", **options: Any) -> pd.Model:
+    """This rank's part of the model in `folder`."""
+    topology = pd.Topology.from_env(**sizes) if sizes else None
+    return pd.load_model(folder, topology=topology, dtype=getattr(torch, dtype), **options)
+
+
 def logits(
-    folder: str,
-    topology: dict[str, int],
-    prompts: Sequence[Sequence[int]],
-    *,
-    next_token: int | None = None,
-    dtype: str = "float32",
-    **options: Any,
-) -> dict[str, Any]:
-    """Logits of each prompt, with `next_token` of the MTP layer too; what this rank holds, and what it called."""
-    options |= {"dtype": getattr(torch, dtype), "mtp": next_token is not None}
-    model = pd.load_model(folder, topology=pd.Topology.from_env(**topology), **options)
-    calls = noted(model.groups)
-    return {
-        "logits": [model.logits(prompt).tolist() for prompt in prompts],
-        "mtp": [] if next_token is None else [model.mtp_logits(prompt, next_token).tolist() for prompt in prompts],
-        "weights_id": model.weights_id.hex(),
-        "page_bytes": model.kv_layout(pd.CacheConfig(page_size=4)).page_bytes,
-        "calls": calls,
-    }
+    folders: Sequence[str], sizes: dict[str, int], prompts: Sequence[Sequence[int]], **options: Any
+) -> list[dict[str, Any]]:
+    """For each folder the logits of each prompt, with `mtp` of the last one behind token 5 too, and the collectives."""
+    found = []
+    for folder in folders:
+        model = load(folder, sizes, **options)
+        calls = noted(model.groups)
+        found.append(
+            {
+                "logits": [model.logits(prompt).tolist() for prompt in prompts],
+                "mtp": model.mtp_logits(prompts[-1], 5).tolist() if model.mtp else [],
+                "weights_id": model.weights_id.hex(),
+                "page_bytes": model.kv_layout(pd.CacheConfig(page_size=4)).page_bytes,
+                "calls": calls,
+            }
+        )
+    return found
+
+
+def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
+    """Every rank loads another folder."""
+    load(folders[int(os.environ["RANK"])], sizes)
+
+
+def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]], chunk: int) -> dict[str, Any]:
+    """All prompts together, `chunk` tokens of each per step, as an engine does: the cache, and the logits behind every
+    step's last tokens."""
+    model = load(folder, sizes, mtp=True)
+    layout = model.kv_layout(pd.CacheConfig(page_size=4))
+    counts = [layout.num_pages(len(prompt)) for prompt in prompts]
+    memory = model.allocate_pages(layout, sum(counts))
+    runner = ModelRunner(model, memory)
+    pages = [range(sum(counts[:at]), sum(counts[: at + 1])) for at in range(len(prompts))]
+    seen = []
+    for start in range(0, max(map(len, prompts)), chunk):
+        rows = [
+            Row(prompt[start : start + chunk], start, own, next(iter(prompt[start + chunk :]), None))
+            for prompt, own in zip(prompts, pages, strict=True)
+            if len(prompt) > start
+        ]
+        for _ in runner.prefill(rows):
+            pass
+        seen.append(model.head(runner._last_BD).tolist())
+    return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}

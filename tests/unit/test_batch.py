@@ -42,13 +42,13 @@ def test_each_token_has_its_position_and_slot(step: tuple[int, list[Row]]) -> No
             position = row.start + offset
             page = row.pages[position // page_size]
             expected.append((token, position, page * page_size + position % page_size))
-    found = zip(batch.tokens_T.tolist(), batch.positions_T.tolist(), batch.slots_T.tolist(), strict=True)
+    found = zip(batch.tokens_T.tolist(), batch.positions_T.tolist(), batch.slots_A.tolist(), strict=True)
     assert list(found) == expected
 
 
 @given(steps())
 def test_no_two_tokens_share_a_slot(step: tuple[int, list[Row]]) -> None:
-    slots = build(*step).slots_T.tolist()
+    slots = build(*step).slots_A.tolist()
     assert len(set(slots)) == len(slots)
 
 
@@ -98,7 +98,7 @@ def test_index_tensors_are_int64_on_the_device(step: tuple[int, list[Row]]) -> N
 @pytest.mark.parametrize("absorbed", [False, True])
 def test_no_rows_are_an_empty_batch(absorbed: bool) -> None:
     batch = build(16, [], absorbed=absorbed)
-    assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.sequence_T, batch.slots_T)] == [(0,)] * 4
+    assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.sequence_T, batch.slots_A)] == [(0,)] * 4
     assert (batch.page_table_BM.shape, batch.context_lens_B.shape) == ((0, 0), (0,))
     assert (batch.query_lens, batch.context_lens, batch.last_rows) == ((), (), [])
 
@@ -107,7 +107,7 @@ def test_an_example() -> None:
     batch = build(4, [Row([7, 8, 9], 3, [5, 2]), Row([1], 0, [9])])
     assert batch.positions_T.tolist() == [3, 4, 5, 0]
     assert batch.sequence_T.tolist() == [0, 0, 0, 1]
-    assert batch.slots_T.tolist() == [23, 8, 9, 36]
+    assert batch.slots_A.tolist() == [23, 8, 9, 36]
     assert batch.page_table_BM.tolist() == [[5, 2], [9, 9]]
     assert (batch.context_lens, batch.last_rows) == ((6, 1), [2, 3])
 

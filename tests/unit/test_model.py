@@ -166,13 +166,13 @@ def test_each_layer_is_streamed_with_its_cache_written(absorbed: bool) -> None:
     for place, (layer, hidden) in enumerate(model.stream_layers(batch, sequence.view)):
         assert layer == place
         assert hidden.shape == (len(tokens), model.config.hidden_size)
-        seen.append(slots[layer][batch.slots_T].clone())
+        seen.append(slots[layer][batch.slots_A].clone())
         assert seen[-1].isfinite().all()
         for later in slots[layer + 1 :]:
-            assert later[batch.slots_T].isnan().all()
+            assert later[batch.slots_A].isnan().all()
     assert len(seen) == model.config.num_hidden_layers
     for early, final in zip(seen, slots, strict=True):
-        assert torch.equal(early, final[batch.slots_T])
+        assert torch.equal(early, final[batch.slots_A])
 
 
 def test_a_step_writes_its_own_slots_only() -> None:
@@ -182,7 +182,7 @@ def test_a_step_writes_its_own_slots_only() -> None:
     model.forward(batch, sequence.view)
     for pages in sequence.view.latents.values():
         written = ~pages.flatten(0, 1).isnan().any(-1)
-        assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_T.tolist())
+        assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_A.tolist())
 
 
 @pytest.mark.parametrize("absorbed", [False, True])

@@ -1,0 +1,186 @@
+"""A model on several ranks says what it says on one: tensor parallel, context parallel, data parallel, and together."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from pdinfer.quantize import quantize_checkpoint
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.e2e import rank_jobs
+from tests.e2e.setups import prompt_of
+from tests.ranks import Ranks
+
+FAMILIES = ("v2-lite", "v3", "v32", "glm")
+PROMPTS = [list(prompt_of(length)) for length in (1, 6, 23)]
+LOGITS, PREFILL = "tests.e2e.rank_jobs:logits", "tests.e2e.rank_jobs:prefill"
+
+
+@attrs.frozen
+class Shape:
+    """Sizes of a topology."""
+
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    dense: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.cp * self.dp
+
+    @property
+    def attention_size(self) -> int:
+        return self.tp * self.cp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"tp_size": self.tp, "cp_size": self.cp, "moe_dense_tp_size": self.dense, "ep_size": 1}
+
+
+SHAPES = [
+    shape
+    for tp, cp, dp, dense in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
+    if (shape := Shape(tp, cp, dp, dense)).world_size in (2, 4) and tp % dense == 0
+]
+
+
+def slice_of(shapes: list[Shape]) -> list[tuple[Shape, list[str]]]:
+    """A few of all shapes with families, in which any two sizes that may meet, and any size and family, do."""
+
+    def pairs(shape: Shape, family: str) -> set[Any]:
+        return set(itertools.combinations([*attrs.asdict(shape).items(), ("family", family)], 2))
+
+    cases = list(itertools.product(shapes, FAMILIES))
+    missing = set().union(*itertools.starmap(pairs, cases))
+    chosen: dict[Shape, list[str]] = {}
+    while missing:
+        shape, family = max(cases, key=lambda case: (len(missing & pairs(*case)), case[0] in chosen))
+        missing -= pairs(shape, family)
+        chosen.setdefault(shape, []).append(family)
+    return list(chosen.items())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A checkpoint of each family, with an MTP layer."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for family in FAMILIES:
+        write_checkpoint(folder / family, tiny_config_dict(family, num_nextn_predict_layers=1), mtp=True)
+    return {family: str(folder / family) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What one rank says."""
+    told = rank_jobs.logits(list(folders.values()), {}, PROMPTS, mtp=True)
+    return dict(zip(folders, told, strict=True))
+
+
+def close(got: Any, expected: Any, tolerance: float = 5e-5) -> None:
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=tolerance, rtol=1e-5)
+
+
+def compare(ranks: Ranks, shape: Shape, folders: dict[str, str], alone: dict[str, dict[str, Any]]) -> None:
+    """Of these families, every rank's logits with those of one rank, and what ranks of one group called."""
+    results = ranks.run(LOGITS, shape.world_size, list(folders.values()), shape.sizes, PROMPTS, mtp=True)
+    for rank, of_rank in enumerate(results):
+        for at, (family, got) in enumerate(zip(folders, of_rank, strict=True)):
+            expected = alone[family]
+            for mine, other in zip([*got["logits"], got["mtp"]], [*expected["logits"], expected["mtp"]], strict=True):
+                close(mine, other)
+            assert (got["weights_id"], got["page_bytes"]) == (expected["weights_id"], expected["page_bytes"])
+            first = rank - rank % shape.attention_size
+            assert got["calls"] == results[first][at]["calls"]
+            assert bool(got["calls"]) is (shape.attention_size > 1)
+
+
+@pytest.mark.parametrize(("shape", "families"), slice_of(SHAPES), ids=str)
+def test_ranks_say_what_one_says(
+    ranks: Ranks, shape: Shape, families: list[str], folders: dict[str, str], alone: dict[str, dict[str, Any]]
+) -> None:
+    compare(ranks, shape, {family: folders[family] for family in families}, alone)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ranks_of_every_shape_say_what_one_says(
+    ranks: Ranks, shape: Shape, folders: dict[str, str], alone: dict[str, dict[str, Any]]
+) -> None:
+    compare(ranks, shape, folders, alone)
+
+
+@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2), "v3")], ids=str)
+def test_every_rank_has_the_whole_cache_of_several_prompts_in_chunks(
+    ranks: Ranks, shape: Shape, family: str, folders: dict[str, str]
+) -> None:
+    """Chunks of which some rank gets nothing, and prompts that end in different steps."""
+    prompts = [list(prompt_of(length)) for length in (3, 18, 11)]
+    expected = rank_jobs.prefill(folders[family], {}, prompts, 7)
+    for got in ranks.run(PREFILL, shape.world_size, folders[family], shape.sizes, prompts, 7):
+        for mine, other in zip(got["logits"], expected["logits"], strict=True):
+            close(mine, other)
+        close(got["cache"], expected["cache"])
+
+
+def test_bfloat16_travels(ranks: Ranks, folders: dict[str, str]) -> None:
+    (expected,) = rank_jobs.logits([folders["v3"]], {}, PROMPTS[-1:], dtype="bfloat16")
+    for (got,) in ranks.run(LOGITS, 4, [folders["v3"]], Shape(2, 2, dense=2).sizes, PROMPTS[-1:], dtype="bfloat16"):
+        assert distance(got, expected) < 0.2
+
+
+# ---- quantized weights ---------------------------------------------------------------------------------------------
+
+BLOCKS = {
+    "hidden_size": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 256,
+}
+"""Of which two ranks get whole blocks of FP8 and four do not."""
+
+
+def distance(got: dict[str, Any], expected: dict[str, Any]) -> float:
+    """Of logits, relative, root mean square. A rounding that falls the other way may change an expert."""
+    mine, other = torch.tensor(got["logits"]), torch.tensor(expected["logits"])
+    return float((mine - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "w8a8_dynamic"])
+def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "floats", tiny_config_dict("v3", **BLOCKS))
+    quantize_checkpoint(tmp_path / "floats", tmp_path / scheme, scheme=scheme)
+    folder, sizes = str(tmp_path / scheme), Shape(tp=2, dense=2).sizes
+    for weights, tolerance in (("float", 1e-5), ("stored", 0.03)):
+        (expected,) = rank_jobs.logits([folder], {}, PROMPTS[-1:], weights=weights)
+        for (got,) in ranks.run(LOGITS, 2, [folder], sizes, PROMPTS[-1:], weights=weights):
+            assert distance(got, expected) < tolerance
+
+
+# ---- refusals ------------------------------------------------------------------------------------------------------
+
+
+def test_parts_of_blocks_are_refused_with_the_sizes(ranks: Ranks, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "floats", tiny_config_dict("v3", **BLOCKS))
+    quantize_checkpoint(tmp_path / "floats", tmp_path / "fp8", scheme="fp8")
+    for outcome in ranks.outcomes(LOGITS, 4, [str(tmp_path / "fp8")], Shape(tp=4).sizes, PROMPTS):
+        assert outcome.error == "ConfigError"
+        told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole FP8 blocks"
+        assert outcome.message.startswith(told), outcome.message
+        assert "256 columns are no multiple of 512; use a smaller tp_size" in outcome.message
+
+
+def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: dict[str, str], tmp_path: Path) -> None:
+    config = tiny_config_dict("v3", num_nextn_predict_layers=1)
+    write_checkpoint(tmp_path, config, mtp=True, seed=1)
+    outcomes = ranks.outcomes("tests.e2e.rank_jobs:load_own", 2, [folders["v3"], str(tmp_path)], Shape(tp=2).sizes)
+    assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
+    assert "rank 0 reads other weights than ranks 1" in outcomes[0].message
+    assert "rank 1 reads other weights than ranks 0" in outcomes[1].message
