@@ -173,7 +173,7 @@ class Broker:
         self._num_choices += 1
         self.line.remove(ticket)
         ticket.prefill, ticket.decode, ticket.line_s = choice.prefill, choice.decode, now - ticket.submitted_at
-        self._roster.decodes[choice.decode].submit(ticket.request_at(now), writers=(choice.prefill,))
+        self._roster.decodes[choice.decode].submit(ticket.request_at(now), writers=self._roster.writers(choice.prefill))
         return True
 
     # -- what ports say ---------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Broker:
             promised.add(choice.prefill, shape)
             self._num_reroutes += 1
             ticket.prefill, ticket.forwarded, ticket.hopeless_until = choice.prefill, ticket.landed, None
-            self._roster.decodes[decode].change_writers(ticket.request_id, writers=(choice.prefill,))
+            self._roster.decodes[decode].change_writers(ticket.request_id, writers=self._roster.writers(choice.prefill))
 
     def _strand(self, ticket: Ticket, decode: PeerAddress, now: float) -> None:
         """No prefill can be named now. A link may come back: decode itself waits for that, and ends the request after

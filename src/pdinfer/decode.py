@@ -16,6 +16,7 @@ from pdinfer.engine import Engine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.protocol import first_error
+from pdinfer.leader import empty_decode
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
@@ -54,6 +55,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     """
 
     role = "decode"
+    run_empty = staticmethod(empty_decode)
 
     def __init__(
         self,
@@ -68,8 +70,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
-        self._granted: dict[bytes, Sequence] = {}
         self._running: list[Sequence] = []
+        self._granted: dict[bytes, Sequence] = {}
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
         self._stalled = False
@@ -82,12 +84,12 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
-        self._inbox.put((request, tuple(writers)))
+        self._put((request, tuple(writers)))
 
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
         """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
         and will use them if it is retracted. Unknown or finished ids are ignored."""
-        self._inbox.put((request_id, tuple(writers)))
+        self._put((request_id, tuple(writers)))
 
     def _step(self) -> list[Event]:
         """Takes what came, admits what landed, grants pages, runs one batch."""
@@ -125,7 +127,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             return True  # what ended in the last step has left pages
         ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
         left_s = min(ends, default=float("inf")) - self._clock()
-        return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+        return self._sleep(timeout_s, left_s)
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.decode()
@@ -136,7 +138,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
-        self.channel.close()
+        self._ends.close()
         self._land()
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
@@ -206,7 +208,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _land(self) -> None:
         rooms: dict[bytes, list[Handoff]] = {}
-        for word in self.channel.poll():
+        for word in self._ends.poll():
             rooms.setdefault(word.room, []).append(word)
         for room, words in rooms.items():
             if self._tables.settle(room):
@@ -226,9 +228,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             sequence.cached_tokens = max(word.num_cached_tokens for word in words)
         sequence.waited_s += max(word.queue_s for word in words)
         self._running.append(sequence)
-        first = next((word for word in words if word.token is not None), None)
+        first = next((word for word in words if word.token is not None), words[0])
         vocab_size = self.model.config.vocab_size
-        if first is None or first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
+        if first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
             self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
             return
         if self.config.num_draft_tokens:
@@ -260,7 +262,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return next((sequence for sequence in self._waiting if self._has_writers(sequence)), None)
 
     def _has_writers(self, sequence: Sequence) -> bool:
-        return all(self.channel.connected(writer) for writer in sequence.writers)
+        return all(map(self._ends.connected, sequence.writers))
 
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
@@ -272,21 +274,20 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = [*self._running, *self._granted.values()]
-        if len(holding) >= self.config.max_running_requests:
-            return False
-        return self._tables.may_reserve(sequence, holding=holding)
+        has_place = len(holding) < self.config.max_running_requests
+        return has_place and self._tables.may_reserve(sequence, holding=holding)
 
     def _open_room(self, sequence: Sequence) -> None:
-        grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.address)
+        grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
         self._looked_up(sequence.num_tokens, found=grant.tokens.start)
         sequence.attempts += 1
         sequence.waited_s += self._clock() - sequence.waiting_since
         sequence.granted(self._clock())
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
-        self.channel.expect(grant)
-        left = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
-        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left)
+        self._ends.expect(grant)
+        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._events.append(Granted(grant=grant, request=request))
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -312,7 +313,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         """Aborts an open room: its pages stay granted until the writers' last word."""
         grant = self._tables.orphan(sequence)
         del self._granted[grant.room]
-        self.channel.abort(grant, error)
+        self._ends.abort(grant, error)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
@@ -324,6 +325,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         batch = [sequence for sequence in grown if sequence.state is SequenceState.RUNNING]
         self._stalled = not batch
         if not batch:
+            self._runner.idle()
             return
         started = self._clock()
         try:

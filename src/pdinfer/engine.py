@@ -7,12 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
+import attrs
+
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
+from pdinfer.leader import RankChannel
+from pdinfer.lockstep import Agreement
 from pdinfer.model import Model
+from pdinfer.ranks import Ranks
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
@@ -31,6 +36,11 @@ class Engine(ABC, Generic[Submitted]):
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
 
     `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
+
+    When the model's topology has several ranks, all of them make an engine with equal arguments, step it and wait for
+    it, each in its own process (`remote.serve` is such a loop). Requests go to the leader of an attention group; on
+    another rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost, and an engine
+    that is closed on one rank closes on all.
     """
 
     role = "engine"
@@ -56,8 +66,21 @@ class Engine(ABC, Generic[Submitted]):
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
-        self._runner = self.make_runner(model, pool.memory)
         self._inbox: Inbox[Submitted | str] = Inbox()
+        self._model_runner = self.make_runner(model, pool.memory)
+        self._runner: Runner = self._model_runner
+        self._ends: KVChannel | RankChannel = channel
+        self._ranks: Ranks | None = None
+        if model.groups.world.size > 1:
+            self._ranks = Ranks(
+                model.groups,
+                channel,
+                self._model_runner,
+                run_empty=self.run_empty,
+                limits=self._shared_limits(),
+                wake=self._inbox.wake,
+            )
+            self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []
         self._num_tokens = 0
         self._busy_s = 0.0
@@ -67,6 +90,29 @@ class Engine(ABC, Generic[Submitted]):
         self._closed = False
         channel.notify(self._inbox.wake)
 
+    def _shared_limits(self) -> dict[str, object]:
+        """What must be the same on all ranks for their steps and pages to fit together."""
+        limits = attrs.asdict(self.config, filter=lambda field, _: field.name not in ("trace", "num_threads"))
+        pool = self.channel.pool
+        return {
+            **limits,
+            "role": self.role,
+            "num_pages": pool.num_pages,
+            "page_size": pool.layout.page_size,
+            "layout_id": pool.layout.layout_id.hex(),
+            "mtp": self.model.mtp is not None,
+        }
+
+    @staticmethod
+    @abstractmethod
+    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
+        """This role's step of the model without rows, as other ranks run it with some."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed, here or on another of its ranks."""
+        return self._closed
+
     def make_runner(self, model: Model, memory: Memory) -> Runner:
         """What runs this engine's steps; a simulator puts arithmetic in its place."""
         return ModelRunner(model, memory, self._trace)
@@ -75,6 +121,11 @@ class Engine(ABC, Generic[Submitted]):
     def address(self) -> PeerAddress:
         """How peers know this engine."""
         return self.channel.address
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """Those of all ranks that have the same requests, the leader's first."""
+        return (self.address,) if self._ranks is None else self._ranks.addresses
 
     @property
     def limits(self) -> RequestLimits:
@@ -96,21 +147,42 @@ class Engine(ABC, Generic[Submitted]):
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
-        self.channel.connect(peer, timeout_s=timeout_s)
+        self._ends.connect(peer, timeout_s=timeout_s)
+
+    def _put(self, item: Submitted | str) -> None:
+        """Into the inbox, if this rank takes requests."""
+        if self._ranks is not None:
+            self._ranks.check_leads()
+        self._inbox.put(item)
 
     def cancel(self, request_id: str) -> None:
         """Stops a request at the next step. Unknown or finished ids are ignored."""
-        self._inbox.put(request_id)
+        self._put(request_id)
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener`, from any thread, when a step would do something."""
         self._inbox.listen(listener)
 
     def step(self) -> list[Event]:
-        """Does what can be done now and returns what came of it. Never waits."""
+        """Does what can be done now and returns what came of it. Never waits, but for the other ranks, if there are
+        any: RankLost when one does not come."""
         with using_threads(self.config.num_threads), span(self._trace, STEP):
             part(self._trace, "schedule")
-            return self._step()
+            return self._step() if self._ranks is None else self._step_among(self._ranks)
+
+    def _step_among(self, ranks: Ranks) -> list[Event]:
+        """A step with the other ranks."""
+        events: list[Event] = []
+        if ranks.follower is None or self._closed:
+            events = self._step()
+        else:
+            self._inbox.take()
+            ranks.follower.step()
+        if not self._closed:
+            ranks.check()
+        if ranks.are_closing:
+            self.close()
+        return events
 
     @abstractmethod
     def _step(self) -> list[Event]:
@@ -119,10 +191,10 @@ class Engine(ABC, Generic[Submitted]):
     def warm_up(self) -> WarmUp:
         """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
 
-        It takes seconds. Call it from the thread that steps and before requests come, for example before
-        `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and counts in no
-        `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are unfinished
-        or no page is free, RequestError when the engine is closed.
+        All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
+        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and
+        counts in no `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are
+        unfinished or no page is free, RequestError when the engine is closed.
         """
         if self._closed:
             raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
@@ -132,7 +204,7 @@ class Engine(ABC, Generic[Submitted]):
                 "or drain it"
             )
         run = WarmUpRun(
-            runner=self._runner,
+            runner=self._model_runner,
             pool=self.channel.pool,
             config=self.config,
             limits=self.limits,
@@ -149,6 +221,12 @@ class Engine(ABC, Generic[Submitted]):
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
 
+    def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
+        """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
+        if self._ranks is not None:
+            left_s = min(left_s, self._ranks.due_in_s())
+        return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
     def drain(self, timeout_s: float) -> bool:
         """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
         end = time.monotonic() + timeout_s
@@ -160,11 +238,16 @@ class Engine(ABC, Generic[Submitted]):
         return not self.num_unfinished
 
     def close(self) -> None:
-        """Ends what is unfinished, closes the channel and writes the trace, if there is one. A second call does
-        nothing."""
+        """Ends what is unfinished, closes the channel and writes the trace, if there is one; on all ranks, in their
+        next step. A second call does nothing."""
         if self._closed:
             return
-        self._close()
+        if self._ranks is not None:
+            self._ranks.close()
+        if self._ranks is None or self._ranks.follower is None:
+            self._close()
+        else:
+            self.channel.close()
         self._closed = True
         self._inbox.wake()
         if self._trace is not None:

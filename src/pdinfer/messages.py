@@ -11,9 +11,10 @@ import xxhash
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
+from pdinfer.kv.wire import PackedGrant
 from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import RequestLimits
-from pdinfer.types import DecodeLoad, PageGrant, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
+from pdinfer.types import DecodeLoad, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
 
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 
@@ -32,24 +33,6 @@ class PackedRequest(msgspec.Struct):
 
     def unpack(self) -> Request:
         return attrs.evolve(self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output))
-
-
-class PackedGrant(msgspec.Struct):
-    """A grant with its page lists packed."""
-
-    grant: PageGrant
-    pages: bytes
-    generations: bytes
-
-    @classmethod
-    def of(cls, grant: PageGrant) -> PackedGrant:
-        bare = attrs.evolve(grant, pages=(), generations=())
-        return cls(bare, wire.pack_ints(grant.pages), wire.pack_ints(grant.generations))
-
-    def unpack(self) -> PageGrant:
-        return attrs.evolve(
-            self.grant, pages=wire.unpack_ints(self.pages), generations=wire.unpack_ints(self.generations)
-        )
 
 
 class Load(msgspec.Struct):
@@ -122,11 +105,12 @@ Command = Beat | Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message: who the engine is."""
+    """The first message: who the engine is, with the addresses of all ranks behind this one port."""
 
     address: PeerAddress
     limits: RequestLimits
     load: Load
+    addresses: tuple[PeerAddress, ...] = ()
 
 
 class Connected(msgspec.Struct, tag="connected"):

@@ -51,6 +51,7 @@ class Model:
     rotary: Rotary
     weights_id: bytes
     mtp: MTP | None = None
+    groups: Groups = attrs.field(factory=Groups.single)
 
     @classmethod
     def build(

@@ -65,7 +65,7 @@ class PageTables:
         """Pages that can be had without going beyond `max_total_tokens`; not positive when none can."""
         return self._pool.num_available - self._num_withheld
 
-    def reserve(self, sequence: Sequence, room: bytes, destination: PeerAddress) -> PageGrant:
+    def reserve(self, sequence: Sequence, room: bytes, destinations: tuple[PeerAddress, ...]) -> PageGrant:
         """Takes the pages of an attempt: known ones and granted ones for what there is, owned ones for what it may grow
         to."""
         layout = self._pool.layout
@@ -80,7 +80,7 @@ class PageTables:
             room=room,
             request_id=sequence.request_id,
             writers=sequence.writers,
-            destinations=(destination,),
+            destinations=destinations,
             tokens=range(len(known) * layout.page_size, sequence.num_tokens),
             pages=granted,
             generations=self._pool.generations(granted),

@@ -25,7 +25,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
-from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
+from pdinfer.ports import DecodePort, Port, PrefillPort, Roster, addresses_of
 from pdinfer.prefill import PrefillEngine
 from pdinfer.sampling import LogitsProcessorFactory
 from pdinfer.schedule import check_request
@@ -218,10 +218,10 @@ class Pairing:
         pair cannot be connected; then it does not join."""
         if isinstance(port.load(), PrefillLoad):
             for address, decode in list(self._roster.decodes.items()):
-                self._connect(port, address, address, decode)
+                self._connect(port, decode, address, decode)
         else:
             for address, prefill in list(self._roster.prefills.items()):
-                self._connect(prefill, port.address, address, prefill)
+                self._connect(prefill, port, address, prefill)
         with self._stepping:
             if self._closed:
                 raise TransferError("the pairing was closed while the port was connected; it is open, and yours")
@@ -230,10 +230,11 @@ class Pairing:
         if self.num_unfinished:
             self._inbox.wake()
 
-    def _connect(self, dialling: Port, to: PeerAddress, address: PeerAddress, known: Port) -> None:
+    def _connect(self, prefill: Port, decode: Port, address: PeerAddress, known: Port) -> None:
         """A known port that turns out to be lost is no reason to refuse a new one."""
         try:
-            dialling.connect(to, timeout_s=self.config.connect_timeout_s)
+            for rank in addresses_of(decode):
+                prefill.connect(rank, timeout_s=self.config.connect_timeout_s)
         except TransferError:
             with self._stepping:
                 self._broker.step_port(address, known)

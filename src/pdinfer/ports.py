@@ -50,6 +50,12 @@ class Port(Protocol):
     def close(self) -> None: ...
 
 
+def addresses_of(port: Port) -> tuple[PeerAddress, ...]:
+    """Of every rank that has what is submitted to the port, its own first: what the port says in `addresses`, if it is
+    one that speaks for several ranks."""
+    return getattr(port, "addresses", ()) or (port.address,)
+
+
 class PrefillPort(Port, Protocol):
     """A prefill engine, here or elsewhere."""
 
@@ -163,6 +169,10 @@ class Roster:
     def linked(self, prefill: PeerAddress | None, decode: PeerAddress) -> bool:
         """Whether both are here and reach each other."""
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
+
+    def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
+        """Who writes what is submitted to this prefill."""
+        return addresses_of(self.prefills[prefill])
 
     def roomiest_limits(self) -> list[RequestLimits]:
         """Of each side the limits of the port that takes the longest request, with the logits processors of all. Any

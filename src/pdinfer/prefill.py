@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import Protocol
 
 import attrs
 
@@ -14,7 +15,7 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.transport import Transfer
+from pdinfer.leader import RankChannel, empty_prefill
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import due_at, is_late, plan_chunk
@@ -23,6 +24,13 @@ from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, 
 from pdinfer.warm_up import WarmUpRun
 
 _log = logging.getLogger("pdinfer")
+
+
+class Sending(Protocol):
+    """Bytes on their way out of our pages, such as a Transfer."""
+
+    @property
+    def done(self) -> bool: ...
 
 
 @attrs.define(eq=False)
@@ -44,7 +52,7 @@ class _Prompt:
     started_at: float = 0.0
     num_cached: int = 0
     num_computed: int = 0
-    sent: Transfer | None = None
+    sent: Sending | None = None
     landed: bool = False
 
     @property
@@ -74,6 +82,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     """
 
     role = "prefill"
+    run_empty = staticmethod(empty_prefill)
 
     def __init__(
         self,
@@ -98,19 +107,21 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""
-        self._inbox.put((request, grant))
+        self._put((request, grant))
 
     def _step(self) -> list[Event]:
         """Takes what came, runs one chunk, hands off what it finished. Always returns [] (see `DecodeEngine`)."""
         if self._closed:
             return []
         self._take_inbox()
-        for room, error in self.channel.poll_stops():
+        for room, error in self._ends.poll_stops():
             self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
         self._return_pages()
         self._admit()
         if chunk := self._plan():
             self._run(*zip(*chunk, strict=True))
+        else:
+            self._runner.idle()
         return []
 
     def load(self) -> PrefillLoad:
@@ -129,7 +140,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._closed:
             return False
-        return self._can_run() or self._inbox.wait(timeout_s)
+        return self._can_run() or self._sleep(timeout_s)
 
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
         return run.prefill()
@@ -138,9 +149,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Aborts what is unfinished and closes the channel."""
         self._take_inbox()
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
-        self.channel.drain(1.0)
+        self._ends.drain(1.0)
         self._closed = True
-        self.channel.close()
+        self._ends.close()
         self._return_pages()
 
     def _take_inbox(self) -> None:
@@ -153,7 +164,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
             self._arrivals += 1
             try:
-                self.channel.accept(grant)
+                self._ends.accept(grant)
             except TransferError as error:
                 _log.info("prefill dropped a request: %s", error)
                 continue
@@ -191,13 +202,13 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if len(self._active) >= self.config.max_running_requests:
             return None
         for prompt in self._queue:
-            if not self.channel.is_full(prompt.grant):
+            if not self._ends.is_full(prompt.grant):
                 return prompt if self._fits(prompt) else None
         return None
 
     def _fits(self, prompt: _Prompt) -> bool:
         pool = self.channel.pool
-        if self.channel.shares_pool(prompt.grant):
+        if self._ends.shares_pool(prompt.grant):
             return True
         known = self._known(prompt)
         num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
@@ -224,7 +235,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
         pool = self.channel.pool
         size = pool.layout.page_size
-        if self.channel.shares_pool(prompt.grant):
+        if self._ends.shares_pool(prompt.grant):
             start = prompt.grant.tokens.start
             known = pool.find(prompt.keys[: start // size])
             if len(known) * size != start:
@@ -273,12 +284,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             tokens = prompt.request.tokens
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
+        if isinstance(self._ends, RankChannel):
+            self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
             if self._trace is not None:
                 self._trace.part("push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
-                    self.channel.push(
+                    self._ends.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
         part(self._trace, "emit")
@@ -339,7 +352,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             compute_s=now - started,
         )
         prompt.landed = error is None
-        prompt.sent = self.channel.finish(prompt.grant, handoff)
+        prompt.sent = self._ends.finish(prompt.grant, handoff)
         for line in (self._queue, self._active):
             if prompt in line:
                 line.remove(prompt)

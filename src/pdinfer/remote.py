@@ -25,6 +25,7 @@ from pdinfer import messages
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.inbox import Inbox
+from pdinfer.kv.wire import PackedGrant
 from pdinfer.mailman import Connection, Mailman
 from pdinfer.messages import (
     Beat,
@@ -35,7 +36,6 @@ from pdinfer.messages import (
     Connect,
     Connected,
     Load,
-    PackedGrant,
     PackedRequest,
     Ready,
     Report,
@@ -68,9 +68,19 @@ _log = logging.getLogger("pdinfer")
 M = TypeVar("M")
 
 
-def serve(engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
+def serve(engine: PrefillEngine | DecodeEngine, connection: Connection | None) -> None:
     """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes, is gone or was
-    silent for SILENT_S. A process that wakes from a longer sleep finds itself given up and closes as well."""
+    silent for SILENT_S. A process that wakes from a longer sleep finds itself given up and closes as well.
+
+    Of an engine that runs as ranks every rank is served, those to which nobody talks with `connection` None. All return
+    when one of them does, and raise RankLost when one is lost.
+    """
+    if connection is None:
+        with engine:
+            while not engine.closed:
+                engine.step()
+                engine.wait(IDLE_S)
+        return
     host = _Host(engine, connection)
     try:
         host.run()
@@ -103,7 +113,7 @@ class _Host:
 
     def run(self) -> None:
         """Steps until the client is done with the engine or lost."""
-        self.mailman.post(Ready(self.engine.address, self.engine.limits, Load.of(self.engine)))
+        self.mailman.post(Ready(self.engine.address, self.engine.limits, Load.of(self.engine), self.engine.addresses))
         while True:
             commands = self.inbox.take()
             for command in commands:
@@ -111,6 +121,9 @@ class _Host:
                     _log.info("a served engine stops: its client %s", self.mailman.loss or "has closed it")
                     return
                 self.obey(command)
+            if self.engine.closed:
+                _log.info("a served engine stops: it was closed on another of its ranks")
+                return
             events = self.engine.step()
             self.stepped_at = time.monotonic()
             busy = self.engine.wait(0.0)
@@ -194,6 +207,7 @@ class _Client:
             raise
         self.address = ready.address
         self.limits = ready.limits
+        self.addresses = ready.addresses or (ready.address,)
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised."""

@@ -15,7 +15,7 @@ from pdinfer.kv.transport import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
 from pdinfer.sampling import Draw, Drawn, sample
-from pdinfer.speculation import Draft, Drafter, after, pack_state, unpack_state
+from pdinfer.speculation import Draft, Drafter, Sampler, after, pack_state, unpack_state
 from pdinfer.trace import Trace, part, span
 from pdinfer.types import NamedState
 
@@ -39,6 +39,9 @@ class Runner(Protocol):
     def draft(self, states: Sequence[NamedState]) -> Draft:
         """A sequence's part in drafting, from what came with its pages."""
 
+    def idle(self) -> None:
+        """A step without rows, which others may have."""
+
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         """Runs one token per row and draws the next one of each, and those behind it as far as the drafts were right:
         at most `num_tokens` more. The pages of a row have slots for so many."""
@@ -56,7 +59,22 @@ class ModelRunner:
         self._page_size = memory.layout.page_size
         self._trace = trace
         self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
+        self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it proposes tokens."""
+        return self._drafter is not None
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Has `sampler` draw what `decode` draws, drafts and tokens."""
+        self._sample = sampler
+        if self._drafter is not None:
+            self._drafter.sample = sampler
+
+    def idle(self) -> None:
+        """Nothing to do: there are no others."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         part(self._trace, "batch")
@@ -90,12 +108,19 @@ class ModelRunner:
         model = self._model
         return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
 
-    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+    def forward(self, rows: Sequence[Row]) -> None:
+        """The part of `decode` that leaves something in the pages, where nothing is drafted."""
+        self._model.forward(self._batch(rows, absorbed=True), self._view)
+
+    def decode(
+        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
+    ) -> list[list[Drawn]]:
+        """As the Protocol says. The MTP layer runs at least `num_passes` times, as on other ranks."""
         model = self._model
         proposed: list[list[int]] = [[] for _ in rows]
         if self._drafter is not None:
             with span(self._trace, "draft"):
-                proposed = self._drafter.propose(rows, draws, drafts)
+                proposed = self._drafter.propose(rows, draws, drafts, num_passes)
         part(self._trace, "batch")
         if any(proposed):
             rows = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
@@ -108,7 +133,7 @@ class ModelRunner:
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
         part(self._trace, "sample")
-        drawn = iter(sample(logits_TV, draws))
+        drawn = iter(self._sample(logits_TV, draws))
         part(self._trace, "emit")
         kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
         first = 0

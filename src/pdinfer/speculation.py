@@ -8,7 +8,7 @@ pages meanwhile, computed from the layer's own states, is overwritten.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import attrs
@@ -21,14 +21,20 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.view import DTYPES, KVView
 from pdinfer.model import Model
 from pdinfer.mtp import MTP
-from pdinfer.sampling import Draw, sample
+from pdinfer.sampling import Draw, Drawn, sample
 from pdinfer.trace import Trace, part
 from pdinfer.types import NamedState
 
 STATE, STATE_VERSION = "mtp.hidden", 1
 """What a hand-off brings for drafting: the model's state, after its final norm, of the last token that prefill ran."""
 
+MAX_NEWEST = 4
+"""The most positions whose entries are not written yet: those that one step may accept."""
+
 _log = logging.getLogger("pdinfer")
+
+Sampler = Callable[[Tensor, Sequence[Draw]], list[Drawn]]
+"""`sample`, or what gives the same tokens on several ranks."""
 
 
 @attrs.define(eq=False)
@@ -72,16 +78,28 @@ class Drafter:
     """
 
     def __init__(self, model: Model, mtp: MTP, view: KVView, page_size: int, trace: Trace | None = None) -> None:
+        self.sample: Sampler = sample
         self._device = model.device
+        self._no_state_TD = model.embed_VD.new_empty(0, model.config.hidden_size)
         self._mtp = mtp
         self._view = view
         self._page_size = page_size
         self._trace = trace
+        self._num_passes = 0
 
-    def propose(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[int]]:
+    def propose(
+        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], num_passes: int = 0
+    ) -> list[list[int]]:
         """Up to `num_tokens` tokens behind each row of one token, drawn as the model's own will be: with the same
         parameters, seed and position, so that noise moves both alike. Brings the layer's cache up to date. One device
-        sync per token drafted."""
+        sync per token drafted. The layer runs `num_passes` times or more, as on other ranks: at last without rows."""
+        self._num_passes = 0
+        proposed = self._propose(rows, draws, drafts)
+        while self._num_passes < num_passes:
+            self._run(self._no_state_TD, [])
+        return proposed
+
+    def _propose(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[int]]:
         proposed: list[list[int]] = [[] for _ in rows]
         ready = [(at, draft.state) for at, draft in enumerate(drafts) if draft.state is not None]
         if not ready:
@@ -105,7 +123,7 @@ class Drafter:
             part(self._trace, "head")
             logits_BV = self._mtp.logits(y_BD)
             part(self._trace, "sample")
-            drawn = sample(logits_BV, [after(draws[at], proposed[at]) for at in going])
+            drawn = self.sample(logits_BV, [after(draws[at], proposed[at]) for at in going])
             for at, new in zip(going, drawn, strict=True):
                 if new.error is None:
                     proposed[at].append(new.token)
@@ -113,8 +131,14 @@ class Drafter:
 
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
         part(self._trace, "batch")
+        self._num_passes += 1
         batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True, trace=self._trace)
         return self._mtp(state_TD, batch, self._view)
+
+
+def num_passes(drafts: Sequence[Draft]) -> int:
+    """How often the layer runs at most to propose tokens for these: once where none may be, for its cache."""
+    return max((max(1, draft.num_tokens) for draft in drafts if draft.state is not None), default=0)
 
 
 def after(draw: Draw, tokens: Sequence[int]) -> Draw:

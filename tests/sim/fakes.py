@@ -22,6 +22,7 @@ import xxhash
 from pdinfer.batch import Row
 from pdinfer.config import CacheConfig
 from pdinfer.decode import DecodeEngine
+from pdinfer.groups import Groups
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.kv.transport import Memory
@@ -105,6 +106,7 @@ class FakeModel:
     config = FakeConfig()
     resolved = NoChoices()
     mtp = "drafts with cells of DRAFT_LAYER"
+    groups = Groups.single()
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
         component = KVComponent(
@@ -193,6 +195,9 @@ class CellRunner:
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
         state = NamedState(name="to draft from", version=1, dtype="none", shape=(), data=b"")
         return [() if self._contexts[row][1] % 5 == 0 else (state,) for row in rows]
+
+    def idle(self) -> None:
+        pass
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
         return Draft(state=len(states) or None)

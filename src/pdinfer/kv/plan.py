@@ -75,6 +75,15 @@ def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
     return tuple(tuple(_joined((chunks[rank], chunks[-1 - rank]))) for rank in range(cp_size))
 
 
+def even_slices(tokens: range, size: int) -> Slices:
+    """An equal share of adjacent tokens for each of `size` ranks that all have all of them; some may be empty.
+    ConfigError for a size below 1."""
+    if size < 1:
+        raise ConfigError(f"{size} writers were asked for; the least is 1")
+    borders = [tokens.start + len(tokens) * rank // size for rank in range(size + 1)]
+    return tuple(tuple(_joined([range(start, stop)])) for start, stop in itertools.pairwise(borders))
+
+
 def plan_writers(layers: range, tokens: range, slices: Slices) -> Plan:
     """What each rank sends when it computed its slice: of all `layers`, the part of its slice that decode lacks, which
     is `tokens`. ConfigError when the slices leave a gap in `tokens`, or overlap."""

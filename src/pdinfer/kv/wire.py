@@ -26,7 +26,7 @@ from pdinfer.errors import (
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.seal import MAX_TAG_BYTES, NONCE_BYTES
 from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
-from pdinfer.types import Handoff, PeerAddress
+from pdinfer.types import Handoff, PageGrant, PeerAddress
 
 MAJOR, MINOR = 2, 0
 FEATURES: frozenset[str] = frozenset()
@@ -115,6 +115,22 @@ def unpack_ints(data: bytes) -> tuple[int, ...]:
     if len(data) % 4:
         raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+class PackedGrant(msgspec.Struct):
+    """A grant with its page lists packed."""
+
+    grant: PageGrant
+    pages: bytes
+    generations: bytes
+
+    @classmethod
+    def of(cls, grant: PageGrant) -> PackedGrant:
+        bare = attrs.evolve(grant, pages=(), generations=())
+        return cls(bare, pack_ints(grant.pages), pack_ints(grant.generations))
+
+    def unpack(self) -> PageGrant:
+        return attrs.evolve(self.grant, pages=unpack_ints(self.pages), generations=unpack_ints(self.generations))
 
 
 def to_builtin(value: object) -> object:

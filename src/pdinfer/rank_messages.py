@@ -1,0 +1,139 @@
+"""What the leader of an attention group and its followers tell each other, as bytes in a collective.
+
+Orders say what the leader did: a follower does the same with its own channel and pages. Reports say what only a
+follower can know. Neither asks for an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pdinfer.batch import Row
+from pdinfer.errors import PDInferError
+from pdinfer.kv import wire
+from pdinfer.types import NamedState, PeerAddress
+
+
+class Connect(msgspec.Struct, tag="connect"):
+    """Order: dial this peer, and go on until it answers."""
+
+    peer: PeerAddress
+
+
+class Expect(msgspec.Struct, tag="expect"):
+    """Order (decode): the grant's writers may write it."""
+
+    grant: wire.PackedGrant
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Order (decode): ask the writers of the room to stop."""
+
+    room: bytes
+    error: PDInferError
+
+
+class Accept(msgspec.Struct, tag="accept"):
+    """Order (prefill): take on the grant."""
+
+    grant: wire.PackedGrant
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """Order (prefill): say the last word on the room, LANDED without an `error`."""
+
+    room: bytes
+    error: PDInferError | None
+
+
+class PackedRow(msgspec.Struct):
+    """A `Row` of a step."""
+
+    tokens: bytes
+    start: int
+    pages: bytes
+    next_token: int | None
+
+    @classmethod
+    def of(cls, row: Row) -> PackedRow:
+        return cls(wire.pack_ints(row.tokens), row.start, wire.pack_ints(row.pages), row.next_token)
+
+    def unpack(self) -> Row:
+        return Row(wire.unpack_ints(self.tokens), self.start, wire.unpack_ints(self.pages), self.next_token)
+
+
+class Prefill(msgspec.Struct, tag="prefill"):
+    """Order: run these rows, and of each push `tokens` of every layer into its room."""
+
+    rows: list[PackedRow]
+    rooms: list[bytes]
+    tokens: list[range]
+
+
+class Decode(msgspec.Struct, tag="decode"):
+    """Order: run these rows. Where tokens are drafted, for each row the number of its draft (None: it has none), how
+    many tokens may be drafted, and the newest tokens of its output."""
+
+    rows: list[PackedRow]
+    drafts: list[int | None] = []
+    counts: list[int] = []
+    newest: list[bytes] = []
+
+
+class KeepDraft(msgspec.Struct, tag="keep_draft"):
+    """Order: from now on `number` is the draft that begins with these states."""
+
+    number: int
+    states: list[NamedState]
+
+
+class DropDraft(msgspec.Struct, tag="drop_draft"):
+    """Order: the draft is not needed any more."""
+
+    number: int
+
+
+class Settled(msgspec.Struct, tag="settled"):
+    """Report (decode): every writer of the room has stopped here; without an `error` its pages are whole."""
+
+    room: bytes
+    error: PDInferError | None
+
+
+class Stopped(msgspec.Struct, tag="stopped"):
+    """Report (prefill): a decode does not want the room any more, or cannot be reached from here."""
+
+    room: bytes
+    error: PDInferError
+
+
+class Sent(msgspec.Struct, tag="sent"):
+    """Report (prefill): nothing reads the pages of a finished room any more."""
+
+    room: bytes
+
+
+class Linked(msgspec.Struct, tag="linked"):
+    """Report: the peers this rank has open links to, whenever they change."""
+
+    peers: list[PeerAddress]
+
+
+Order = Connect | Expect | Abort | Accept | Finish | Prefill | Decode | KeepDraft | DropDraft
+Report = Settled | Stopped | Sent | Linked
+Message = Order | Report
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
+_decoder: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message], dec_hook=wire.from_builtin)
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """Several messages, in order."""
+    return _encoder.encode(messages)
+
+
+def decode(data: bytes) -> list[Message]:
+    """The inverse; another rank of the same program made `data`."""
+    return _decoder.decode(data)
