@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.batch import Batch, Row
+from pdinfer.groups import ALONE, Group
 
 CPU = torch.device("cpu")
 
@@ -115,3 +116,66 @@ def test_an_example() -> None:
 def test_a_token_beyond_its_pages_is_an_error() -> None:
     with pytest.raises(IndexError):
         build(4, [Row([1, 2], 3, [5])])
+
+
+# ---- cut over context-parallel ranks -------------------------------------------------------------------------------
+
+
+def cut(page_size: int, rows: list[Row], size: int) -> list[Batch]:
+    """Each rank's batch."""
+    return [
+        Batch.build(rows, page_size=page_size, device=CPU, absorbed=False, cp=Group("cp", tuple(range(size)), rank))
+        for rank in range(size)
+    ]
+
+
+@given(steps(), st.integers(2, 4))
+def test_ranks_have_every_token_once_and_know_all_slots(step: tuple[int, list[Row]], size: int) -> None:
+    whole, parts = build(*step), cut(*step, size)
+    for batch in parts:
+        assert batch.cp_counts == tuple(len(part.tokens_T) for part in parts)
+        assert torch.equal(batch.slots_A, parts[0].slots_A)
+    order = whole.slots_A.argsort(), parts[0].slots_A.argsort()
+    for name in ("tokens_T", "positions_T"):
+        gathered = torch.cat([getattr(part, name) for part in parts])
+        assert torch.equal(gathered[order[1]], getattr(whole, name)[order[0]])
+
+
+@given(steps(), st.integers(2, 4))
+def test_a_piece_is_a_sequence_that_ends_where_it_ends(step: tuple[int, list[Row]], size: int) -> None:
+    page_size, rows = step
+    owner = {page: index for index, row in enumerate(rows) for page in row.pages}
+    for batch in cut(*step, size):
+        first = 0
+        for index, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            span = slice(first, first + count)
+            assert batch.positions_T[span].tolist() == list(range(context - count, context))
+            assert batch.sequence_T[span].tolist() == [index] * count
+            pages = batch.page_table_BM[index, : -(-context // page_size)].tolist()
+            assert pages == list(rows[owner[pages[0]]].pages[: len(pages)])
+            first += count
+
+
+@given(steps(), st.integers(2, 4))
+def test_the_token_behind_a_piece_is_that_of_its_row(step: tuple[int, list[Row]], size: int) -> None:
+    page_size, rows = step
+    rows = [attrs.evolve(row, next_token=96 - at) for at, row in enumerate(rows)]
+    parts = cut(page_size, rows, size)
+    whole = build(page_size, rows).shifted()
+    gathered = torch.cat([part.shifted().tokens_T for part in parts])
+    assert torch.equal(gathered[parts[0].slots_A.argsort()], whole.tokens_T[whole.slots_A.argsort()])
+
+
+@given(steps(), st.integers(2, 4))
+def test_the_first_rank_has_every_last_token(step: tuple[int, list[Row]], size: int) -> None:
+    page_size, rows = step
+    first = attrs.evolve(cut(page_size, rows, size)[0], cp=ALONE)
+    assert first.last_of(first.positions_T[:, None])[:, 0].tolist() == [row.stop - 1 for row in rows]
+
+
+def test_decode_is_not_cut() -> None:
+    row = Row([1, 2, 3], 4, [0, 1])
+    group = Group("cp", (0, 1), 1)
+    batch = Batch.build([row], page_size=4, device=CPU, absorbed=True, cp=group)
+    assert batch.cp is ALONE
+    assert torch.equal(batch.tokens_T, torch.tensor([1, 2, 3]))

@@ -193,6 +193,28 @@ def tensors_of(weight: Weight) -> list[Tensor]:
     return [weight] if isinstance(weight, Tensor) else [tensor for _, tensor in _named_tensors(weight)]
 
 
+def num_bytes(weight: Weight) -> int:
+    """Those of all its tensors."""
+    return sum(tensor.nbytes for tensor in tensors_of(weight))
+
+
+def to_bytes(weight: Weight) -> Tensor:
+    """All its tensors, one behind the other, as a new uint8 tensor [num_bytes] on their device."""
+    return torch.cat([_raw(tensor) for tensor in tensors_of(weight)])
+
+
+def from_bytes(weight: Weight, data: Tensor) -> None:
+    """Undoes `to_bytes` in place: writes `data`, uint8 [num_bytes], into the (contiguous) tensors of a weight of the
+    same format and shape."""
+    tensors = tensors_of(weight)
+    for into, value in zip(tensors, torch.split(data, [tensor.nbytes for tensor in tensors]), strict=True):
+        _raw(into).copy_(value)
+
+
+def _raw(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _named_tensors(weight: FloatWithBias | Quantized) -> list[tuple[str, Tensor]]:
     fields = [(field.name, getattr(weight, field.name)) for field in attrs.fields(type(weight))]
     return [(name, value) for name, value in fields if isinstance(value, Tensor)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.errors import CheckpointError
+from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import Weight
+from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, to_bytes
 from pdinfer.layers import WeightSource
 from pdinfer.moe.dispatch import Contiguous, Dispatched, Masked
 
@@ -29,16 +29,37 @@ class Experts:
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
         """`experts` are the logical ones in the slots of this rank, all different."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        of_expert = [f"{name}.{expert}" for expert in experts]
-        into = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in of_expert]
+        of_expert = [f"{name}.{number}" for number in experts]
+        into = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in of_expert]
         gate_up = source.stack(into, size, hidden)
-        down = source.stack([(f"{expert}.down_proj.weight",) for expert in of_expert], hidden, size)
+        down = source.stack([(f"{each}.down_proj.weight",) for each in of_expert], hidden, size)
         if type(gate_up) is not type(down):
             raise CheckpointError(
                 f"{name}: gate_proj and up_proj are stored in one format and down_proj in another; experts need "
                 'one for all three: load with weights="float"'
             )
         return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one expert."""
+        return num_bytes(expert(self.gate_up, 0)) + num_bytes(expert(self.down, 0))
+
+    def read_slot(self, slot: int) -> Tensor:
+        """The weights of the expert in a slot of this rank: a new uint8 tensor [slot_bytes] on their device."""
+        return torch.cat([to_bytes(expert(stack, slot)) for stack in (self.gate_up, self.down)])
+
+    def write_slot(self, slot: int, data: Tensor) -> None:
+        """Puts into a slot, in place, what `read_slot` returned on this rank or on another. Raises ConfigError for data
+        of another size."""
+        if data.dtype != torch.uint8 or data.shape != (self.slot_bytes,):
+            raise ConfigError(
+                f"an expert takes {self.slot_bytes} bytes here, got {data.dtype} of shape {list(data.shape)}: ranks "
+                "hold experts in different formats"
+            )
+        views = [expert(stack, slot) for stack in (self.gate_up, self.down)]
+        for view, part in zip(views, torch.split(data, [num_bytes(view) for view in views]), strict=True):
+            from_bytes(view, part)
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
         """The result of each dispatched row, in the shape and dtype of the rows."""

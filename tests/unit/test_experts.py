@@ -1,0 +1,140 @@
+"""The experts of a rank: whatever form rows come in the results are the same, and a slot can be read and written."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.errors import ConfigError
+from pdinfer.groups import Group
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import (
+    FP8Blocks,
+    Int8Dynamic,
+    Weight,
+    assign,
+    empty,
+    expert,
+    part,
+    quantize_fp8,
+    quantize_int8,
+    tensors_of,
+)
+from pdinfer.moe.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatch import Contiguous, LocalDispatcher, Masked
+from pdinfer.moe.experts import Experts
+from pdinfer.moe.layer import MoE
+from pdinfer.testing import random_model, tiny_config
+
+CPU = torch.device("cpu")
+OPS = resolve_ops(CPU, torch.float32).ops
+SLOTS, WIDTH, INNER = 3, 136, 24  # two blocks of columns, one of them narrow
+FORMATS = (Tensor, FP8Blocks, Int8Dynamic)
+every_format = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.__name__)
+
+
+def stored(kind: type, matrix_OI: Tensor) -> Weight:
+    if kind is FP8Blocks:
+        numbers, scale = quantize_fp8(matrix_OI, ue8m0=False)
+        return FP8Blocks(numbers=numbers, scale=scale)
+    if kind is Int8Dynamic:
+        numbers, scale = quantize_int8(matrix_OI)
+        return Int8Dynamic(numbers=numbers, scale=scale)
+    return matrix_OI
+
+
+def experts_of(kind: type, seed: int) -> Experts:
+    generator = torch.Generator().manual_seed(seed)
+    stacks = []
+    for parts, rows, columns in ((2, INNER, WIDTH), (1, WIDTH, INNER)):
+        stack = empty(kind, (SLOTS, parts, rows, columns), dtype=torch.float32, device=CPU)
+        for slot in range(SLOTS):
+            for index in range(parts):
+                matrix = torch.randn(rows, columns, generator=generator) / 5
+                assign(part(expert(stack, slot), index, parts), stored(kind, matrix))
+        stacks.append(stack)
+    return Experts(stacks[0], stacks[1], OPS.grouped_mlp_by(stacks[0]))
+
+
+@every_format
+@pytest.mark.parametrize("counts", [(2, 0, 3), (0, 0, 0), (0, 4, 0)])
+@pytest.mark.parametrize("weigh", [False, True])
+def test_every_form_of_rows_gives_the_same_results(kind: type, counts: tuple[int, ...], weigh: bool) -> None:
+    experts, total = experts_of(kind, 0), sum(counts)
+    generator = torch.Generator().manual_seed(1)
+    x_SD, weights_S = torch.randn(total, WIDTH, generator=generator), torch.rand(total, generator=generator)
+    counts_E = torch.tensor(counts)
+    expected_SD = experts(Contiguous(x_SD=x_SD, counts_E=counts_E))
+    if weigh:
+        expected_SD = expected_SD * weights_S[:, None]
+    plain = Contiguous(x_SD=x_SD, counts_E=counts_E, weights_S=weights_S if weigh else None)
+    assert torch.equal(experts(plain), expected_SD)
+
+    garbage_SD = torch.full((2, WIDTH), float("nan"))
+    loose = Contiguous(
+        x_SD=torch.cat((x_SD, garbage_SD)),
+        counts_E=counts_E.int(),
+        weights_S=torch.cat((weights_S, torch.full((2,), float("nan")))) if weigh else None,
+        loose=True,
+    )
+    y_SD = experts(loose)
+    assert y_SD.shape == (total + 2, WIDTH)
+    assert torch.equal(y_SD[:total], expected_SD)
+
+    masked = Masked(
+        x_END=torch.full((SLOTS, 5, WIDTH), float("nan")),
+        counts_E=counts_E.int(),
+        weights_EN=torch.full((SLOTS, 5), float("nan")) if weigh else None,
+    )
+    split = zip(x_SD.split(list(counts)), weights_S.split(list(counts)), strict=True)
+    for slot, (rows, weights) in enumerate(split):
+        masked.x_END[slot, : len(rows)] = rows
+        if masked.weights_EN is not None:
+            masked.weights_EN[slot, : len(rows)] = weights
+    y_END = experts(masked)
+    assert y_END.shape == masked.x_END.shape
+    assert torch.equal(torch.cat([y_END[slot, :count] for slot, count in enumerate(counts)]), expected_SD)
+
+
+@every_format
+def test_a_slot_is_written_in_place_with_what_was_read_elsewhere(kind: type) -> None:
+    ours, theirs = experts_of(kind, 0), experts_of(kind, 1)
+    before = [ours.read_slot(slot) for slot in range(SLOTS)]
+    addresses = [tensor.data_ptr() for stack in (ours.gate_up, ours.down) for tensor in tensors_of(stack)]
+    data = theirs.read_slot(2)
+    assert (data.dtype, data.shape) == (torch.uint8, (ours.slot_bytes,))
+    ours.write_slot(1, data)
+    assert torch.equal(ours.read_slot(1), data)
+    assert not torch.equal(data, before[1])
+    assert [torch.equal(ours.read_slot(slot), before[slot]) for slot in (0, 2)] == [True, True]
+    assert [tensor.data_ptr() for stack in (ours.gate_up, ours.down) for tensor in tensors_of(stack)] == addresses
+    x_SD = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(
+        ours(Contiguous(x_SD=x_SD, counts_E=torch.tensor([0, 4, 0]))),
+        theirs(Contiguous(x_SD=x_SD, counts_E=torch.tensor([0, 0, 4]))),
+    )
+    ours.write_slot(1, before[1])
+    assert [torch.equal(ours.read_slot(slot), before[slot]) for slot in range(SLOTS)] == [True] * SLOTS
+
+
+def test_bytes_of_another_format_are_refused() -> None:
+    floats, quantized = experts_of(Tensor, 0), experts_of(Int8Dynamic, 0)
+    told = f"an expert takes {floats.slot_bytes} bytes here, got torch.uint8 of shape \\[{quantized.slot_bytes}\\]"
+    with pytest.raises(ConfigError, match=told):
+        floats.write_slot(0, quantized.read_slot(0))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7])
+@pytest.mark.parametrize("ranks", [False, True])
+def test_two_batches_under_way_give_what_one_does(num_tokens: int, ranks: bool) -> None:
+    config = tiny_config()
+    layer: MoE = random_model(config).moe_layers()[0]
+    dispatcher = layer.dispatcher
+    assert isinstance(dispatcher, LocalDispatcher)
+    if ranks:
+        layer = attrs.evolve(layer, dispatcher=AllToAllDispatcher(Group("ep"), config.n_routed_experts, OPS))
+    x_TD = torch.randn(num_tokens, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    halved = attrs.evolve(layer, two_batch_overlap=True)
+    torch.testing.assert_close(halved(x_TD), layer(x_TD), rtol=1e-5, atol=1e-5)

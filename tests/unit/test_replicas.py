@@ -1,0 +1,70 @@
+"""Tokens go to slots that hold their expert, as the rule says, and tables change where they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from pdinfer.moe.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.replicas import ReplicaTables
+
+CPU = torch.device("cpu")
+# four ranks of three slots; experts 0 and 1 have three copies
+ROWS = [[0, 1, 2, 0, 1, 3, 0, 4, 5, 1, 6, 7], [1, 0, 7, 6, 0, 1, 5, 4, 1, 3, 2, 0]]
+PLACEMENT = ExpertPlacement(physical_to_logical_map=ROWS, num_logical_experts=8, num_ranks=4)
+IDS_TK = torch.rand(60, 8, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :3]
+
+
+def tables(rule: DispatchRule, rank: int = 0, placement: ExpertPlacement = PLACEMENT) -> ReplicaTables:
+    return ReplicaTables.build(placement, rule, rank=rank, ranks_per_node=2, device=CPU)
+
+
+@pytest.mark.parametrize("rule", DispatchRule)
+@pytest.mark.parametrize("rank", range(4))
+def test_tokens_go_to_a_slot_of_their_expert(rule: DispatchRule, rank: int) -> None:
+    for layer in range(2):
+        slots_TK = tables(rule, rank).of_layer(layer)(IDS_TK)
+        assert torch.equal(torch.tensor(ROWS[layer])[slots_TK], IDS_TK)
+
+
+def test_static_takes_one_copy_and_dynamic_takes_turns() -> None:
+    used = {
+        rule: {slot for slot in tables(rule).of_layer(0)(IDS_TK).flatten().tolist() if ROWS[0][slot] == 0}
+        for rule in (DispatchRule.STATIC, DispatchRule.DYNAMIC)
+    }
+    assert len(used[DispatchRule.STATIC]) == 1
+    assert used[DispatchRule.DYNAMIC] == {0, 3, 6}
+
+
+def test_a_token_whose_experts_have_copies_keeps_them_apart_by_token_not_by_choice() -> None:
+    """An expert that is always a token's first choice still takes turns."""
+    always_first_TK = torch.tensor([[0, 2], [0, 3]] * 6)
+    slots_T = tables(DispatchRule.DYNAMIC).of_layer(0)(always_first_TK)[:, 0]
+    assert torch.bincount(slots_T, minlength=7)[[0, 3, 6]].tolist() == [4, 4, 4]
+
+
+def test_nearest_stays_on_the_rank_then_on_the_node() -> None:
+    ids_TK = torch.tensor([[0, 1]] * 4)
+    assert tables(DispatchRule.NEAREST, 1).of_layer(0)(ids_TK).unique().tolist() == [3, 4]
+    assert tables(DispatchRule.NEAREST, 3).of_layer(0)(ids_TK).unique().tolist() == [6, 9]  # expert 0 is on rank 2
+
+
+@pytest.mark.parametrize("rule", DispatchRule)
+def test_another_placement_is_put_in_place(rule: DispatchRule) -> None:
+    held = tables(rule)
+    layer, addresses = held.of_layer(0), (held.slots_LEX.data_ptr(), held.counts_LE.data_ptr())
+    other = ExpertPlacement(
+        physical_to_logical_map=np.roll(ROWS, 3, axis=1)[:, [2, 1, 0, *range(3, 12)]],
+        num_logical_experts=8,
+        num_ranks=4,
+    )
+    # as many copies of one expert as there can be at most
+    most = ExpertPlacement(
+        physical_to_logical_map=[[0, 1, 2, 3, 0, 4, 5, 3, 0, 6, 7, 3]] * 2, num_logical_experts=8, num_ranks=4
+    )
+    for placement in (other, most, PLACEMENT):
+        held.put(placement)
+        assert torch.equal(layer.slots_EX, tables(rule, placement=placement).slots_LEX[0])
+        assert torch.equal(torch.tensor(placement.physical_to_logical_map[0])[layer(IDS_TK)], IDS_TK)
+    assert (held.slots_LEX.data_ptr(), held.counts_LE.data_ptr()) == addresses

@@ -1,0 +1,129 @@
+"""Parts of matrices, read from every format they are stored in, put together to the whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load, save_file
+from torch import Tensor
+
+from pdinfer.checkpoint import Checkpoint
+from pdinfer.errors import ConfigError
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Shard, tensors_of
+from pdinfer.layers import Linear
+from pdinfer.quantize import quantize_checkpoint
+from pdinfer.schemes import StoredWeights
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from pdinfer.weights import OPS_OF_SCHEME, Destinations, _read_all
+
+CPU = torch.device("cpu")
+OPS = resolve_ops(CPU, torch.float32, forced="reference").ops
+NAME, SHAPE = "model.layers.0.mlp.down_proj", (256, 512)
+FORMATS = ("float", "fp8", "w8a8_dynamic", "w8a8")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of one model per format; static INT8 has an offset, and a bias."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_checkpoint(folder / "float", tiny_config_dict(hidden_size=SHAPE[0], intermediate_size=SHAPE[1]))
+    for scheme in ("fp8", "w8a8_dynamic"):
+        quantize_checkpoint(folder / "float", folder / scheme, scheme=scheme)
+    (folder / "w8a8").mkdir()
+    for file in (folder / "w8a8_dynamic").iterdir():
+        (folder / "w8a8" / file.name).write_bytes(file.read_bytes())
+    (file,) = (folder / "w8a8").glob("*.safetensors")
+    tensors = load(file.read_bytes())
+    tensors |= static(tensors[f"{NAME}.weight"], tensors[f"{NAME}.weight_scale"])
+    save_file(tensors, file)
+    index = folder / "w8a8" / next((folder / "w8a8").glob("*.index.json")).name
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, file.name)}))
+    description = folder / "w8a8" / "quant_model_description.json"
+    description.write_text(json.dumps(json.loads(description.read_text()) | {f"{NAME}.weight": "W8A8"}))
+    return folder
+
+
+def static(numbers: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
+    scale, offset = 0.03, 7
+    bias = torch.linspace(-2, 2, len(numbers)) / (scale * weight_scale.view(-1))
+    return {
+        f"{NAME}.input_scale": torch.tensor([scale]),
+        f"{NAME}.input_offset": torch.tensor([offset], dtype=torch.int8),
+        f"{NAME}.deq_scale": scale * weight_scale.view(-1),
+        f"{NAME}.quant_bias": (bias.round() - offset * numbers.int().sum(1)).to(torch.int32),
+    }
+
+
+def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
+    """The part of the matrix, held as it is stored or as floats."""
+    with Checkpoint.open(folder) as files:
+        weights = StoredWeights.survey(files)
+        source = Destinations(CPU, torch.float32, weights, frozenset(OPS_OF_SCHEME) if stored else frozenset())
+        linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
+        _read_all(weights, [files.tensors[f"{NAME}.weight"]], source.places, None)
+    return linear
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_rows_of_all_parts_are_the_whole(made: Path, scheme: str, *, stored: bool) -> None:
+    x_TI = torch.randn(5, SHAPE[1], generator=torch.Generator().manual_seed(0))
+    whole = linear_of(made / scheme, WHOLE, stored=stored)
+    parts = [linear_of(made / scheme, Shard(index, 2), stored=stored) for index in range(2)]
+    torch.testing.assert_close(torch.cat([part(x_TI) for part in parts], -1), whole(x_TI))
+    sizes = [sum(tensor.nbytes for tensor in tensors_of(linear.weight)) for linear in (whole, parts[0])]
+    assert sizes[0] / 2 <= sizes[1] <= sizes[0] / 2 + 8  # the two numbers that static INT8 has per matrix
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("scheme", FORMATS)
+def test_products_of_columns_add_up_to_the_whole(made: Path, scheme: str, *, stored: bool) -> None:
+    x_TI = torch.randn(5, SHAPE[1], generator=torch.Generator().manual_seed(0))
+    whole = linear_of(made / scheme, WHOLE, stored=stored)
+    if isinstance(whole.weight, Int8Dynamic):  # scales a token by all of its channels: its columns are never divided
+        x_TI = torch.cat([x_TI[:, :128].clamp(-1, 1).index_fill(1, torch.tensor([0]), 1.0)] * 4, -1)
+    total = sum(
+        linear_of(made / scheme, Shard(index, 4, axis=1), stored=stored)(x_TI[:, 128 * index : 128 * (index + 1)])
+        for index in range(4)
+    )
+    assert isinstance(total, Tensor)
+    torch.testing.assert_close(total, whole(x_TI), atol=2e-5, rtol=1e-5)
+
+
+def test_of_rows_no_others_are_read(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, preadv = [], os.preadv
+
+    def counting(*arguments: object) -> int:
+        read.append(preadv(*arguments))  # type: ignore[arg-type]
+        return read[-1]
+
+    with Checkpoint.open(made / "float") as files:
+        info = files.tensors[f"{NAME}.weight"]
+        whole = files.read(info)
+        monkeypatch.setattr(os, "preadv", counting)
+        for rows in (range(64, 192), range(0), range(255, 256)):
+            assert torch.equal(files.read(info, rows), whole[rows.start : rows.stop])
+    assert sum(read) == (128 + 1) * SHAPE[1] * 4
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shard", "told"),
+    [
+        ("float", Shard(0, 3), "[256, 512] cannot be divided between 3 ranks: 256 rows are no multiple of 3; use"),
+        ("float", Shard(1, 3, axis=1), "between 3 ranks: 512 columns are no multiple of 3; use"),
+        ("fp8", Shard(0, 4), "between 4 ranks in whole FP8 blocks of 128: 256 rows are no multiple of 512; use"),
+        ("fp8", Shard(0, 8, axis=1), "whole FP8 blocks of 128: 512 columns are no multiple of 1024; use a smaller tp"),
+    ],
+)
+def test_parts_that_are_not_equal_or_not_of_whole_blocks_are_refused(
+    made: Path, scheme: str, shard: Shard, told: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        linear_of(made / scheme, shard, stored=True)
+    assert told in str(caught.value)
+    assert f"{NAME}.weight" in str(caught.value)
