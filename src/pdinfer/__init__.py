@@ -29,6 +29,7 @@ from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import Model
+from pdinfer.moe.balance import rebalance_experts
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.pairing import Pairing
 from pdinfer.prefill import PrefillEngine
@@ -87,6 +88,7 @@ __all__ = [
     "moe",
     "policy",
     "quantize_checkpoint",
+    "rebalance_experts",
     "remote",
     "testing",
 ]

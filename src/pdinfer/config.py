@@ -97,6 +97,12 @@ class EngineConfig:
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
     gets back what it had. None leaves that to the host. `trace` names a folder: when the engine is closed, a timeline
     of its newest steps is written there, see `pdinfer.trace`.
+
+    `expert_distribution_recorder_mode` counts which experts tokens choose: "stat" all, "window" those of the last
+    `expert_distribution_recorder_buffer_size` steps. With `eplb_rebalance_num_iterations` experts are placed anew by
+    these counts every so many steps, and not more than `rebalance_max_bytes` of weights sent for it (None: as many as
+    need be). To a new placement a rank sends and receives at most `rebalance_bytes_per_step` (but one expert) in a
+    step; 0 moves all at once.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -114,6 +120,20 @@ class EngineConfig:
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
+    expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "stat", "window"))
+    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
+    eplb_rebalance_num_iterations: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(int_in(1, 1 << 30))
+    )
+    rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
+    rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
+
+    def __attrs_post_init__(self) -> None:
+        if self.eplb_rebalance_num_iterations is not None and self.expert_distribution_recorder_mode == "off":
+            raise ConfigError(
+                f"eplb_rebalance_num_iterations = {self.eplb_rebalance_num_iterations} needs counts: set "
+                'expert_distribution_recorder_mode to "stat" or "window"'
+            )
 
 
 @attrs.frozen(kw_only=True)

@@ -51,7 +51,6 @@ class Model:
     rotary: Rotary
     weights_id: bytes
     mtp: MTP | None = None
-    groups: Groups = attrs.field(factory=Groups.single)
 
     @classmethod
     def build(

@@ -91,6 +91,7 @@ class Rebalancing:
         self._solving = False
         self._answer = b""
         self._no_answer = False
+        self._ran = False
         self._num_steps = 0
         self.error = ""
         self.load: Ints | None = None
@@ -199,6 +200,9 @@ class Rebalancing:
     def agreed(self, standings: Sequence[ExpertStanding], *, runs: bool) -> bool:
         """Does what follows from what all ranks said, in rank order, before a step of the model if one `runs`; whether
         the next agreement would further a migration. Raises RankLost."""
+        if self._ran and self.recorder is not None:
+            self.recorder.end_step()
+        self._ran = runs
         asks = {ask for ask in (CANCEL, SUM, REBALANCE) if any(standing.asks & ask for standing in standings)}
         digests = {standing.staged for standing in standings}
         failed = {standing.failed for standing in standings} - {0}
@@ -215,8 +219,6 @@ class Rebalancing:
         rebalances = (is_due or REBALANCE in asks) and not self._solving and digests == {0}
         if rebalances or SUM in asks:
             self._sum(rebalances=rebalances)
-        if runs and self.recorder is not None:
-            self.recorder.next_step()
         return self._moves
 
     def close(self) -> None:
@@ -279,10 +281,11 @@ class Rebalancing:
     def _sum(self, *, rebalances: bool) -> None:
         """Adds up what all ranks recorded; for a rebalance rank 0 has it solved, and what is recorded begins anew."""
         recorder = self._recorded("the load of experts")
-        self.load = self._groups.world.all_reduce(recorder.counts()).cpu().numpy().astype(np.int64)
+        self.load = self._groups.world.all_reduce(recorder.device_counts()).cpu().numpy().astype(np.int64)
         if not rebalances:
             return
-        recorder.forget()
+        if recorder.mode == "stat":
+            recorder.reset()
         self._solving = True
         if self._groups.world.rank == 0:
             self._ask_solver(self.load)

@@ -9,7 +9,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from pdinfer.batch import Batch, Row
+from pdinfer.batch import Batch, Record, Row
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transport import Memory
 from pdinfer.kv.view import KVView, PageMemory
@@ -49,16 +49,19 @@ class Runner(Protocol):
 
 class ModelRunner:
     """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors. `trace` is told which
-    part of a step runs."""
+    part of a step runs, `record` which experts are chosen."""
 
-    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
+    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None, record: Record | None = None) -> None:
         if not isinstance(memory, PageMemory):
             raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
         self._model = model
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
         self._trace = trace
-        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
+        self._record = record
+        self._drafter = None
+        if model.mtp is not None:
+            self._drafter = Drafter(model, model.mtp, self._view, self._page_size, trace, record)
         self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
 
@@ -151,6 +154,7 @@ class ModelRunner:
             absorbed=absorbed,
             cp=self._model.groups.cp,
             trace=self._trace,
+            record=self._record,
         )
 
 

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.moe import DispatchRule, dispatch_table, plan_migration
-from pdinfer.moe.migration import count_arrivals
+from pdinfer.moe import DispatchRule, DispatchTable, dispatch_table, plan_migration
+from pdinfer.moe.migration import count_arrivals, keep_slots
+from pdinfer.moe.placement import Floats, Ints
 
 # Two ranks of three slots, one layer each way round.
 BY_HAND = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]
@@ -19,6 +20,10 @@ BY_HAND = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]
 
 def placement(table: Any, num_experts: int = 4, num_ranks: int = 2) -> pd.ExpertPlacement:
     return pd.ExpertPlacement(physical_to_logical_map=table, num_logical_experts=num_experts, num_ranks=num_ranks)
+
+
+def by_rank(any_placement: pd.ExpertPlacement) -> Ints:
+    return any_placement.physical_to_logical_map.reshape(any_placement.num_layers, any_placement.num_ranks, -1)
 
 
 @st.composite
@@ -133,7 +138,7 @@ def test_a_migration_makes_the_new_placement_out_of_the_old_one(data: st.DataObj
             move.destination_rank // per_node not in nodes
         )
     assert (table == new.physical_to_logical_map).all()
-    assert plan.bytes_between_ranks == 10 * count_arrivals(old, new).sum()
+    assert plan.bytes_between_ranks == 10 * count_arrivals(by_rank(old), by_rank(new)).sum()
     assert plan.bytes_between_nodes <= plan.bytes_between_ranks
 
 
@@ -164,26 +169,86 @@ def test_a_migration_between_different_sizes_is_refused() -> None:
         plan_migration(old, old, expert_bytes=1, ranks_per_node=3)
 
 
+@given(st.data())
+def test_keeping_slots_changes_places_and_nothing_else(data: st.DataObject) -> None:
+    old = data.draw(placements())
+    new = data.draw(placements(like=old))
+    nodes = data.draw(st.sampled_from([size for size in (1, 2, 3) if old.num_ranks % size == 0]))
+    slots = keep_slots(by_rank(old), by_rank(new), nodes)
+    assert (np.sort(slots, axis=1) == np.arange(old.num_slots)).all()
+    kept = np.take_along_axis(new.physical_to_logical_map, slots, 1).reshape(by_rank(new).shape)
+    for layer in range(old.num_layers):
+        assert sorted(map(sorted, kept[layer].tolist())) == sorted(map(sorted, by_rank(new)[layer].tolist()))
+    stay = (kept[..., :, None] == by_rank(old)[..., None, :]).any(2)
+    assert (kept[stay] == by_rank(old)[stay]).all()
+
+
+def test_slots_are_all_kept_where_only_places_differ() -> None:
+    old = placement([[0, 1, 2, 3, 4, 5, 6, 7]], num_experts=8, num_ranks=4)
+    new = placement([[7, 6, 5, 4, 3, 2, 1, 0]], num_experts=8, num_ranks=4)
+    slots = keep_slots(by_rank(old), by_rank(new), 2)
+    assert new.physical_to_logical_map[0, slots[0]].tolist() == list(range(8))
+
+
+SHARES = [[0.25, 1.0, 1.0, 1.0, 0.75, 0.0], [1.0, 0.5, 1.0, 1.0, 0.0, 0.5]]
+
+
+def shared() -> pd.ExpertPlacement:
+    table = [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 1, 2]]
+    return pd.ExpertPlacement(physical_to_logical_map=table, num_logical_experts=4, num_ranks=2, slot_shares=SHARES)
+
+
+def test_shares_are_part_of_the_value() -> None:
+    assert shared() == shared()
+    assert shared() != placement(BY_HAND)
+    assert shared().slot_shares is not None
+    assert shared().slot_shares.tolist() == SHARES
+
+
+@pytest.mark.parametrize(
+    ("shares", "says"),
+    [
+        ([[0.5] * 6], r"slot_shares has shape \(1, 6\), the map of slots \(2, 6\)"),
+        ([SHARES[0], [1.0, 0.5, 1.0, 1.0, 0.25, 0.5]], "layer 1: the shares of expert 1 sum to 1.25, not to 1"),
+        ([SHARES[0], [1.0, 1.5, 1.0, 1.0, 0.0, -0.5]], "layer 1, slot 1 has share 1.5, outside"),
+        ([SHARES[0], [1.0, float("nan"), 1.0, 1.0, 0.0, 0.5]], "layer 1, slot 1 has share nan"),
+        ([[0.5], [1.0, 2.0]], "not a table"),
+        ([["a"] * 6] * 2, "table of numbers"),
+    ],
+)
+def test_bad_shares_are_refused(shares: Any, says: str) -> None:
+    with pytest.raises(pd.ConfigError, match=says):
+        pd.ExpertPlacement(physical_to_logical_map=BY_HAND, num_logical_experts=4, num_ranks=2, slot_shares=shares)
+
+
+def picked(table: DispatchTable, u: Floats) -> Ints:
+    """The slot for each of `u`, [L, E, len(u)]."""
+    index = (u[:, None] >= table.until[:, :, None, :]).sum(3)
+    return np.take_along_axis(table.slots, index, 2)
+
+
 @given(placements(), st.sampled_from(DispatchRule), st.integers(1, 3))
 def test_a_rank_sends_only_where_the_expert_is(
     any_placement: pd.ExpertPlacement, rule: DispatchRule, per_node: int
 ) -> None:
     per_node = per_node if any_placement.num_ranks % per_node == 0 else 1
+    u = np.array([0.0, 0.3, 0.5, 0.999999], np.float32)
     for rank in range(any_placement.num_ranks):
-        table = dispatch_table(any_placement, rule, rank=rank, ranks_per_node=per_node)
-        within = np.arange(table.slots.shape[2]) < table.counts[:, :, None]
-        assert table.counts.min() >= 1
-        assert (table.slots[~within] == -1).all()
-        layers, experts, _ = np.nonzero(within)
-        assert (any_placement.physical_to_logical_map[layers, table.slots[within]] == experts).all()
+        slots = picked(dispatch_table(any_placement, rule, rank=rank, ranks_per_node=per_node), u)
+        layers, experts, _ = np.indices(slots.shape)
+        assert (slots >= 0).all()
+        assert (any_placement.physical_to_logical_map[layers, slots] == experts).all()
 
 
-def test_dynamic_offers_every_copy_and_static_one() -> None:
-    ours = placement(BY_HAND)
-    dynamic = dispatch_table(ours, DispatchRule.DYNAMIC, rank=0)
-    assert (dynamic.slots == ours.logical_to_all_physical_map).all()
-    assert (dynamic.counts == ours.logical_replica_counts).all()
-    assert (dispatch_table(ours, DispatchRule.STATIC, rank=0).counts == 1).all()
+def test_dynamic_picks_by_shares() -> None:
+    even = dispatch_table(placement(BY_HAND), DispatchRule.DYNAMIC, rank=0)
+    assert (even.slots == placement(BY_HAND).logical_to_all_physical_map).all()
+    u = np.linspace(0, 0.999, 100, dtype=np.float32)
+    assert np.bincount(picked(even, u)[0, 0]).tolist() == [50, 0, 0, 0, 50]
+    uneven = dispatch_table(shared(), DispatchRule.DYNAMIC, rank=0)
+    assert np.bincount(picked(uneven, u)[0, 0]).tolist() == [25, 0, 0, 0, 75]
+    assert np.bincount(picked(uneven, u)[0, 1]).tolist() == [0, 100]
+    assert np.bincount(picked(uneven, u)[1, 1]).tolist() == [0, 0, 100]
 
 
 @given(placements())
@@ -192,17 +257,25 @@ def test_static_spreads_ranks_evenly_over_copies(any_placement: pd.ExpertPlaceme
     chosen = np.stack([table.slots[:, :, 0] for table in tables])
     for layer, expert in np.ndindex(any_placement.logical_replica_counts.shape):
         _, senders = np.unique(chosen[:, layer, expert], return_counts=True)
-        copies = any_placement.logical_replica_counts[layer, expert]
-        assert len(senders) == min(copies, any_placement.num_ranks)
+        assert len(senders) == any_placement.logical_replica_counts[layer, expert]
         assert senders.max() - senders.min() <= 1
+
+
+def test_static_follows_shares() -> None:
+    """Four ranks, and a copy that takes three quarters."""
+    ours = pd.ExpertPlacement(
+        physical_to_logical_map=[[0, 0, 1, 2]], num_logical_experts=3, num_ranks=4, slot_shares=[[0.25, 0.75, 1, 1]]
+    )
+    chosen = [dispatch_table(ours, DispatchRule.STATIC, rank=rank).slots[0, 0, 0] for rank in range(4)]
+    assert sorted(chosen) == [0, 1, 1, 1]
 
 
 def test_nearest_goes_to_its_rank_then_its_node_then_anywhere() -> None:
     ours = placement([[0, 1, 0, 2, 0, 3, 1, 4]], num_experts=5, num_ranks=4)
     table = dispatch_table(ours, DispatchRule.NEAREST, rank=1, ranks_per_node=2)
-    assert table.counts.tolist() == [[1, 1, 1, 1, 1]]
-    assert table.slots[0, :, 0].tolist() == [2, 1, 3, 5, 7]
+    assert table.slots[0].tolist() == [[2], [1], [3], [5], [7]]
     far = dispatch_table(ours, DispatchRule.NEAREST, rank=3, ranks_per_node=1)
-    assert (far.slots[0, 0].tolist(), far.counts[0].tolist()) == ([0, 2, 4], [3, 1, 1, 1, 1])
+    assert far.slots[0, :2].tolist() == [[0, 2, 4], [6, -1, -1]]
+    assert far.until[0, :2] == pytest.approx(np.array([[1 / 3, 2 / 3, 1], [1, 1, 1]]))
     with pytest.raises(pd.ConfigError, match=r"rank 4 is outside 0\.\.3"):
         dispatch_table(ours, DispatchRule.NEAREST, rank=4)

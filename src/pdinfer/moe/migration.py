@@ -9,7 +9,7 @@ import numpy as np
 
 from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
-from pdinfer.moe.placement import ExpertPlacement, Ints, check_ranks_per_node
+from pdinfer.moe.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
 
 
 @attrs.frozen(kw_only=True)
@@ -91,9 +91,54 @@ def _distance(source: int, destination: int, per_node: int, sent: list[int]) -> 
     return source != destination, source // per_node != destination // per_node, sent[source]
 
 
-def count_arrivals(old: ExpertPlacement, new: ExpertPlacement) -> Ints:
-    """Experts that each rank must be sent, per layer: those it holds in `new` and did not hold in `old`. [L, ranks]."""
-    shape = (old.num_layers, old.num_ranks, old.slots_per_rank)
-    before, after = old.physical_to_logical_map.reshape(shape), new.physical_to_logical_map.reshape(shape)
-    arrivals: Ints = (after[..., :, None] != before[..., None, :]).all(-1).sum(-1)
+def count_arrivals(old: Ints, new: Ints) -> Ints:
+    """Experts that each rank must be sent: those it holds in `new` and did not hold in `old`. Both maps are
+    [L, ranks, slots per rank]; [L, ranks]."""
+    arrivals: Ints = (new[..., :, None] != old[..., None, :]).all(-1).sum(-1)
     return arrivals
+
+
+def keep_slots(old: Ints, new: Ints, num_nodes: int) -> Ints:
+    """Which slot of `new` should lie in each slot, so that many experts are where they are in `old`: nodes, ranks of a
+    node and slots of a rank of `new` change places with their like. Both maps are [L, ranks, slots per rank]; the
+    result, [L, P], has slots numbered over all ranks."""
+    num_layers, num_ranks, per_rank = old.shape
+    by_node = (num_layers, num_nodes, -1)
+    node = _match(_overlap(old.reshape(by_node), new.reshape(by_node)))
+    overlap = _overlap(old, new)
+    node_of = np.arange(num_ranks) // (num_ranks // num_nodes)
+    foreign = node[:, node_of][:, :, None] != node_of
+    rank = _match(np.where(foreign, -1.0, overlap))
+    new = np.take_along_axis(new, rank[:, :, None], 1)
+    same = old[..., :, None] == new[..., None, :]
+    stays, arrived = same.any(3), ~same.any(2)
+    slot = np.empty_like(old)
+    order = np.argsort(stays, axis=2, kind="stable")
+    np.put_along_axis(slot, order, np.argsort(~arrived, axis=2, kind="stable"), 2)
+    slot = np.where(stays, same.argmax(3), slot)
+    slots: Ints = (rank[:, :, None] * per_rank + slot).reshape(num_layers, -1)
+    return slots
+
+
+def _overlap(old: Ints, new: Ints) -> Floats:
+    """How many experts every part of `old` has in common with every part of `new`: [L, parts, parts]."""
+    num_layers, parts, _ = old.shape
+    at = (np.arange(num_layers)[:, None, None], np.arange(parts)[:, None])
+    held = np.zeros((2, num_layers, parts, int(old.max()) + 1))
+    held[0][(*at, old)] = held[1][(*at, new)] = 1.0
+    common: Floats = held[0] @ held[1].swapaxes(1, 2)
+    return common
+
+
+def _match(overlap: Floats) -> Ints:
+    """Pairs each first with one second index, pair after pair the one with most in common: [L, parts, parts] ->
+    [L, parts]. Pairs below 0 are for when nothing else is left."""
+    num_layers, parts, _ = overlap.shape
+    rows = np.arange(num_layers)
+    overlap = overlap.copy()
+    chosen = np.empty((num_layers, parts), np.int64)
+    for _ in range(parts):
+        first, second = np.divmod(overlap.reshape(num_layers, -1).argmax(1), parts)
+        chosen[rows, first] = second
+        overlap[rows, first] = overlap[rows, :, second] = -2.0
+    return chosen

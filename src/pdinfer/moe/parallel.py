@@ -22,8 +22,8 @@ from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 @attrs.define(eq=False, kw_only=True)
 class ExpertParallel:
     """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
-    the rows of `placement`, which is None in a model without any. Without `replicas` every expert is in the slot of
-    its own number."""
+    the rows of `placement`, which is None in a model without any; `epoch` numbers the placements that it has had.
+    Without `replicas`, on one rank, slots are mere names: every expert is where its own number says."""
 
     group: Group
     layers: Sequence[int]
@@ -31,6 +31,7 @@ class ExpertParallel:
     replicas: ReplicaTables | None
     dispatcher: TokenDispatcher
     two_batch_overlap: bool = False
+    epoch: int = 0
 
     @classmethod
     def alone(cls, config: ModelConfig, ops: Ops, *, mtp: bool) -> ExpertParallel:
@@ -89,9 +90,15 @@ class ExpertParallel:
     def experts_of(self, layer: int) -> list[int]:
         """The logical experts in this rank's slots."""
         assert self.placement is not None
+        if self.replicas is None:
+            return list(range(self.placement.num_logical_experts))
         row = self.placement.physical_to_logical_map[self.layers.index(layer)]
         experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
         return experts
+
+    def row_of(self, layer: int) -> int:
+        """That of a layer in placements."""
+        return self.layers.index(layer)
 
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Where this rank sends the tokens of a layer."""

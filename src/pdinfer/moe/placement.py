@@ -20,7 +20,10 @@ from pdinfer.errors import ConfigError
 MAX_EXPERTS = 1 << 16
 MAX_RANKS = 1 << 16
 
+SHARE_ERROR = 1e-5
+
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
 def _int_map(value: Any) -> Ints:
@@ -39,13 +42,34 @@ def _int_map(value: Any) -> Ints:
     return table
 
 
+def _share_map(value: Any) -> Floats | None:
+    """A read-only float64 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
+    if value is None:
+        return None
+    try:
+        table = np.asarray(value)
+    except (TypeError, ValueError) as failure:
+        raise ConfigError(f"slot_shares is not a table of [layers][slots]: {clip(str(failure))}") from None
+    if table.dtype.kind not in "iuf":
+        raise ConfigError(f"slot_shares must be a table of numbers, [layers][slots], got {table.dtype}")
+    table = table.astype(np.float64)
+    table.flags.writeable = False
+    return table
+
+
+def _same(ours: Floats | None, theirs: Floats | None) -> bool:
+    return ours is theirs or (ours is not None and theirs is not None and np.array_equal(ours, theirs))
+
+
 @attrs.frozen(kw_only=True)
 class ExpertPlacement:
     """The expert in every slot, for every mixture-of-experts layer.
 
-    `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied. Equal by
-    value. Raises ConfigError, with the values: slots that do not divide over ranks, experts out of range, an expert
-    without a slot, an expert twice on one rank.
+    `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied.
+    `slot_shares`, float64 [L, P] and read-only, is the part of its expert's tokens that each slot is to be sent, which
+    for the slots of an expert sum to 1; None is the same for all of them. Equal by value. Raises ConfigError, with the
+    values: slots that do not divide over ranks, experts out of range, an expert without a slot, an expert twice on one
+    rank, shares that do not fit.
     """
 
     physical_to_logical_map: Ints = attrs.field(
@@ -53,6 +77,9 @@ class ExpertPlacement:
     )
     num_logical_experts: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
     num_ranks: int = attrs.field(validator=int_in(1, MAX_RANKS))
+    slot_shares: Floats | None = attrs.field(
+        default=None, converter=_share_map, eq=attrs.cmp_using(eq=_same), hash=False, repr=False
+    )
 
     def __attrs_post_init__(self) -> None:
         slots, ranks, experts = self.num_slots, self.num_ranks, self.num_logical_experts
@@ -75,6 +102,21 @@ class ExpertPlacement:
                 f"layer {layer}: rank {rank} of {ranks} holds expert {of_rank[layer, rank, place]} twice; copies of an "
                 "expert must lie on different ranks"
             )
+        if self.slot_shares is not None:
+            self._check_shares(self.slot_shares)
+
+    def _check_shares(self, shares: Floats) -> None:
+        table = self.physical_to_logical_map
+        if shares.shape != table.shape:
+            raise ConfigError(f"slot_shares has shape {shares.shape}, the map of slots {table.shape}")
+        if (bad := np.argwhere(~((shares >= 0) & (shares <= 1 + SHARE_ERROR)))).size:
+            layer, slot = bad[0]
+            raise ConfigError(f"layer {layer}, slot {slot} has share {shares[layer, slot]}, outside 0..1")
+        sums = np.zeros((self.num_layers, self.num_logical_experts))
+        np.add.at(sums, (np.arange(self.num_layers)[:, None], table), shares)
+        if (bad := np.argwhere(abs(sums - 1) > SHARE_ERROR)).size:
+            layer, expert = bad[0]
+            raise ConfigError(f"layer {layer}: the shares of expert {expert} sum to {sums[layer, expert]}, not to 1")
 
     @classmethod
     def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
@@ -116,7 +158,7 @@ class ExpertPlacement:
     @cached_property
     def logical_replica_counts(self) -> Ints:
         """How many slots hold each expert: [L, E], read-only."""
-        return _frozen(_counts(self.physical_to_logical_map, self.num_logical_experts))
+        return _frozen(count_replicas(self.physical_to_logical_map, self.num_logical_experts))
 
     @cached_property
     def logical_to_all_physical_map(self) -> Ints:
@@ -130,7 +172,7 @@ def _frozen(array: Ints) -> Ints:
     return array
 
 
-def _counts(table: Ints, num_experts: int) -> Ints:
+def count_replicas(table: Ints, num_experts: int) -> Ints:
     """How often each of `num_experts` occurs per row of [L, P] -> [L, E]."""
     num_layers = len(table)
     flat = table + np.arange(num_layers)[:, None] * num_experts
@@ -168,8 +210,9 @@ def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
 
 
 class DispatchRule(enum.Enum):
-    """Which of an expert's copies a token goes to. STATIC: always the same one from a given rank, ranks spread evenly
-    over copies. DYNAMIC: any. NEAREST: one on the token's rank, else one on its node, else any."""
+    """Which of an expert's copies a token goes to. DYNAMIC: any, by their shares. STATIC: always the same one from a
+    given rank, as many ranks for each copy as its share says. NEAREST: one on the token's rank, else one on its node,
+    else any, the near ones alike: shares are not looked at."""
 
     STATIC = "static"
     DYNAMIC = "dynamic"
@@ -178,11 +221,14 @@ class DispatchRule(enum.Enum):
 
 @attrs.frozen(kw_only=True, eq=False)
 class DispatchTable:
-    """The slots that one rank sends tokens to: whichever of `slots[layer, expert, :counts[layer, expert]]` is picked,
-    all of them alike. `slots` is int64 [L, E, most candidates], padded with -1; `counts` int64 [L, E], at least 1."""
+    """The slots that one rank sends tokens to: for a number u in [0, 1), the same for nothing but this token, slot i of
+    `slots[layer, expert]` where `until[..., i - 1] <= u < until[..., i]`: the number of bounds that u has reached.
+
+    `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
+    """
 
     slots: Ints
-    counts: Ints
+    until: npt.NDArray[np.float32]
 
 
 def dispatch_table(
@@ -192,19 +238,37 @@ def dispatch_table(
     without `ranks_per_node` there is one node. Raises ConfigError for a rank that is not there or uneven nodes."""
     _check_rank(rank, placement)
     per_node = check_ranks_per_node(ranks_per_node, placement.num_ranks)
-    slots, counts = placement.logical_to_all_physical_map, placement.logical_replica_counts
+    slots = placement.logical_to_all_physical_map
+    if rule is DispatchRule.NEAREST:
+        ranks = slots // placement.slots_per_rank
+        here = ranks == rank
+        near = (slots >= 0) & (ranks // per_node == rank // per_node)
+        keep = np.where(here.any(2, keepdims=True), here, np.where(near.any(2, keepdims=True), near, slots >= 0))
+        order = np.argsort(~keep, axis=2, kind="stable")[:, :, : int(keep.sum(2).max())]
+        slots, keep = np.take_along_axis(slots, order, 2), np.take_along_axis(keep, order, 2)
+        return DispatchTable(slots=_frozen(np.where(keep, slots, -1)), until=_bounds(keep / keep.sum(2, keepdims=True)))
+    until = _bounds(_shares_by_expert(placement, slots))
     if rule is DispatchRule.DYNAMIC:
-        return DispatchTable(slots=slots, counts=counts)
-    if rule is DispatchRule.STATIC:
-        # Where copies do not divide ranks, some copies serve one rank more: other ones for the next expert and layer.
-        turn = rank + np.arange(placement.num_layers)[:, None] + np.arange(placement.num_logical_experts)
-        chosen = np.take_along_axis(slots, (turn % counts)[:, :, None], axis=2)
-        return DispatchTable(slots=_frozen(chosen), counts=_frozen(np.ones_like(counts)))
-    ranks = np.where(slots < 0, -1, slots // placement.slots_per_rank)
-    here = ranks == rank
-    near = (ranks >= 0) & (ranks // per_node == rank // per_node)
-    keep = np.where(here.any(2, keepdims=True), here, np.where(near.any(2, keepdims=True), near, ranks >= 0))
-    order = np.argsort(~keep, axis=2, kind="stable")
-    candidates = np.take_along_axis(np.where(keep, slots, -1), order, axis=2)
-    counts = keep.sum(2)
-    return DispatchTable(slots=_frozen(candidates[:, :, : int(counts.max())]), counts=_frozen(counts))
+        return DispatchTable(slots=slots, until=until)
+    # Ranks stand at equal distances from 0 to 1. Each expert and layer has the next rank at the first place, so that
+    # rounding does not always favour the same ranks.
+    turn = rank + np.arange(placement.num_layers)[:, None] + np.arange(placement.num_logical_experts)
+    place = (turn % placement.num_ranks + 0.5) / placement.num_ranks
+    chosen = np.take_along_axis(slots, (place[:, :, None] >= until).sum(2, keepdims=True), 2)
+    return DispatchTable(slots=_frozen(chosen), until=np.ones(chosen.shape, np.float32))
+
+
+def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
+    """The share of each copy: [L, E, most copies], 0 where there is none."""
+    if placement.slot_shares is None:
+        return (slots >= 0) / placement.logical_replica_counts[:, :, None]
+    layers = np.arange(placement.num_layers)[:, None, None]
+    return np.where(slots >= 0, placement.slot_shares[layers, slots], 0.0)
+
+
+def _bounds(shares: Floats) -> npt.NDArray[np.float32]:
+    """Running sums; from the last share above 0 on they are exactly 1."""
+    last = shares.shape[2] - 1 - (shares > 0)[:, :, ::-1].argmax(2, keepdims=True)
+    until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2)).astype(np.float32)
+    until.flags.writeable = False
+    return until

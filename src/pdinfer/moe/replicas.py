@@ -9,32 +9,40 @@ from torch import Tensor
 
 from pdinfer.moe.placement import DispatchRule, ExpertPlacement, dispatch_table
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2
+"""Multiples of it, without what is before the point, fill 0 to 1 as evenly as any sequence does (Weyl)."""
+TURNS_APART = 7919
+
 
 @attrs.frozen(eq=False)
 class LayerReplicas:
     """The slots that a rank sends tokens to, for one layer: views into `ReplicaTables`."""
 
     slots_EX: Tensor
-    counts_E: Tensor
+    until_EX: Tensor
     rank: int
 
     def __call__(self, ids_TK: Tensor) -> Tensor:
-        """Logical experts, int64, to physical ones. An expert's copies take turns by token, and different ranks begin
-        with different ones: spread as evenly as chance would, and the same each time. Syncs nothing."""
-        turn_T = torch.arange(self.rank, self.rank + len(ids_TK), device=ids_TK.device)
-        return self.slots_EX[ids_TK, turn_T[:, None] % self.counts_E[ids_TK]]
+        """Logical experts, int64, to physical ones. Tokens take turns through an expert's copies, by their shares, and
+        different ranks begin elsewhere: spread more evenly than by chance, and the same each time. Syncs nothing."""
+        if self.slots_EX.shape[1] == 1:
+            return self.slots_EX[ids_TK, 0]
+        turn_T = torch.arange(1, len(ids_TK) + 1, device=ids_TK.device, dtype=torch.float64)
+        at_T = ((turn_T + self.rank * TURNS_APART) * GOLDEN_RATIO).frac().float()
+        which_TK = (at_T[:, None, None] >= self.until_EX[ids_TK]).sum(-1)
+        return self.slots_EX[ids_TK, which_TK]
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class ReplicaTables:
-    """A `DispatchTable` of one rank as tensors [L, E, X] and [L, E], X being the most copies that any placement of as
+    """A `DispatchTable` of one rank as tensors [L, E, X], X being the most copies that any placement of as
     many slots can have."""
 
     rule: DispatchRule
     rank: int
     ranks_per_node: int | None
     slots_LEX: Tensor
-    counts_LE: Tensor
+    until_LEX: Tensor
 
     @classmethod
     def build(
@@ -55,7 +63,7 @@ class ReplicaTables:
             rank=rank,
             ranks_per_node=ranks_per_node,
             slots_LEX=torch.empty(num_layers, num_experts, width, dtype=torch.int64, device=device),
-            counts_LE=torch.empty(num_layers, num_experts, dtype=torch.int64, device=device),
+            until_LEX=torch.empty(num_layers, num_experts, width, dtype=torch.float32, device=device),
         )
         tables.put(placement)
         return tables
@@ -64,9 +72,9 @@ class ReplicaTables:
         """Sends tokens where `placement`, of the same sizes, says from now on: tensors keep their addresses."""
         table = dispatch_table(placement, self.rule, rank=self.rank, ranks_per_node=self.ranks_per_node)
         missing = self.slots_LEX.shape[2] - table.slots.shape[2]
-        slots = np.pad(table.slots, ((0, 0), (0, 0), (0, missing)), constant_values=-1)
-        self.slots_LEX.copy_(torch.from_numpy(slots))
-        self.counts_LE.copy_(torch.from_numpy(np.array(table.counts)))
+        for into, values, filler in ((self.slots_LEX, table.slots, -1), (self.until_LEX, table.until, 1)):
+            padded = np.pad(values, ((0, 0), (0, 0), (0, missing)), constant_values=filler)
+            into.copy_(torch.from_numpy(padded))
 
     def of_layer(self, row: int) -> LayerReplicas:
-        return LayerReplicas(self.slots_LEX[row], self.counts_LE[row], self.rank)
+        return LayerReplicas(self.slots_LEX[row], self.until_LEX[row], self.rank)

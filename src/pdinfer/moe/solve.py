@@ -1,4 +1,4 @@
-"""The process behind `solver_process`: reads loads from its standard input, writes placements to its standard output."""
+"""The process behind `solver_process`: loads come in on its standard input, placements go out on the other one."""
 
 from __future__ import annotations
 

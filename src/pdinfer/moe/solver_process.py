@@ -68,10 +68,6 @@ class SolveAnswer(msgspec.Struct):
     error: str = ""
 
 
-def pack_placement(placement: ExpertPlacement) -> bytes:
-    return msgspec.msgpack.encode(PackedPlacement.of(placement))
-
-
 def unpack_placement(data: bytes) -> ExpertPlacement:
     """Raises ConfigError for a placement that cannot be."""
     return msgspec.msgpack.decode(data, type=PackedPlacement).unpack()
@@ -109,8 +105,8 @@ class SolverProcess:
         self.is_asked = True
 
     def poll(self) -> bytes:
-        """The answer, a `pack_placement`; b"" while there is none. Raises OSError when the process is gone or late,
-        ConfigError with what it says when it cannot solve the load."""
+        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone or
+        late, ConfigError with what it says when it cannot solve the load."""
         try:
             data = self._poll()
         except OSError:

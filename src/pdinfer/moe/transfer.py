@@ -1,9 +1,9 @@
 """Experts on their way from one placement to another: in parts, beside the weights in use, then all at once in place.
 
-    plan    the moves, in parts of so many bytes          the same on every rank
-    pack    a part's outgoing experts are read, room is made for incoming ones      may fail, touches nothing in use
-    send    the part travels                                                        all ranks of the group
-    apply   all that came is written into its slots, and tokens are sent there      all ranks, between two steps
+plan    the moves, in parts of so many bytes          the same on every rank
+pack    a part's outgoing experts are read, room is made for incoming ones      may fail, touches nothing in use
+send    the part travels                                                        all ranks of the group
+apply   all that came is written into its slots, and tokens are sent there      all ranks, between two steps
 """
 
 from __future__ import annotations
