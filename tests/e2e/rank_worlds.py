@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 
 import pdinfer as pd
 from pdinfer.groups import Groups
-from pdinfer.testing import random_model
 from tests.ranks import Outcome, Ranks
 
 Sizes = Mapping[str, int]
-START_S = 60.0
+START_S = 40.0
+DEADLINE_S = 60.0
 NAMES = tuple(field.name for field in attrs.fields(Groups) if field.name != "owns_backend")
 
 
@@ -47,19 +49,24 @@ def serving(
     prefill: Sizes,
     decode: Sizes,
     *,
-    engine: Mapping[str, Any] | None = None,
+    checkpoint: str,
     collective_s: float = 30.0,
-    **more: Any,
+    fault: tuple[str, int, str] = ("", 0, ""),
+    **config: Any,
 ) -> Iterator[World]:
-    """Ranks with sizes such as {"tp_size": 2, "dp_size": 2}; leaving it closes them. `more` goes to `serve_rank`."""
+    """Ranks with sizes such as {"tp_size": 2, "dp_size": 2}; leaving it closes them. `config` as for `make_engine`."""
     counts = {"prefill": size_of(prefill), "decode": size_of(decode)}
     with tempfile.TemporaryDirectory(prefix="pd") as folder, Listener(f"{folder}/host", "AF_UNIX", 16) as listener:
-        arguments = [folder, dict(prefill), dict(decode), dict(engine or {})]
+        arguments = [folder, checkpoint, dict(prefill), dict(decode), config, collective_s, fault]
         outcomes: list[Outcome] = []
 
         def run() -> None:
             job = "tests.e2e.rank_worlds:serve_rank"
-            outcomes.extend(ranks.outcomes(job, sum(counts.values()), *arguments, collective_s=collective_s, **more))
+            try:
+                outcomes.extend(ranks.outcomes(job, sum(counts.values()), *arguments, deadline_s=DEADLINE_S))
+            finally:
+                with contextlib.suppress(OSError):  # nobody else will come
+                    Client(f"{folder}/host", "AF_UNIX").send_bytes(b"")
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -68,6 +75,7 @@ def serving(
         for _ in range(num_leaders):
             connection = listener.accept()
             role = connection.recv_bytes().decode()
+            assert role, [outcome.trace for outcome in outcomes]
             client = pd.remote.PrefillClient if role == "prefill" else pd.remote.DecodeClient
             ports[role].append(client(connection, timeout_s=START_S))
         world = World(pd.Pairing(ports["prefill"], ports["decode"]), ports["prefill"], ports["decode"])
@@ -89,64 +97,109 @@ def size_of(sizes: Sizes) -> int:
 # ---- in the processes ----------------------------------------------------------------------------------------------
 
 
-@cache
-def model_of(family: str, mtp: bool) -> pd.Model:
-    return random_model(pd.testing.tiny_config(family), mtp=mtp)
+class NotedTopology(pd.Topology):
+    """Its groups note their calls in one list, which `calls_of` finds."""
+
+    def connect(self, *arguments: Any, **named: Any) -> Groups:
+        calls: list[str] = []
+        groups = super().connect(*arguments, **named)
+        return attrs.evolve(groups, **{name: attrs.evolve(getattr(groups, name), calls=calls) for name in NAMES})
 
 
-def join_world(
-    name: str, folder: str, rank: int, sizes: Sizes, collective_s: float
-) -> tuple[pd.Topology, Groups, list[str]]:
-    """Makes this process a rank of another world; its groups note their calls in the list."""
+def join_world(name: str, folder: str, rank: int, sizes: Sizes, collective_s: float) -> pd.Topology:
+    """Makes this process a rank of another world."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    topology = pd.Topology(rank=rank, world_size=size_of(sizes), **sizes)
-    if topology.world_size == 1:
-        return topology, Groups.single(), []
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/{name}",
-        rank=rank,
-        world_size=topology.world_size,
-        timeout=timedelta(seconds=collective_s),
-    )
-    calls: list[str] = []
-    groups = topology.connect()
-    noted = {name: attrs.evolve(getattr(groups, name), calls=calls) for name in NAMES}
-    return topology, attrs.evolve(groups, **noted), calls
+    topology = NotedTopology(rank=rank, world_size=size_of(sizes), **sizes)
+    if topology.world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/{name}",
+            rank=rank,
+            world_size=topology.world_size,
+            timeout=timedelta(seconds=collective_s),
+        )
+    return topology
+
+
+def make_engine(
+    checkpoint: str,
+    topology: pd.Topology,
+    channel_at: Path,
+    role: str,
+    *,
+    mtp: bool = False,
+    num_pages: int = 128,
+    **config: Any,
+) -> pd.PrefillEngine | pd.DecodeEngine:
+    """This rank's engine, in float32 over pages of 4 tokens."""
+    model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=num_pages))
+    channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
+    kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]
+    return kind(model, channel, pd.EngineConfig(**config))
 
 
 def serve_rank(
     folder: str,
+    checkpoint: str,
     prefill: dict[str, int],
     decode: dict[str, int],
-    engine: dict[str, Any],
-    *,
-    family: str = "v3",
-    mtp: bool = False,
-    num_pages: int = 128,
-    collective_s: float = 30.0,
+    config: dict[str, Any],
+    collective_s: float,
+    fault: tuple[str, int, str],
 ) -> dict[str, Any]:
-    """One rank: serves its engine until the host closes it."""
+    """One rank: serves its engine until the host closes it. `fault` is (role, rank, what happens to it) in the model
+    step after the first one."""
     rank = int(os.environ["RANK"])
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
-    topology, groups, calls = join_world(role, folder, rank, sizes, collective_s)
-    model = attrs.evolve(model_of(family, mtp), topology=topology, groups=groups)
-    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=num_pages))
-    channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=Path(folder) / f"{role}{rank}"))
-    kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]
-    made = kind(model, channel, pd.EngineConfig(**engine))
+    topology = join_world(role, folder, rank, sizes, collective_s)
+    engine = make_engine(checkpoint, topology, Path(folder) / f"{role}{rank}", role, **config)
     connection = None
     if topology.is_leader:
         connection = Client(f"{folder}/host", "AF_UNIX")
         connection.send_bytes(role.encode())
-    pd.remote.serve(made, connection)
+    if [role, rank] == list(fault[:2]):
+        break_down(engine, fault[2])
+    pd.remote.serve(engine, connection)
+    pool = engine.channel.pool
     pool.check()
     return {
         "role": role,
         "rank": rank,
-        "calls": calls,
-        "bytes": channel.stats.bytes_sent,
+        "calls": engine.model.groups.world.calls,
+        "bytes": engine.channel.stats.bytes_sent,
         "left": pool.num_pages - pool.num_available,
     }
+
+
+def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str) -> None:
+    """Has the process break down in its second step of the model."""
+    runner: Any = engine._model_runner
+    stream_layers = runner._model.stream_layers
+    steps = []
+
+    def broken(batch: Any, view: Any) -> Any:
+        steps.append(batch)
+        if len(steps) == 2:
+            if how == "raise":
+                raise ZeroDivisionError("a test's fault")
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+        return stream_layers(batch, view)
+
+    object.__setattr__(runner, "_model", Proxy(runner._model, broken))
+
+
+class Proxy:
+    """A model whose `stream_layers` is another one."""
+
+    def __init__(self, model: pd.Model, stream_layers: Any) -> None:
+        self._model = model
+        self.stream_layers = stream_layers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, batch: Any, view: Any) -> Any:
+        return pd.Model.forward(self, batch, view)  # type: ignore[arg-type]
