@@ -83,7 +83,11 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
     "mooncake": ("kv.mooncake",),
-    "safetensors": ("quantize", "testing.models"),  # only to write: `checkpoint` reads the files itself
+    "safetensors": (
+        "moe.location_files",
+        "quantize",
+        "testing.models",
+    ),  # only to write: `checkpoint` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton_*",),
 }

@@ -79,6 +79,18 @@ class Checkpoint:
             raise
         return cls(folder, descriptors, tensors, num_unlisted=len(found) - len(tensors))
 
+    @classmethod
+    def open_file(cls, path: str | os.PathLike[str]) -> Checkpoint:
+        """Open and check one file, whatever else is in its folder; no tensor is read. Raises CheckpointError."""
+        path = Path(path)
+        descriptors = {path.name: open_regular(path.parent, path.name, CheckpointError)}
+        try:
+            tensors = _read_header(descriptors[path.name], path.name, path)
+        except BaseException:
+            _close_all(descriptors)
+            raise
+        return cls(path.parent, descriptors, tensors)
+
     def read(self, info: TensorInfo, rows: range | None = None) -> torch.Tensor:
         """A fresh CPU tensor with the bytes of `info`, or of these rows of its first axis: no others are read. Raises
         CheckpointError where the file has become shorter."""

@@ -265,6 +265,6 @@ def test_the_solver_is_more_even_than_deepseeks(num_ranks: int) -> None:
     ours = balancedness(rank_load(solve_placement(load, num_ranks=num_ranks, num_redundant=8), load))
     phy2log, _, logcnt = pd.rebalance_experts(load, 72, 1, 1, num_ranks)
     theirs = balancedness(np.take_along_axis(load / logcnt, phy2log, 1).reshape(6, num_ranks, -1).sum(2))
-    assert (ours >= theirs - 1e-9).all()
+    assert (ours >= theirs - 1e-6).all()  # shares are float32
     assert ours.mean() > theirs.mean()
     assert num_ranks == 36 or ours.mean() > 0.99

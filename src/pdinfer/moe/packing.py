@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pdinfer.moe.placement import Floats, Ints, count_replicas, slots_by_expert
+from pdinfer.moe.placement import Floats, Ints, Shares, count_replicas, slots_by_expert
 
 
 def replicate(load_LE: Floats, num_slots: int, max_copies: int) -> Ints:
@@ -63,7 +63,7 @@ class Packing:
     load (`shares`, or the same for all copies); `rank_load` [L, ranks] is their sum.
     """
 
-    def __init__(self, load_LE: Floats, experts: Ints, shares: Floats | None = None) -> None:
+    def __init__(self, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> None:
         self.load_LE = load_LE
         self.experts = experts.copy()
         self.num_layers, self.num_ranks, self.per_rank = experts.shape

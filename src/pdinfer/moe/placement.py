@@ -24,6 +24,7 @@ SHARE_ERROR = 1e-5
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Shares = npt.NDArray[np.float32]
 
 
 def _int_map(value: Any) -> Ints:
@@ -42,8 +43,8 @@ def _int_map(value: Any) -> Ints:
     return table
 
 
-def _share_map(value: Any) -> Floats | None:
-    """A read-only float64 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
+def _share_map(value: Any) -> Shares | None:
+    """A read-only float32 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
     if value is None:
         return None
     try:
@@ -52,12 +53,12 @@ def _share_map(value: Any) -> Floats | None:
         raise ConfigError(f"slot_shares is not a table of [layers][slots]: {clip(str(failure))}") from None
     if table.dtype.kind not in "iuf":
         raise ConfigError(f"slot_shares must be a table of numbers, [layers][slots], got {table.dtype}")
-    table = table.astype(np.float64)
-    table.flags.writeable = False
-    return table
+    shares = table.astype(np.float32)
+    shares.flags.writeable = False
+    return shares
 
 
-def _same(ours: Floats | None, theirs: Floats | None) -> bool:
+def _same(ours: Shares | None, theirs: Shares | None) -> bool:
     return ours is theirs or (ours is not None and theirs is not None and np.array_equal(ours, theirs))
 
 
@@ -66,7 +67,7 @@ class ExpertPlacement:
     """The expert in every slot, for every mixture-of-experts layer.
 
     `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied.
-    `slot_shares`, float64 [L, P] and read-only, is the part of its expert's tokens that each slot is to be sent, which
+    `slot_shares`, float32 [L, P] and read-only, is the part of its expert's tokens that each slot is to be sent, which
     for the slots of an expert sum to 1; None is the same for all of them. Equal by value. Raises ConfigError, with the
     values: slots that do not divide over ranks, experts out of range, an expert without a slot, an expert twice on one
     rank, shares that do not fit.
@@ -77,7 +78,7 @@ class ExpertPlacement:
     )
     num_logical_experts: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
     num_ranks: int = attrs.field(validator=int_in(1, MAX_RANKS))
-    slot_shares: Floats | None = attrs.field(
+    slot_shares: Shares | None = attrs.field(
         default=None, converter=_share_map, eq=attrs.cmp_using(eq=_same), hash=False, repr=False
     )
 
@@ -105,7 +106,7 @@ class ExpertPlacement:
         if self.slot_shares is not None:
             self._check_shares(self.slot_shares)
 
-    def _check_shares(self, shares: Floats) -> None:
+    def _check_shares(self, shares: Shares) -> None:
         table = self.physical_to_logical_map
         if shares.shape != table.shape:
             raise ConfigError(f"slot_shares has shape {shares.shape}, the map of slots {table.shape}")
@@ -228,7 +229,7 @@ class DispatchTable:
     """
 
     slots: Ints
-    until: npt.NDArray[np.float32]
+    until: Shares
 
 
 def dispatch_table(
@@ -266,7 +267,7 @@ def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
     return np.where(slots >= 0, placement.slot_shares[layers, slots], 0.0)
 
 
-def _bounds(shares: Floats) -> npt.NDArray[np.float32]:
+def _bounds(shares: Floats) -> Shares:
     """Running sums; from the last share above 0 on they are exactly 1."""
     last = shares.shape[2] - 1 - (shares > 0)[:, :, ::-1].argmax(2, keepdims=True)
     until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2)).astype(np.float32)
