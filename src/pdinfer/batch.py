@@ -38,6 +38,11 @@ class Row:
         """The position behind the last token."""
         return self.start + len(self.tokens)
 
+    def slots(self, page_size: int) -> Iterator[int]:
+        """Where the cache of each of its tokens lies: page * page_size + offset."""
+        span = range(self.start, self.start + len(self.tokens))
+        return (self.pages[at // page_size] * page_size + at % page_size for at in span)
+
     def piece(self, positions: range) -> Row:
         """Some of its tokens."""
         tokens = self.tokens[positions.start - self.start : positions.stop - self.start]
@@ -92,24 +97,25 @@ class Batch:
         if absorbed:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
             cp = ALONE
-        of_ranks = [rows] if cp.size == 1 else _pieces(rows, cp.size)
-        row_ends = range(len(rows)) if cp.size == 1 else [*_ends(of_ranks[0], rows)]
-        rows = of_ranks[cp.rank]
+        row_ends: Sequence[int] = range(len(rows))
+        of_ranks: Sequence[Sequence[Row]] = ()
+        if cp.size > 1:
+            of_ranks = _pieces(rows, cp.size)
+            row_ends = [*_ends(of_ranks[0], rows)]
+            rows = of_ranks[cp.rank]
         tokens: list[int] = []
         positions: list[int] = []
         sequences: list[int] = []
+        slots: list[int] = []
         for index, row in enumerate(rows):
             tokens.extend(row.tokens)
-            span = range(row.start, row.stop)
+            span = range(row.start, row.start + len(row.tokens))
             positions.extend(span)
             sequences.extend([index] * len(span))
-        slots = [
-            row.pages[at // page_size] * page_size + at % page_size
-            for of_rank in of_ranks
-            for row in of_rank
-            for at in range(row.start, row.stop)
-        ]
-        context_lens = tuple(row.stop for row in rows)
+            slots.extend(row.slots(page_size))
+        if of_ranks:
+            slots = [slot for of_rank in of_ranks for row in of_rank for slot in row.slots(page_size)]
+        context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
         table = [page for row in rows for page in _padded(row.pages, width)]
         columns = (tokens, positions, sequences, slots, table, context_lens)
@@ -130,7 +136,7 @@ class Batch:
             absorbed=absorbed,
             next_tokens=() if absorbed else tuple(row.next_token for row in rows),
             cp=cp,
-            cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks) if cp.size > 1 else (),
+            cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
             row_ends=row_ends,
             trace=trace,
             record=record,

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 import pdinfer as pd
+from pdinfer.groups import Groups
+from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import Weight, tensors_of
+from pdinfer.moe.all_to_all import AllToAllDispatcher
+from pdinfer.moe.placement import DispatchRule
+from pdinfer.moe.replicas import ReplicaTables
 
 
 def expert_logits(
@@ -57,3 +64,54 @@ def load_with(folder: str, tables: Sequence[Sequence[Sequence[int]] | None], num
     of_rank = pd.Topology.from_env()
     options = pd.ExpertConfig(num_redundant_experts=num_redundant[of_rank.rank])
     pd.load_model(folder, topology=of_rank, experts=options, placement=placed(tables[of_rank.rank], of_rank.ep_size))
+
+
+def received_rows(
+    load: Sequence[Sequence[float]],
+    top_k: int,
+    num_tokens: int,
+    tables: Sequence[tuple[Sequence[Sequence[int]], Sequence[Sequence[float]] | None]],
+) -> list[list[int]]:
+    """For each placement (slots, shares) how many rows come to this rank, by layer, when all ranks together send
+    `num_tokens` tokens that choose experts as often as `load` says."""
+    groups = pd.Topology.from_env().connect()
+    return [_received(groups, load, top_k, num_tokens, table, shares) for table, shares in tables]
+
+
+def _received(
+    groups: Groups,
+    load: Sequence[Sequence[float]],
+    top_k: int,
+    num_tokens: int,
+    table: Sequence[Sequence[int]],
+    shares: Sequence[Sequence[float]] | None,
+) -> list[int]:
+    group, cpu = groups.ep, torch.device("cpu")
+    placement = pd.ExpertPlacement(
+        physical_to_logical_map=table, num_logical_experts=len(load[0]), num_ranks=group.size, slot_shares=shares
+    )
+    held = ReplicaTables.build(placement, DispatchRule.DYNAMIC, rank=group.rank, ranks_per_node=None, device=cpu)
+    dispatcher = AllToAllDispatcher(group, placement.slots_per_rank, resolve_ops(cpu, torch.float32).ops)
+    received = []
+    for layer, row in enumerate(load):
+        ids_TK = drawn(row, top_k, num_tokens // group.size, seed=100 * layer + group.rank)
+        slots_TK = held.of_layer(layer)(ids_TK)
+        pending = dispatcher.dispatch_begin(torch.zeros(len(ids_TK), 1), slots_TK, torch.ones(ids_TK.shape))
+        received.append(int(dispatcher.dispatch_end(pending).counts_E.sum()))
+    return received
+
+
+def drawn(load: Sequence[float], top_k: int, num_tokens: int, *, seed: int) -> Tensor:
+    """`top_k` different experts for each token, each as likely as its load: systematic sampling (Madow 1949), experts
+    in another order every few tokens. No load is above 1 / top_k of all."""
+    random = np.random.default_rng(seed)
+    likely = np.asarray(load) / np.sum(load) * top_k
+    assert likely.max() <= 1
+    parts = []
+    for count in np.diff(np.linspace(0, num_tokens, 101).astype(int)):
+        order = random.permutation(len(likely))
+        until = np.cumsum(likely[order])
+        until[-1] = top_k
+        points = random.random(count)[:, None] + np.arange(top_k)
+        parts.append(order[np.searchsorted(until, points, side="right").clip(max=len(likely) - 1)])
+    return torch.from_numpy(np.concatenate(parts))

@@ -69,6 +69,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
         {"tp_size": 2},
         {"placement": scattered(4, 16), "experts": {"two_batch_overlap": True}},
     ),
+    "2, context parallel": (2, "float", {"cp_size": 2}, {"placement": scattered(2, 10)}),
     "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
     "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
 }
@@ -82,7 +83,7 @@ def test_logits_are_those_of_one_rank(ranks: Ranks, folders: dict[str, Path], ca
     weights, next_token = options.get("weights", "float"), options.get("next_token")
     model = pd.load_model(folder, dtype=torch.float32, weights=weights, mtp=next_token is not None)
     for rank, of_rank in enumerate(got):
-        prompts = PROMPTS[rank // topology.get("tp_size", 1)]
+        prompts = PROMPTS[rank // (topology.get("tp_size", 1) * topology.get("cp_size", 1))]
         expected = [model.logits(prompt) for prompt in prompts]
         if next_token is not None:
             expected += [model.mtp_logits(prompt, next_token) for prompt in prompts]
@@ -145,3 +146,22 @@ def test_one_rank_looks_nothing_up() -> None:
     model = pd.testing.random_model(tiny_config())
     assert model.experts.replicas is None
     assert all(layer.replicas is None for layer in model.moe_layers())
+
+
+def test_after_balancing_no_rank_gets_more_than_three_percent_above_the_mean(ranks: Ranks) -> None:
+    """50,000 tokens, drawn from the load that was solved for, dispatched between four ranks."""
+    num_experts, num_layers, top_k = 64, 3, 4
+    load = np.random.default_rng(5).lognormal(sigma=0.9, size=(num_layers, num_experts))
+    load = np.minimum(load / load.sum(1, keepdims=True), 0.9 / top_k)
+    solved = pd.moe.solve_placement(load, num_ranks=4, num_redundant=8)
+    trivial = pd.ExpertPlacement.trivial(num_layers, num_experts, 4, 8)
+    tables = [
+        (each.physical_to_logical_map.tolist(), None if each.slot_shares is None else each.slot_shares.tolist())
+        for each in (trivial, solved)
+    ]
+    rows = ranks.run("tests.e2e.expert_jobs:received_rows", 4, load.tolist(), top_k, 50_000, tables)
+    received = np.array(rows).transpose(1, 2, 0)  # placement, layer, rank
+    assert (received.sum(2) == 50_000 * top_k).all()
+    before, after = received.max(2) / received.mean(2)
+    assert (before > 1.1).all()
+    assert (after <= 1.03).all()

@@ -1,4 +1,4 @@
-"""A model on several ranks says what it says on one: tensor parallel, context parallel, data parallel, and together."""
+"""A model on several ranks says what it says on one: tensor, context, data and expert parallel, and together."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ class Shape:
     cp: int = 1
     dp: int = 1
     dense: int = 1
+    ep: int = 1
 
     @property
     def world_size(self) -> int:
@@ -40,13 +41,13 @@ class Shape:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return {"tp_size": self.tp, "cp_size": self.cp, "moe_dense_tp_size": self.dense, "ep_size": 1}
+        return {"tp_size": self.tp, "cp_size": self.cp, "moe_dense_tp_size": self.dense, "ep_size": self.ep}
 
 
 SHAPES = [
     shape
-    for tp, cp, dp, dense in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4))
-    if (shape := Shape(tp, cp, dp, dense)).world_size in (2, 4) and tp % dense == 0
+    for tp, cp, dp, dense, ep in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4))
+    if (shape := Shape(tp, cp, dp, dense, ep)).world_size in (2, 4) and tp % dense == 0 and ep in (1, shape.world_size)
 ]
 
 
@@ -97,7 +98,7 @@ def compare(ranks: Ranks, shape: Shape, folders: dict[str, str], alone: dict[str
             assert (got["weights_id"], got["page_bytes"]) == (expected["weights_id"], expected["page_bytes"])
             first = rank - rank % shape.attention_size
             assert got["calls"] == results[first][at]["calls"]
-            assert bool(got["calls"]) is (shape.attention_size > 1)
+            assert bool(got["calls"]) is (shape.attention_size * shape.ep > 1)
 
 
 @pytest.mark.parametrize(("shape", "families"), slice_of(SHAPES), ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -37,11 +38,26 @@ def test_static_takes_one_copy_and_dynamic_takes_turns() -> None:
     assert used[DispatchRule.DYNAMIC] == {0, 3, 6}
 
 
-def test_a_token_whose_experts_have_copies_keeps_them_apart_by_token_not_by_choice() -> None:
-    """An expert that is always a token's first choice still takes turns."""
-    always_first_TK = torch.tensor([[0, 2], [0, 3]] * 6)
-    slots_T = tables(DispatchRule.DYNAMIC).of_layer(0)(always_first_TK)[:, 0]
-    assert torch.bincount(slots_T, minlength=7)[[0, 3, 6]].tolist() == [4, 4, 4]
+@pytest.mark.parametrize("stride", [1, 2, 3, 16])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_copies_get_their_shares_whichever_tokens_choose_the_expert(stride: int, rank: int) -> None:
+    shares = np.array([[1.0] * 12, [1.0] * 12])
+    shares[0, [0, 3, 6]] = 0.5, 0.2, 0.3
+    shares[0, [1, 4, 9]] = 0.0, 1.0, 0.0
+    shares[1, [0, 5, 8]] = shares[1, [1, 4, 11]] = 0.25, 0.25, 0.5
+    placement = attrs.evolve(PLACEMENT, slot_shares=shares)
+    ids_TK = torch.full((2000, 2), 2)
+    ids_TK[::stride] = torch.tensor([0, 1])
+    slots_TK = tables(DispatchRule.DYNAMIC, rank, placement).of_layer(0)(ids_TK)[::stride]
+    got = torch.bincount(slots_TK[:, 0], minlength=7)[[0, 3, 6]] / len(slots_TK)
+    torch.testing.assert_close(got, torch.tensor([0.5, 0.2, 0.3]), rtol=0, atol=6 / len(slots_TK))
+    assert slots_TK[:, 1].unique().tolist() == [4]
+
+
+def test_ranks_with_one_token_each_use_all_copies() -> None:
+    one_TK = torch.zeros(1, 1, dtype=torch.int64)
+    used = {int(tables(DispatchRule.DYNAMIC, rank).of_layer(0)(one_TK)) for rank in range(4)}
+    assert used == {0, 3, 6}
 
 
 def test_nearest_stays_on_the_rank_then_on_the_node() -> None:
@@ -53,7 +69,7 @@ def test_nearest_stays_on_the_rank_then_on_the_node() -> None:
 @pytest.mark.parametrize("rule", DispatchRule)
 def test_another_placement_is_put_in_place(rule: DispatchRule) -> None:
     held = tables(rule)
-    layer, addresses = held.of_layer(0), (held.slots_LEX.data_ptr(), held.counts_LE.data_ptr())
+    layer, addresses = held.of_layer(0), (held.slots_LEX.data_ptr(), held.until_LEX.data_ptr())
     other = ExpertPlacement(
         physical_to_logical_map=np.roll(ROWS, 3, axis=1)[:, [2, 1, 0, *range(3, 12)]],
         num_logical_experts=8,
@@ -65,6 +81,8 @@ def test_another_placement_is_put_in_place(rule: DispatchRule) -> None:
     )
     for placement in (other, most, PLACEMENT):
         held.put(placement)
-        assert torch.equal(layer.slots_EX, tables(rule, placement=placement).slots_LEX[0])
+        fresh = tables(rule, placement=placement)
+        assert torch.equal(layer.slots_EX, fresh.slots_LEX[0])
+        assert torch.equal(layer.until_EX, fresh.until_LEX[0])
         assert torch.equal(torch.tensor(placement.physical_to_logical_map[0])[layer(IDS_TK)], IDS_TK)
-    assert (held.slots_LEX.data_ptr(), held.counts_LE.data_ptr()) == addresses
+    assert (held.slots_LEX.data_ptr(), held.until_LEX.data_ptr()) == addresses

@@ -145,6 +145,8 @@ def checked_placement(
 def _check_same(group: Group, placement: ExpertPlacement, options: ExpertConfig, device: torch.device) -> None:
     """Ranks that think differently of where experts are would give wrong tokens."""
     said = f"{options}".encode() + placement.physical_to_logical_map.tobytes()
+    if placement.slot_shares is not None:
+        said += placement.slot_shares.tobytes()
     ours = torch.frombuffer(bytearray(hashlib.sha256(said).digest()), dtype=torch.uint8).to(device)[None]
     others = (group.all_gather(ours) != ours).any(-1).nonzero().flatten().tolist()
     if others:
