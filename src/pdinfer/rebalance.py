@@ -95,6 +95,7 @@ class Rebalancing:
         self._num_steps = 0
         self.error = ""
         self.load: Ints | None = None
+        self.num_answers = 0
         if every is not None:
             self._check_rebalances(f"eplb_rebalance_num_iterations = {every}")
 
@@ -253,7 +254,7 @@ class Rebalancing:
             self._packed += 1
         except Exception as error:  # noqa: BLE001 - the old placement works, whatever it was
             _log.exception("a placement of experts cannot be prepared")
-            self.error = f"{type(error).__name__}: {clip(str(error))}"
+            self.error = f"{type(error).__name__}: {str(error)[:200]}"
             self._failed = staged.digest
         return True
 
@@ -309,12 +310,13 @@ class Rebalancing:
 
     def _lack_answer(self, reason: str) -> None:
         _log.warning("experts are not rebalanced: %s; epoch %d runs on", reason, self.epoch)
-        self.error = clip(reason)
+        self.error = reason
         self._no_answer = True
 
     def _take_answer(self, num_bytes: int, *, is_free: bool) -> None:
         """What rank 0's solver found, on all ranks."""
         answer, self._answer, self._no_answer, self._solving = self._answer, b"", False, False
+        self.num_answers += 1
         if num_bytes < 0:
             return
         world = self._groups.world

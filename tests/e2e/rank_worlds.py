@@ -52,6 +52,7 @@ def serving(
     checkpoint: str,
     collective_s: float = 30.0,
     fault: tuple[str, int, str] = ("", 0, ""),
+    job: str = "tests.e2e.rank_worlds:serve_rank",
     **config: Any,
 ) -> Iterator[World]:
     """Ranks with sizes such as {"tp_size": 2, "dp_size": 2}; leaving it closes them. `config` as for `make_engine`."""
@@ -61,7 +62,6 @@ def serving(
         outcomes: list[Outcome] = []
 
         def run() -> None:
-            job = "tests.e2e.rank_worlds:serve_rank"
             try:
                 outcomes.extend(ranks.outcomes(job, sum(counts.values()), *arguments, deadline_s=DEADLINE_S))
             finally:
@@ -130,10 +130,11 @@ def make_engine(
     *,
     mtp: bool = False,
     num_pages: int = 128,
+    experts: pd.ExpertConfig | None = None,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
     """This rank's engine, in float32 over pages of 4 tokens."""
-    model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp)
+    model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp, experts=experts)
     pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]

@@ -105,8 +105,8 @@ class SolverProcess:
         self.is_asked = True
 
     def poll(self) -> bytes:
-        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone or
-        late, ConfigError with what it says when it cannot solve the load."""
+        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone
+        or late, ConfigError with what it says when it cannot solve the load."""
         try:
             data = self._poll()
         except OSError:
