@@ -41,8 +41,8 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
 
     When the model's topology has several ranks, all of them make an engine with equal arguments, step it and wait for
     it, each in its own process (`remote.serve` is such a loop). Requests go to the leader of an attention group; on
-    another rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost, and an engine
-    that is closed on one rank closes on all.
+    another rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost, also one whose
+    host has not stepped for as long as collectives may take. An engine that is closed on one rank closes on all.
     """
 
     role = "engine"

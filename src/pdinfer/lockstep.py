@@ -130,8 +130,8 @@ class Lockstep:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do in the same way: a rank that leaves it early cannot catch up with the others, and
-        does not go on."""
+        """Around what all ranks do in the same way. A rank that leaves it early cannot catch up with the others and
+        does not go on: what it raised becomes a RankLost."""
         try:
             yield
         except RankLost as error:
@@ -143,6 +143,8 @@ class Lockstep:
                 f"rank {rank} left a step that all ranks run together ({type(error).__name__}: {str(error)[:200]}); "
                 "start all ranks anew"
             )
+            if isinstance(error, Exception):
+                raise self.lost from error
             raise
 
     def close(self) -> None:

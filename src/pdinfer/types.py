@@ -114,6 +114,8 @@ class PeerAddress:
 class PageGrant:
     """Decode's reservation and the right to write it, for one attempt (`room`, 16 random bytes).
 
+    `writers` are all ranks of prefill that have the request, its leader first, and each writes a part of the tokens to
+    every one of `destinations`, the ranks of decode.
     `tokens` is [first missing, end): what must arrive; it starts on a page border of decode's page size.
     `pages[i]` holds tokens [tokens.start + i * page_size, …) on every destination; `generations` date them.
     """

@@ -7,6 +7,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -130,12 +131,13 @@ def make_engine(
     *,
     mtp: bool = False,
     num_pages: int = 128,
+    page_size: int = 4,
     experts: pd.ExpertConfig | None = None,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
-    """This rank's engine, in float32 over pages of 4 tokens."""
+    """This rank's engine, in float32."""
     model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp, experts=experts)
-    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=num_pages))
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]
     return kind(model, channel, pd.EngineConfig(**config))
@@ -161,9 +163,17 @@ def serve_rank(
     if topology.is_leader:
         connection = Client(f"{folder}/host", "AF_UNIX")
         connection.send_bytes(role.encode())
+    broken = Path(folder) / "broken"
     if [role, rank] == list(fault[:2]):
-        break_down(engine, fault[2])
-    pd.remote.serve(engine, connection)
+        break_down(engine, fault[2], broken)
+    try:
+        pd.remote.serve(engine, connection)
+    except pd.RankLost as error:
+        if str(error).startswith(f"rank {rank} left"):
+            os._exit(3)  # as a host would that cannot go on; its last words have been told
+        if fault[2] == "stop":  # it has been missed: let it go
+            os.kill(int(broken.read_text()), signal.SIGKILL)
+        raise
     pool = engine.channel.pool
     pool.check()
     return {
@@ -175,32 +185,51 @@ def serve_rank(
     }
 
 
-def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str) -> None:
-    """Has the process break down in its second step of the model."""
-    runner: Any = engine._model_runner
-    stream_layers = runner._model.stream_layers
-    steps = []
+def meet_alone(checkpoint: str, folder: str) -> dict[str, Any]:
+    """One rank of a world whose engines are made with different limits, then alike, warmed up, and closed by one."""
+    rank = int(os.environ["RANK"])
+    topology = NotedTopology.from_env(tp_size=2, ep_size=1)
+    told = []
+    for number, limits in enumerate(
+        ({"num_pages": 64 + rank}, {"chunked_prefill_size": 8 + rank}, {"page_size": 4 << rank})
+    ):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(
+                    make_engine(checkpoint, topology, Path(folder) / f"{number}-{rank}", "decode", **limits)
+                )
+            except pd.ConfigError as error:
+                told.append(str(error))
+    engine = make_engine(
+        checkpoint, topology, Path(folder) / f"good-{rank}", "decode", mtp=True, num_draft_tokens=2, num_pages=32
+    )
+    steps = [step.kind for step in engine.warm_up().steps]
+    num_calls = len(engine.model.groups.world.calls or ())
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        engine.step()
+        engine.wait(0.5)
+    num_idle = len(engine.model.groups.world.calls or ()) - num_calls
+    if rank == 1:
+        engine.close()
+    while not engine.closed:
+        engine.step()
+        engine.wait(1.0)
+    return {"told": told, "steps": steps, "num_idle": num_idle, "free": engine.channel.pool.num_free}
 
-    def broken(batch: Any, view: Any) -> Any:
-        steps.append(batch)
+
+def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str, broken: Path) -> None:
+    """Has the process break down in its second step of the model, and leave its number in a file."""
+    runner: Any = engine._model_runner
+    build, steps = runner._batch, []
+
+    def broken_batch(*arguments: Any, **named: Any) -> Any:
+        steps.append(arguments)
         if len(steps) == 2:
+            broken.write_text(str(os.getpid()))
             if how == "raise":
                 raise ZeroDivisionError("a test's fault")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
-        return stream_layers(batch, view)
+        return build(*arguments, **named)
 
-    object.__setattr__(runner, "_model", Proxy(runner._model, broken))
-
-
-class Proxy:
-    """A model whose `stream_layers` is another one."""
-
-    def __init__(self, model: pd.Model, stream_layers: Any) -> None:
-        self._model = model
-        self.stream_layers = stream_layers
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    def forward(self, batch: Any, view: Any) -> Any:
-        return pd.Model.forward(self, batch, view)  # type: ignore[arg-type]
+    runner._batch = broken_batch

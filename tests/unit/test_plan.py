@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import attrs
 import pytest
@@ -14,7 +15,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import Fit
-from pdinfer.kv.plan import Plan, Push, Slices, context_parallel_slices, plan_writers
+from pdinfer.kv.plan import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
 from pdinfer.kv.pool import PagePool
 from pdinfer.types import HandoffStatus, PageGrant
 from tests.unit.channels import LAYERS, SmallModel, word
@@ -58,10 +59,20 @@ def test_worked_examples(tokens: range, cp_size: int, slices: Slices) -> None:
     assert context_parallel_slices(tokens, cp_size) == slices
 
 
-@pytest.mark.parametrize("cp_size", [0, -2])
-def test_no_rank_is_no_split(cp_size: int) -> None:
+@given(spans, sizes)
+def test_even_slices_differ_by_one_token_and_make_a_plan(tokens: range, size: int) -> None:
+    slices = even_slices(tokens, size)
+    counts = [sum(map(len, share)) for share in slices]
+    assert len(slices) == size
+    assert max(counts) - min(counts) <= 1
+    assert sum(len(push.tokens) for push in plan_writers(LAYERS, tokens, slices).pushes) == len(tokens)
+
+
+@pytest.mark.parametrize("split", [context_parallel_slices, even_slices])
+@pytest.mark.parametrize("size", [0, -2])
+def test_no_rank_is_no_split(split: Callable[[range, int], Slices], size: int) -> None:
     with pytest.raises(ConfigError, match="the least is 1"):
-        context_parallel_slices(range(8), cp_size)
+        split(range(8), size)
 
 
 @given(spans, st.integers(0, 300), sizes)

@@ -1,0 +1,150 @@
+"""Ranks agree before each step: what everybody learns, who is woken, and what happens when one cannot go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from pdinfer import lockstep as lockstep_module
+from pdinfer import rank_messages as say
+from pdinfer.errors import ConfigError, RankLost
+from pdinfer.groups import Groups
+from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
+from pdinfer.types import PeerAddress
+from tests.unit.thread_groups import groups_of, on_ranks
+
+PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
+
+
+@contextmanager
+def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threading.Event]]]:
+    """One per rank, and an event for each that tells when it was woken; all have met once and found no work."""
+    woken = [threading.Event() for _ in groups]
+    made = on_ranks(groups, lambda one: Lockstep(one, woken[one.world.rank].set))
+    with ExitStack() as stack:
+        for one in made:
+            stack.callback(one.close)
+        on_ranks(groups, lambda one: meet(made[one.world.rank]))
+        for event in woken:
+            event.clear()
+        yield made, woken
+
+
+def meet(lockstep: Lockstep, **standing: int) -> Agreement:
+    """The next agreement, once this rank is due."""
+    while (agreement := lockstep.agree(**standing)) is None:  # type: ignore[arg-type]
+        time.sleep(min(0.01, lockstep.due_in_s()))
+    return agreement
+
+
+def test_all_learn_what_all_have() -> None:
+    groups = groups_of(dp_size=3)
+    with locksteps(groups) as (made, _):
+        agreements = on_ranks(
+            groups, lambda one: meet(made[one.world.rank], num_rows=one.world.rank, num_passes=2 * one.world.rank)
+        )
+    for agreement in agreements:
+        assert [standing.num_rows for standing in agreement.standings] == [0, 1, 2]
+        assert (agreement.runs, agreement.num_passes) == (True, 4)
+        assert {standing.number for standing in agreement.standings} == {1}
+
+
+def test_orders_reach_the_followers_and_reports_the_leader() -> None:
+    groups = groups_of(dp_size=2, tp_size=3)
+    with locksteps(groups) as (made, _):
+        for rank, message in (
+            (0, say.Connect(PEER)),
+            (2, say.Sent(b"x")),
+            (2, say.Linked([PEER])),
+            (4, say.Sent(b"y")),
+        ):
+            made[rank].tell(message)
+        agreements = on_ranks(groups, lambda one: meet(made[one.world.rank]))
+    heard = [agreement.heard for agreement in agreements]
+    assert not any(agreement.runs for agreement in agreements)
+    connect = ((0, say.Connect(PEER)),)
+    assert heard == [((2, say.Sent(b"x")), (2, say.Linked([PEER]))), connect, connect, ((1, say.Sent(b"y")),), (), ()]
+
+
+def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, woken):
+        assert made[1].agree() is None  # nothing to say, not rung: no collective
+        assert made[1].due_in_s() > 1000
+        made[1]._bell._heard(77)  # whatever comes over the network
+        assert not woken[1].is_set()
+        with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
+        with_work.start()
+        assert woken[1].wait(20)
+        assert made[1].due_in_s() == 0
+        agreement = made[1].agree()
+        with_work.join()
+        assert agreement is not None
+        assert agreement.runs
+        assert [one.due_in_s() for one in made] == [0, 0]  # behind a step of the model all meet again
+
+
+def test_a_ring_that_is_lost_costs_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        monkeypatch.setattr(made[0]._bell, "ring", lambda number: None)
+        with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
+        with_work.start()
+        agreement = meet(made[1])
+        with_work.join()
+    assert agreement.runs
+
+
+def test_one_that_closes_closes_all() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        on_ranks(groups, lambda one: meet(made[one.world.rank], is_closing=one.world.rank == 1))
+        assert [one.closing for one in made] == [True, True]
+
+
+def test_a_rank_that_left_a_common_step_says_so_ever_after() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        told = r"rank 1 left a step .*\(ValueError: odd\); start all ranks anew"
+        with pytest.raises(RankLost, match=told), made[1].together():
+            raise ValueError("odd")
+        with pytest.raises(RankLost, match=told):
+            made[1].agree(num_rows=1)
+        assert made[1].due_in_s() == 0
+
+
+def test_ranks_that_step_different_engines_are_told() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        made[1]._number = 5
+        told = on_ranks(groups, lambda one: _error(made[one.world.rank]))
+    assert all("different agreements, 1 on rank 0, 5 on rank 1" in error for error in told)
+
+
+def _error(lockstep: Lockstep) -> str:
+    with pytest.raises(RankLost) as raised:
+        lockstep.agree(num_rows=1)
+    return str(raised.value)
+
+
+def test_what_differs_is_named_on_every_rank() -> None:
+    groups = groups_of(dp_size=3)
+
+    def differ(one: Groups) -> str:
+        compare(one.world, {"page_size": 4, "chunk": 16})
+        with pytest.raises(ConfigError) as raised:
+            compare(one.world, {"page_size": 4, "chunk": 16 if one.world.rank else -1})
+        return str(raised.value)
+
+    told = "chunk must be the same on all ranks of an engine; it is -1 on rank 0, 16 on rank 1, 16 on rank 2"
+    assert on_ranks(groups, differ) == [told] * 3
+
+
+def test_bytes_of_any_length_are_gathered() -> None:
+    groups = groups_of(dp_size=3)
+    assert on_ranks(groups, lambda one: gather_bytes(one.world, b"x" * one.world.rank)) == [[b"", b"x", b"xx"]] * 3

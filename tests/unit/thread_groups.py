@@ -1,0 +1,80 @@
+"""Ranks that are threads: groups whose collectives meet at a barrier, for what needs no processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.errors import RankLost
+from pdinfer.groups import Group, Groups
+
+T = TypeVar("T")
+TIMEOUT_S = 20.0
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Meeting:
+    """Where the ranks of one group bring what they have."""
+
+    size: int
+    barrier: threading.Barrier
+    brought: dict[int, Tensor] = attrs.field(factory=dict)
+
+    def of(self, rank: int, x: Tensor) -> list[Tensor]:
+        try:
+            self.barrier.wait(TIMEOUT_S)  # everybody has read what was brought before
+            self.brought[rank] = x.clone()
+            self.barrier.wait(TIMEOUT_S)
+        except threading.BrokenBarrierError:
+            raise RankLost("a thread did not come; start all ranks anew") from None
+        return [self.brought[other] for other in range(self.size)]
+
+
+@attrs.frozen(eq=False)
+class ThreadGroup(Group):
+    """A group of threads."""
+
+    meeting: Meeting = attrs.field(kw_only=True)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.meeting.of(self.rank, x))
+
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        assert len(x) == counts[self.rank]
+        return self.all_gather(x)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        return x.copy_(self.meeting.of(self.rank, x)[source])
+
+
+def groups_of(*, dp_size: int = 1, tp_size: int = 1) -> list[Groups]:
+    """Of each rank of a new world; only world and attention groups do something."""
+    size = dp_size * tp_size
+    world = Meeting(size=size, barrier=threading.Barrier(size))
+    attention = [Meeting(size=tp_size, barrier=threading.Barrier(tp_size)) for _ in range(dp_size)]
+    every = tuple(range(size))
+    return [
+        attrs.evolve(
+            Groups.single(),
+            world=ThreadGroup("world", every, rank, meeting=world),
+            attention=ThreadGroup(
+                "attention",
+                every[rank // tp_size * tp_size :][:tp_size],
+                rank % tp_size,
+                meeting=attention[rank // tp_size],
+            ),
+        )
+        for rank in range(size)
+    ]
+
+
+def on_ranks(groups: Sequence[Groups], work: Callable[[Groups], T]) -> list[T]:
+    """What `work` gives on each rank, run in threads at the same time; raises what the first one raised."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return [future.result(TIMEOUT_S) for future in [pool.submit(work, one) for one in groups]]
