@@ -37,7 +37,7 @@ LAYERS = (
     ("warm_up",),
     ("runner",),
     ("speculation",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc"),
     ("schemes",),
     ("model",),
     ("mtp",),

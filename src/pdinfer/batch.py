@@ -7,7 +7,7 @@ every rank fills with the latents of all pieces.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import attrs
@@ -18,9 +18,6 @@ from torch import Tensor
 from pdinfer.groups import ALONE, Group
 from pdinfer.kv.plan import context_parallel_slices
 from pdinfer.trace import Trace
-
-Record = Callable[[int, Tensor], None]
-"""Takes the number of a mixture-of-experts layer among these, and the logical experts of its tokens: int64 [T, K]."""
 
 
 @attrs.frozen
@@ -59,7 +56,7 @@ class Batch:
     is padded with pages of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are
     also on the host, so that no kernel has to sync. `absorbed` picks the attention form (see `mla`); there every token
     is a sequence of its own, T = B, which shares its pages with those before it. `next_tokens` are those behind each
-    sequence of a prefill. `trace` is told which part of the model runs, `record` which experts are chosen.
+    sequence of a prefill. `trace` is told which part of the model runs.
 
     `cp` are the ranks that run pieces of the same prompts, each `cp_counts` tokens. Every prompt's last piece is of its
     rank 0, where `row_ends` tells which sequences end a prompt.
@@ -79,7 +76,6 @@ class Batch:
     cp_counts: tuple[int, ...]
     row_ends: Sequence[int]
     trace: Trace | None = None
-    record: Record | None = None
 
     @classmethod
     def build(
@@ -91,7 +87,6 @@ class Batch:
         absorbed: bool,
         cp: Group = ALONE,
         trace: Trace | None = None,
-        record: Record | None = None,
     ) -> Batch:
         """A batch of `rows`, cut over `cp` in a prefill; none is an empty batch, which every layer accepts."""
         if absorbed:
@@ -139,7 +134,6 @@ class Batch:
             cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
             row_ends=row_ends,
             trace=trace,
-            record=record,
         )
 
     def shifted(self) -> Batch:

@@ -79,9 +79,5 @@ class Block:
         if self.indexer is not None:
             selected_TS = self.indexer(x_TD, query_TL, batch, angles, view.index_keys[self.layer])
         hidden_TD = hidden_TD + self.attention(x_TD, query_TL, batch, angles, view.latents[self.layer], selected_TS)
-        part_TD = self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together))
-        if isinstance(self.mlp, MoE):
-            part_TD = self.mlp(part_TD, batch.trace, batch.record)
-        else:
-            part_TD = self.mlp(part_TD, batch.trace)
+        part_TD = self.mlp(self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together)), batch.trace)
         return hidden_TD + self.tp.join(part_TD, len(hidden_TD), self.mlp_together), selected_TS

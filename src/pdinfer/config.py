@@ -95,13 +95,13 @@ class EngineConfig:
     batch: the tokens stay the same, and there are fewer steps.
 
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
-    gets back what it had. None leaves that to the host. `trace` names a folder: when the engine is closed, a timeline
+    gets back what it had. None leaves that to the host. With `keep_freed_memory` the process's malloc keeps what steps
+    on a CPU free, see `pdinfer.malloc`. `trace` names a folder: when the engine is closed, a timeline
     of its newest steps is written there, see `pdinfer.trace`.
 
-    `expert_distribution_recorder_mode` counts which experts tokens choose: "stat" all, "window" those of the last
-    `expert_distribution_recorder_buffer_size` steps. With `eplb_rebalance_num_iterations` experts are placed anew by
-    these counts every so many steps, and not more than `rebalance_max_bytes` of weights sent for it (None: as many as
-    need be). To a new placement a rank sends and receives at most `rebalance_bytes_per_step` (but one expert) in a
+    With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
+    `ExpertConfig.expert_distribution_recorder_mode`, and at most `rebalance_max_bytes` of weights sent for it (None: as
+    many as need be). To a new placement a rank sends and receives at most `rebalance_bytes_per_step` (but one expert) in a
     step; 0 moves all at once.
     """
 
@@ -119,21 +119,13 @@ class EngineConfig:
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
+    keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
-    expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "stat", "window"))
-    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
     eplb_rebalance_num_iterations: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(int_in(1, 1 << 30))
     )
     rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
     rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
-
-    def __attrs_post_init__(self) -> None:
-        if self.eplb_rebalance_num_iterations is not None and self.expert_distribution_recorder_mode == "off":
-            raise ConfigError(
-                f"eplb_rebalance_num_iterations = {self.eplb_rebalance_num_iterations} needs counts: set "
-                'expert_distribution_recorder_mode to "stat" or "window"'
-            )
 
 
 @attrs.frozen(kw_only=True)
@@ -146,6 +138,8 @@ class ExpertConfig:
     torch.distributed) on several. "deep_ep" has a `deepep_mode` "normal" for prefill, tuned by the file
     `deepep_config`, and "low_latency" for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens
     per rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
+    `expert_distribution_recorder_mode` has the choices of routers counted, over the last
+    `expert_distribution_recorder_buffer_size` steps ("window") or over all ("stat"): see `moe.ExpertLoadRecorder`.
     """
 
     num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
@@ -156,6 +150,8 @@ class ExpertConfig:
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
     num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1024))
     two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
+    expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
+    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
 
 
 @attrs.frozen(kw_only=True)

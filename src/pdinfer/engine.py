@@ -16,10 +16,11 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.leader import RankChannel
 from pdinfer.lockstep import Agreement
+from pdinfer.malloc import keep_freed_memory
 from pdinfer.model import Model
 from pdinfer.ranks import Ranks
 from pdinfer.rebalance import Rebalancing
-from pdinfer.rebalanced import Rebalanced, make_recorder
+from pdinfer.rebalanced import Rebalanced
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
@@ -64,14 +65,14 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         self._trace: Trace | None = None
         if self.config.trace is not None:
             self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
+        if self.config.keep_freed_memory and model.device.type == "cpu":
+            keep_freed_memory()
         pool = channel.pool
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
         self._inbox: Inbox[Submitted | str] = Inbox()
-        self._rebalancing = Rebalancing(
-            model, self.config, recorder=make_recorder(model, self.config), wake=self._inbox.wake, clock=clock
-        )
+        self._rebalancing = Rebalancing(model, self.config, wake=self._inbox.wake, clock=clock)
         self._model_runner = self.make_runner(model, pool.memory)
         self._runner: Runner = self._model_runner
         self._ends: KVChannel | RankChannel = channel
@@ -122,8 +123,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
 
     def make_runner(self, model: Model, memory: Memory) -> Runner:
         """What runs this engine's steps; a simulator puts arithmetic in its place."""
-        recorder = self._rebalancing.recorder
-        return ModelRunner(model, memory, self._trace, None if recorder is None else recorder.record)
+        return ModelRunner(model, memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -199,6 +200,35 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
             f"{what} of group {group.name} (ranks {', '.join(map(str, group.ranks))}) failed on rank "
             f"{group.ranks[group.rank]}: {reason}; start all ranks anew"
         ) from error
+
+
+IN_TOUCH_S = 5.0
+"""How often ranks that work for themselves hear of each other: well within the time that a collective may take."""
+
+
+class InTouch:
+    """Keeps ranks together while each does work of its own, which may take one of them much longer than another, and
+    longer than a collective may take. One that dies meanwhile is RankLost on the others."""
+
+    def __init__(self, group: Group, device: torch.device, *, every_s: float = IN_TOUCH_S) -> None:
+        self._group = group
+        self._device = device
+        self._every_s = every_s
+        self._due = time.monotonic() + every_s
+
+    def going_on(self) -> None:
+        """To be called often; now and then it waits for the others to do so."""
+        if time.monotonic() >= self._due:
+            self._all_are_done(0)
+            self._due = time.monotonic() + self._every_s
+
+    def done(self) -> None:
+        """Waits until all ranks are."""
+        while not self._all_are_done(1):
+            pass
+
+    def _all_are_done(self, done: int) -> bool:
+        return int(self._group.all_reduce(torch.tensor([done], device=self._device))) == self._group.size
 
 
 def _raw(x: Tensor) -> Tensor:

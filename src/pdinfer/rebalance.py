@@ -70,14 +70,13 @@ class Rebalancing:
         model: Model,
         config: EngineConfig,
         *,
-        recorder: ExpertLoadRecorder | None = None,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         every = config.eplb_rebalance_num_iterations
         self._experts, self._layers, self._groups = model.experts, model.moe_layers(), model.groups
         self._config = config
-        self.recorder = recorder
+        self.recorder = model.experts.recorder
         self._wake = wake
         self.solver = SolverProcess(clock)
         self._lock = threading.Lock()
@@ -91,7 +90,6 @@ class Rebalancing:
         self._solving = False
         self._answer = b""
         self._no_answer = False
-        self._ran = False
         self._num_steps = 0
         self.error = ""
         self.load: Ints | None = None
@@ -201,9 +199,6 @@ class Rebalancing:
     def agreed(self, standings: Sequence[ExpertStanding], *, runs: bool) -> bool:
         """Does what follows from what all ranks said, in rank order, before a step of the model if one `runs`; whether
         the next agreement would further a migration. Raises RankLost."""
-        if self._ran and self.recorder is not None:
-            self.recorder.end_step()
-        self._ran = runs
         asks = {ask for ask in (CANCEL, SUM, REBALANCE) if any(standing.asks & ask for standing in standings)}
         digests = {standing.staged for standing in standings}
         failed = {standing.failed for standing in standings} - {0}

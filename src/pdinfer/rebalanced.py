@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pdinfer.config import EngineConfig
-from pdinfer.model import Model
 from pdinfer.moe.placement import ExpertPlacement, Ints
-from pdinfer.moe.recorder import ExpertLoadRecorder
 from pdinfer.rebalance import Rebalancing
 
 
@@ -45,17 +42,3 @@ class Rebalanced:
         """How many tokens chose each expert, int64 [layers, experts], over all ranks when they last added it up, for a
         rebalance or for `sum_expert_load`; None before. `moe.write_counts` writes it to a file."""
         return self._rebalancing.load
-
-
-def make_recorder(model: Model, config: EngineConfig) -> ExpertLoadRecorder | None:
-    """What counts the experts that are chosen, as `config` says; None when nothing does."""
-    placement = model.experts.placement
-    if config.expert_distribution_recorder_mode == "off" or placement is None:
-        return None
-    return ExpertLoadRecorder(
-        placement.num_layers,
-        placement.num_logical_experts,
-        device=model.device,
-        mode=config.expert_distribution_recorder_mode,
-        window=config.expert_distribution_recorder_buffer_size,
-    )

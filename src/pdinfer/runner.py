@@ -9,7 +9,7 @@ from typing import Protocol
 import attrs
 import torch
 
-from pdinfer.batch import Batch, Record, Row
+from pdinfer.batch import Batch, Row
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transport import Memory
 from pdinfer.kv.view import KVView, PageMemory
@@ -49,19 +49,16 @@ class Runner(Protocol):
 
 class ModelRunner:
     """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors. `trace` is told which
-    part of a step runs, `record` which experts are chosen."""
+    part of a step runs."""
 
-    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None, record: Record | None = None) -> None:
+    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
         if not isinstance(memory, PageMemory):
             raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
         self._model = model
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
         self._trace = trace
-        self._record = record
-        self._drafter = None
-        if model.mtp is not None:
-            self._drafter = Drafter(model, model.mtp, self._view, self._page_size, trace, record)
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
         self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
 
@@ -93,6 +90,7 @@ class ModelRunner:
             # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
             model.mtp(state_TD, batch.shifted(), self._view)
             yield model.mtp.layer, _event(model.device)
+        model.experts.end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         part(self._trace, "head")
@@ -114,6 +112,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row]) -> None:
         """The part of `decode` that leaves something in the pages, where nothing is drafted."""
         self._model.forward(self._batch(rows, absorbed=True), self._view)
+        self._model.experts.end_step()
 
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
@@ -133,6 +132,7 @@ class ModelRunner:
         batch = self._batch(rows, absorbed=True)
         hidden_TD = model.forward(batch, self._view)
         part(self._trace, "head")
+        model.experts.end_step()
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
         part(self._trace, "sample")
@@ -154,7 +154,6 @@ class ModelRunner:
             absorbed=absorbed,
             cp=self._model.groups.cp,
             trace=self._trace,
-            record=self._record,
         )
 
 

@@ -28,7 +28,7 @@ from pdinfer.kernels.weight_formats import (
     Int8Dynamic,
     Int8Static,
     Shard,
-    Weight,
+    Stored,
     columns_of,
 )
 
@@ -155,14 +155,14 @@ class StoredWeights:
             elif found.dtype not in companion.dtypes:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
-    def read(self, name: str, shard: Shard = WHOLE) -> Weight:
+    def read(self, name: str, shard: Shard = WHOLE) -> Stored:
         """The matrix, or any other tensor, `name` on the CPU as it is stored, or a part of it. Of rows no others are
         read; columns are cut out of the whole. Raises CheckpointError for bad values."""
         if shard.size > 1 and shard.axis:
             return columns_of(self._rows(name, WHOLE), shard)
         return self._rows(name, shard)
 
-    def _rows(self, name: str, shard: Shard) -> Weight:
+    def _rows(self, name: str, shard: Shard) -> Stored:
         scheme, info = self.scheme(name), self.files.tensors[name]
         rows = shard.of(info.shape[0]) if shard.size > 1 else None
         if scheme is Scheme.FLOAT:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Batch, Record, Row
+from pdinfer.batch import Batch, Row
 from pdinfer.errors import ConfigError
 from pdinfer.kv.view import DTYPES, KVView
 from pdinfer.model import Model
@@ -77,15 +77,7 @@ class Drafter:
     cache entries are not written yet.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        mtp: MTP,
-        view: KVView,
-        page_size: int,
-        trace: Trace | None = None,
-        record: Record | None = None,
-    ) -> None:
+    def __init__(self, model: Model, mtp: MTP, view: KVView, page_size: int, trace: Trace | None = None) -> None:
         self.sample: Sampler = sample
         self._device = model.device
         self._no_state_TD = model.embed_VD.new_empty(0, model.config.hidden_size)
@@ -93,7 +85,6 @@ class Drafter:
         self._view = view
         self._page_size = page_size
         self._trace = trace
-        self._record = record
         self._num_passes = 0
 
     def propose(
@@ -141,14 +132,7 @@ class Drafter:
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
         part(self._trace, "batch")
         self._num_passes += 1
-        batch = Batch.build(
-            rows,
-            page_size=self._page_size,
-            device=self._device,
-            absorbed=True,
-            trace=self._trace,
-            record=self._record,
-        )
+        batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True, trace=self._trace)
         return self._mtp(state_TD, batch, self._view)
 
 

@@ -18,7 +18,7 @@ from pdinfer.checks import check_fits
 from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
-from pdinfer.groups import Groups
+from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
@@ -192,8 +192,10 @@ def load_model(
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved)
-        _read_all(stored, wanted, destinations.places, progress)
+        ranks = InTouch(model.groups.world, target)
+        _read_all(stored, wanted, destinations.places, progress, ranks)
         _check_tied(files, config, model)
+        ranks.done()
     return model
 
 
@@ -337,6 +339,7 @@ def _read_all(
     wanted: Sequence[TensorInfo],
     where: Mapping[str, Place],
     progress: Callable[[int, int], None] | None,
+    ranks: InTouch,
 ) -> None:
     sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
     done, total = 0, sum(sizes)
@@ -346,6 +349,7 @@ def _read_all(
         done += size
         if progress is not None:
             progress(done, total)
+        ranks.going_on()
 
 
 def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:

@@ -48,6 +48,22 @@ def expert_logits(
     return [each.numpy().tobytes() for each in logits]
 
 
+def recorded(folder: str, prompts: Sequence[Sequence[int]], mode: str) -> list[list[int]]:
+    """What this rank's prompt made routers choose, by layer and logical expert."""
+    of_rank = pd.Topology.from_env()
+    options = pd.ExpertConfig(
+        num_redundant_experts=of_rank.world_size if of_rank.world_size > 1 else 0,
+        ep_dispatch_algorithm="dynamic",
+        expert_distribution_recorder_mode=mode,
+    )
+    model = pd.load_model(folder, topology=of_rank, experts=options)
+    model.logits(prompts[of_rank.rank])
+    model.experts.end_step()
+    assert model.experts.recorder is not None
+    counts: list[list[int]] = model.experts.recorder.counts().tolist()
+    return counts
+
+
 def placed(table: Sequence[Sequence[int]] | None, num_ranks: int) -> pd.ExpertPlacement | None:
     if table is None:
         return None

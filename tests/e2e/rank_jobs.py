@@ -8,11 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import attrs
+import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.batch import Row
+from pdinfer import groups as groups_module
+from pdinfer import weights
+from pdinfer.batch import Batch, Row
 from pdinfer.groups import Group, Groups
+from pdinfer.kv.view import KVView
 from pdinfer.runner import ModelRunner
 
 
@@ -56,16 +60,42 @@ def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
     load(folders[int(os.environ["RANK"])], sizes)
 
 
+def load_at_own_pace(folder: str, sizes: dict[str, int]) -> list[int]:
+    """Rank 0 takes care to be heard of after every tensor, others are not heard of until they are done: how often all
+    heard of each other, and how many tensors this rank read."""
+    rounds, tensors = [], []
+
+    class Told(groups_module.InTouch):
+        def __init__(self, group: Group, device: torch.device) -> None:
+            super().__init__(group, device, every_s=0.0 if group.rank == 0 else 1e6)
+
+        def _all_are_done(self, done: int) -> bool:
+            rounds.append(done)
+            return super()._all_are_done(done)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights, "InTouch", Told)
+        load(folder, sizes, progress=lambda done, total: tensors.append(done))
+    return [len(rounds), len(tensors)]
+
+
+def connect_own(sizes: Sequence[dict[str, int]]) -> None:
+    """Every rank has another idea of the sizes."""
+    pd.Topology.from_env(**sizes[int(os.environ["RANK"])]).connect()
+
+
 def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]], chunk: int) -> dict[str, Any]:
-    """All prompts together, `chunk` tokens of each per step, as an engine does: the cache, and the logits behind every
-    step's last tokens."""
+    """All prompts together, `chunk` tokens of each per step, as an engine does, an empty step, and one of decode: the
+    cache, and the logits behind every step's last tokens."""
     model = load(folder, sizes, mtp=True)
     layout = model.kv_layout(pd.CacheConfig(page_size=4))
-    counts = [layout.num_pages(len(prompt)) for prompt in prompts]
+    counts = [layout.num_pages(len(prompt) + 1) for prompt in prompts]
     memory = model.allocate_pages(layout, sum(counts))
     runner = ModelRunner(model, memory)
     pages = [range(sum(counts[:at]), sum(counts[: at + 1])) for at in range(len(prompts))]
     seen = []
+    for _ in runner.prefill([]):
+        pass
     for start in range(0, max(map(len, prompts)), chunk):
         rows = [
             Row(prompt[start : start + chunk], start, own, next(iter(prompt[start + chunk :]), None))
@@ -75,4 +105,8 @@ def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]]
         for _ in runner.prefill(rows):
             pass
         seen.append(model.head(runner._last_BD).tolist())
+    rows = [Row([7], len(prompt), own) for prompt, own in zip(prompts, pages, strict=True)]
+    for step in (rows, []):
+        batch = Batch.build(step, page_size=4, device=model.device, absorbed=True, cp=model.groups.cp)
+        seen.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))).tolist())
     return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}

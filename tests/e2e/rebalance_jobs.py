@@ -56,15 +56,19 @@ def serve_rank(
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
     topology = join_world(role, folder, rank, sizes, collective_s)
-    options = {"expert_distribution_recorder_mode": "stat", "eplb_rebalance_num_iterations": 25}
+    options = {"eplb_rebalance_num_iterations": 25} if role == "prefill" else {}
     engine = make_engine(
         checkpoint,
         topology,
         Path(folder) / f"{role}{rank}",
         role,
-        experts=pd.ExpertConfig(num_redundant_experts=config["redundant"], ep_dispatch_algorithm="dynamic"),
+        experts=pd.ExpertConfig(
+            num_redundant_experts=config["redundant"],
+            ep_dispatch_algorithm="dynamic",
+            expert_distribution_recorder_mode="stat",
+        ),
         rebalance_bytes_per_step=config["bytes_per_step"],
-        **(options if role == "prefill" else {}),
+        **options,
     )
     addresses, killed = addresses_of(engine), kill_once(engine)
     ended = threading.Event()
@@ -139,7 +143,7 @@ def placement_of(engine: Engine) -> Any:
 def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
     """A decode engine of this rank, without requests."""
     topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
-    experts = pd.ExpertConfig(num_redundant_experts=config.pop("redundant", 4))
+    experts = pd.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
     channel_at = Path(folder) / f"idle{topology.rank}"
     engine = make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
     assert isinstance(engine, pd.DecodeEngine)
@@ -226,7 +230,7 @@ def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
 def add_up(checkpoint: str, folder: str) -> dict[str, Any]:
     """Ranks that counted different things; rank 1 asks for the sum."""
     rank = int(os.environ["RANK"])
-    with idle_engine(checkpoint, folder, TWO, expert_distribution_recorder_mode="window") as engine:
+    with idle_engine(checkpoint, folder, TWO) as engine:
         recorder = engine._rebalancing.recorder
         assert recorder is not None
         recorder.add(np.full((recorder.num_layers, recorder.num_experts), 1 + rank))

@@ -14,6 +14,7 @@ import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
+from tests.e2e import expert_jobs
 from tests.ranks import Ranks
 
 EXPERTS, MOE_LAYERS = 8, 2
@@ -146,6 +147,26 @@ def test_one_rank_looks_nothing_up() -> None:
     model = pd.testing.random_model(tiny_config())
     assert model.experts.replicas is None
     assert all(layer.replicas is None for layer in model.moe_layers())
+
+
+@pytest.mark.parametrize("mode", ["window", "stat"])
+def test_what_routers_choose_is_counted_by_logical_expert(ranks: Ranks, folders: dict[str, Path], mode: str) -> None:
+    prompts = [first for first, _ in PROMPTS[:2]]
+    counted = ranks.run("tests.e2e.expert_jobs:recorded", 2, str(folders["float"]), prompts, mode)
+    alone = [expert_jobs.recorded(str(folders["float"]), [prompt], mode) for prompt in prompts]
+    assert counted == alone
+    top_k = tiny_config().num_experts_per_tok
+    assert [[sum(row) for row in counts] for counts in counted] == [[len(prompt) * top_k] * 2 for prompt in prompts]
+
+
+def test_engines_close_a_step_of_the_recorder_with_each_of_theirs() -> None:
+    model = pd.testing.random_model(tiny_config(), experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    sampling = pd.SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
+    with pd.Pairing.local(model) as pairing:
+        tokens = [event.token for event in pairing.generate([pd.Request(prompt=(3, 1, 4, 1, 5), sampling=sampling)])]
+    assert model.experts.recorder is not None
+    run = 5 + len(tokens) - 1  # the last token is drawn and not run
+    assert model.experts.recorder.counts().sum(1).tolist() == [run * tiny_config().num_experts_per_tok] * MOE_LAYERS
 
 
 def test_after_balancing_no_rank_gets_more_than_three_percent_above_the_mean(ranks: Ranks) -> None:

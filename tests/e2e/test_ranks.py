@@ -116,17 +116,23 @@ def test_ranks_of_every_shape_say_what_one_says(
     compare(ranks, shape, folders, alone)
 
 
-@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2), "v3")], ids=str)
+@pytest.mark.parametrize(("shape", "family"), [(Shape(cp=4), "v32"), (Shape(tp=2, cp=2, dense=2, ep=4), "v3")], ids=str)
 def test_every_rank_has_the_whole_cache_of_several_prompts_in_chunks(
     ranks: Ranks, shape: Shape, family: str, folders: dict[str, str]
 ) -> None:
-    """Chunks of which some rank gets nothing, and prompts that end in different steps."""
+    """Chunks of which some rank gets nothing, prompts that end in different steps, and steps without any."""
     prompts = [list(prompt_of(length)) for length in (3, 18, 11)]
     expected = rank_jobs.prefill(folders[family], {}, prompts, 7)
     for got in ranks.run(PREFILL, shape.world_size, folders[family], shape.sizes, prompts, 7):
         for mine, other in zip(got["logits"], expected["logits"], strict=True):
             close(mine, other)
         close(got["cache"], expected["cache"])
+
+
+def test_ranks_wait_for_each_other_to_load(ranks: Ranks, folders: dict[str, str]) -> None:
+    (rounds, tensors), *others = ranks.run("tests.e2e.rank_jobs:load_at_own_pace", 2, folders["v3"], Shape(tp=2).sizes)
+    assert [[rounds, tensors]] == others
+    assert rounds == tensors + 1
 
 
 def test_bfloat16_travels(ranks: Ranks, folders: dict[str, str]) -> None:
@@ -185,3 +191,10 @@ def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: di
     assert [outcome.error for outcome in outcomes] == ["CheckpointError"] * 2
     assert "rank 0 reads other weights than ranks 1" in outcomes[0].message
     assert "rank 1 reads other weights than ranks 0" in outcomes[1].message
+
+
+def test_ranks_that_were_started_with_different_sizes_are_refused(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes("tests.e2e.rank_jobs:connect_own", 2, [Shape(tp=2).sizes, Shape(dp=2).sizes])
+    assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
+    assert "tp_size is 2 on rank 0 and 1 on rank 1" in outcomes[0].message
+    assert "tp_size is 1 on rank 1 and 2 on rank 0" in outcomes[1].message

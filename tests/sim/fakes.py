@@ -105,6 +105,7 @@ class NoExperts:
     """What engines read of a model's experts."""
 
     placement: None = None
+    recorder: None = None
     epoch: int = 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.batch import Batch, Row
@@ -129,6 +129,7 @@ def cut(page_size: int, rows: list[Row], size: int) -> list[Batch]:
     ]
 
 
+@settings(max_examples=30)
 @given(steps(), st.integers(2, 4))
 def test_ranks_have_every_token_once_and_know_all_slots(step: tuple[int, list[Row]], size: int) -> None:
     whole, parts = build(*step), cut(*step, size)
@@ -141,6 +142,7 @@ def test_ranks_have_every_token_once_and_know_all_slots(step: tuple[int, list[Ro
         assert torch.equal(gathered[order[1]], getattr(whole, name)[order[0]])
 
 
+@settings(max_examples=30)
 @given(steps(), st.integers(2, 4))
 def test_a_piece_is_a_sequence_that_ends_where_it_ends(step: tuple[int, list[Row]], size: int) -> None:
     page_size, rows = step
@@ -156,6 +158,7 @@ def test_a_piece_is_a_sequence_that_ends_where_it_ends(step: tuple[int, list[Row
             first += count
 
 
+@settings(max_examples=30)
 @given(steps(), st.integers(2, 4))
 def test_the_token_behind_a_piece_is_that_of_its_row(step: tuple[int, list[Row]], size: int) -> None:
     page_size, rows = step
@@ -166,6 +169,7 @@ def test_the_token_behind_a_piece_is_that_of_its_row(step: tuple[int, list[Row]]
     assert torch.equal(gathered[parts[0].slots_A.argsort()], whole.tokens_T[whole.slots_A.argsort()])
 
 
+@settings(max_examples=30)
 @given(steps(), st.integers(2, 4))
 def test_the_first_rank_has_every_last_token(step: tuple[int, list[Row]], size: int) -> None:
     page_size, rows = step

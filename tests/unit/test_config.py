@@ -370,6 +370,7 @@ def test_defaults() -> None:
         send_window_bytes=64 * 2**20,
         num_draft_tokens=0,
         num_threads=None,
+        keep_freed_memory=True,
         trace=None,
     )
     assert PairingConfig() == PairingConfig(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint
 from pdinfer.errors import ConfigError
+from pdinfer.groups import ALONE, InTouch
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Shard, tensors_of
 from pdinfer.layers import Linear
@@ -65,7 +66,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
         weights = StoredWeights.survey(files)
         source = Destinations(CPU, torch.float32, weights, frozenset(OPS_OF_SCHEME) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
-        _read_all(weights, [files.tensors[f"{NAME}.weight"]], source.places, None)
+        _read_all(weights, [files.tensors[f"{NAME}.weight"]], source.places, None, InTouch(ALONE, CPU))
     return linear
 
 

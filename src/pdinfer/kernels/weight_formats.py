@@ -86,7 +86,8 @@ class FloatWithBias:
 
 
 Quantized = FP8Blocks | Int8Dynamic | Int8Static
-Weight = Tensor | FloatWithBias | Quantized
+Stored = Tensor | Quantized
+Weight = Stored | FloatWithBias
 
 
 @attrs.frozen
@@ -156,7 +157,7 @@ def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str,
             yield name, part(expert(stack, index), at, len(parts))
 
 
-def columns_of(weight: Weight, shard: Shard) -> Weight:
+def columns_of(weight: Stored, shard: Shard) -> Stored:
     """The part of a whole matrix that `shard`, which cuts columns, keeps. What is added to every output is kept by the
     first part alone, so that the products of all parts add up to that of the whole."""
 
@@ -168,8 +169,6 @@ def columns_of(weight: Weight, shard: Shard) -> Weight:
     changed = attrs.evolve(weight, numbers=cut(weight.numbers))
     if isinstance(changed, FP8Blocks):
         return attrs.evolve(changed, scale=cut(changed.scale))
-    if isinstance(changed, FloatWithBias):
-        return changed if shard.index == 0 else attrs.evolve(changed, bias=torch.zeros_like(changed.bias))
     if isinstance(changed, Int8Static) and isinstance(weight, Int8Static):
         sums = changed.numbers.long().sum(-1, keepdim=True)
         undone = changed.input_offset.long() * sums

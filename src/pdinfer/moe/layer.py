@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Record
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, WeightSource
@@ -24,15 +24,15 @@ from pdinfer.trace import Trace, part
 class MoE:
     """sum_k w_k * Expert_k(x) + Shared(x). The shared experts are one MLP, n_shared_experts times as wide.
 
-    `replicas` turns the experts of the router into those that ranks have; None where they are the same. `row` is the
-    layer's in placements and counts.
+    `record` is told the experts that the router chose; `replicas` turns them into those that ranks have, and is None
+    where they are the same.
     """
 
     router: Router
     experts: Experts
     shared: GatedMLP | None
     dispatcher: TokenDispatcher
-    row: int
+    record: Callable[[Tensor], None] | None = None
     replicas: LayerReplicas | None = None
     two_batch_overlap: bool = False
 
@@ -48,29 +48,28 @@ class MoE:
             Experts.build(source, f"{name}.experts", config, ops, parallel.experts_of(layer)),
             shared,
             parallel.dispatcher,
-            parallel.row_of(layer),
+            parallel.record_of(layer),
             parallel.replicas_of(layer),
             parallel.two_batch_overlap,
         )
 
-    def __call__(self, x_TD: Tensor, trace: Trace | None = None, record: Record | None = None) -> Tensor:
-        """Of each token, in the shape and dtype of x. `record` is told which experts they chose."""
+    def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
         if self.two_batch_overlap:
-            return self._in_two_batches(x_TD, trace, record)
-        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace, record)))
+            return self._in_two_batches(x_TD, trace)
+        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace)))
 
-    def _in_two_batches(self, x_TD: Tensor, trace: Trace | None, record: Record | None) -> Tensor:
+    def _in_two_batches(self, x_TD: Tensor, trace: Trace | None) -> Tensor:
         """Half of the rows travel while the other half is computed."""
         halves = x_TD.tensor_split(2)
-        dispatched = [self._dispatch(half_TD, trace, record) for half_TD in halves]
+        dispatched = [self._dispatch(half_TD, trace) for half_TD in halves]
         returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]
         return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
 
-    def _dispatch(self, x_TD: Tensor, trace: Trace | None, record: Record | None) -> Any:
+    def _dispatch(self, x_TD: Tensor, trace: Trace | None) -> Any:
         part(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
-        if record is not None:
-            record(self.row, ids_TK)
+        if self.record is not None:
+            self.record(ids_TK)
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         part(trace, "experts")

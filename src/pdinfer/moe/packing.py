@@ -6,6 +6,7 @@ A pass takes one step in every layer at a time, so its cost is that of a few num
 
 from __future__ import annotations
 
+import attrs
 import numpy as np
 
 from pdinfer.moe.placement import Floats, Ints, Shares, count_replicas, slots_by_expert
@@ -16,8 +17,7 @@ def replicate(load_LE: Floats, num_slots: int, max_copies: int) -> Ints:
     makes the highest load per copy as low as it can be. [L, E] -> [L, E], at most `max_copies` each."""
     rows = np.arange(len(load_LE))
     counts = np.ones(load_LE.shape, np.int64)
-    per_copy = load_LE if max_copies > 1 else np.full_like(load_LE, -1.0)
-    per_copy = per_copy.copy()
+    per_copy = load_LE.copy()
     for _ in range(num_slots - load_LE.shape[1]):
         expert = per_copy.argmax(1)
         counts[rows, expert] += 1
@@ -56,22 +56,42 @@ def pack(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
     return table
 
 
+@attrs.frozen(eq=False)
 class Packing:
     """Which expert lies in each slot, and how much of its load that slot carries; the passes change it in place.
 
-    `experts` int64 [L, ranks, slots per rank]; `parts` float64 alike: what a slot carries, its share of the expert's
-    load (`shares`, or the same for all copies); `rank_load` [L, ranks] is their sum.
+    `load_LE` is the load of experts, `experts` int64 [L, ranks, slots per rank], `parts` float64 alike: what a slot
+    carries; `rank_load` [L, ranks] is their sum.
     """
 
-    def __init__(self, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> None:
-        self.load_LE = load_LE
-        self.experts = experts.copy()
-        self.num_layers, self.num_ranks, self.per_rank = experts.shape
-        flat = self.experts.reshape(self.num_layers, -1)
+    load_LE: Floats
+    experts: Ints
+    parts: Floats
+    rank_load: Floats
+
+    @classmethod
+    def of(cls, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> Packing:
+        """Slots that carry their share of their expert's load: `shares` [L, P], or the same for all copies."""
+        flat = experts.reshape(len(experts), -1)
         if shares is None:
             shares = 1 / np.take_along_axis(count_replicas(flat, load_LE.shape[1]), flat, 1)
-        self.parts = (np.take_along_axis(load_LE, flat, 1) * shares).reshape(experts.shape)
-        self.rank_load = self.parts.sum(2)
+        parts = (np.take_along_axis(load_LE, flat, 1) * shares).reshape(experts.shape)
+        return cls(load_LE, experts.copy(), parts, parts.sum(2))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.experts)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks."""
+        return int(self.experts.shape[1])
+
+    @property
+    def per_rank(self) -> int:
+        """Slots per rank."""
+        return int(self.experts.shape[2])
 
     def counts(self) -> Ints:
         """Copies of each expert: [L, E]."""
@@ -90,22 +110,18 @@ class Packing:
 
     def take(self, rows: Ints) -> Packing:
         """Those rows alone, copied."""
-        part = object.__new__(Packing)
-        part.load_LE, part.experts = self.load_LE[rows], self.experts[rows]
-        part.parts, part.rank_load = self.parts[rows], self.rank_load[rows]
-        part.num_layers, part.num_ranks, part.per_rank = part.experts.shape
-        return part
+        return Packing(self.load_LE[rows], self.experts[rows], self.parts[rows], self.rank_load[rows])
 
     def put(self, rows: Ints, part: Packing) -> None:
         """Writes rows back that were taken."""
         self.experts[rows], self.parts[rows], self.rank_load[rows] = part.experts, part.parts, part.rank_load
 
-    def reorder(self, slots: Ints) -> None:
-        """Puts into each slot what lies in the given one; `slots` [L, P] is numbered over all ranks."""
+    def reorder(self, slots: Ints) -> Packing:
+        """With that in each slot which lies in the given one; `slots` [L, P] is numbered over all ranks."""
         shape = self.experts.shape
-        self.experts = np.take_along_axis(self.experts.reshape(slots.shape), slots, 1).reshape(shape)
-        self.parts = np.take_along_axis(self.parts.reshape(slots.shape), slots, 1).reshape(shape)
-        self.rank_load = self.parts.sum(2)
+        experts = np.take_along_axis(self.experts.reshape(slots.shape), slots, 1).reshape(shape)
+        parts = np.take_along_axis(self.parts.reshape(slots.shape), slots, 1).reshape(shape)
+        return Packing(self.load_LE, experts, parts, parts.sum(2))
 
     def swap(self, rows: Ints, a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> None:
         """Exchanges what lies in two slots, each given as (rank, slot within rank), one exchange for each of `rows`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 import torch
+from torch import Tensor
 
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
@@ -16,6 +18,7 @@ from pdinfer.moe.choose import choose_dispatcher
 from pdinfer.moe.deep_ep import ExpertSizes
 from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.recorder import ExpertLoadRecorder
 from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 
 
@@ -23,13 +26,15 @@ from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 class ExpertParallel:
     """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
     the rows of `placement`, which is None in a model without any; `epoch` numbers the placements that it has had.
-    Without `replicas`, on one rank, slots are mere names: every expert is where its own number says."""
+    Without `replicas`, on one rank, slots are mere names: every expert is where its own number says. `recorder` counts
+    what this rank's tokens choose."""
 
     group: Group
     layers: Sequence[int]
     placement: ExpertPlacement | None
     replicas: ReplicaTables | None
     dispatcher: TokenDispatcher
+    recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
     epoch: int = 0
 
@@ -69,7 +74,15 @@ class ExpertParallel:
         dispatcher = choose_dispatcher(group, sizes, options, ops, device)
         if options.two_batch_overlap and dispatcher.max_live is not None and dispatcher.max_live < 2:
             raise ConfigError("two_batch_overlap needs a dispatcher with room for two batches")
-        replicas = None
+        replicas = recorder = None
+        if options.expert_distribution_recorder_mode != "off":
+            recorder = ExpertLoadRecorder(
+                placement.num_layers,
+                placement.num_logical_experts,
+                device=device,
+                mode=options.expert_distribution_recorder_mode,
+                window=options.expert_distribution_recorder_buffer_size,
+            )
         if group.size > 1:
             replicas = ReplicaTables.build(
                 placement,
@@ -84,6 +97,7 @@ class ExpertParallel:
             placement=placement,
             replicas=replicas,
             dispatcher=dispatcher,
+            recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
         )
 
@@ -96,9 +110,14 @@ class ExpertParallel:
         experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
         return experts
 
-    def row_of(self, layer: int) -> int:
-        """That of a layer in placements."""
-        return self.layers.index(layer)
+    def record_of(self, layer: int) -> Callable[[Tensor], None] | None:
+        """What counts the choices of a layer's router."""
+        return None if self.recorder is None else partial(self.recorder.record, self.layers.index(layer))
+
+    def end_step(self) -> None:
+        """Says that the layers have run once; what was recorded since is one step. Syncs nothing."""
+        if self.recorder is not None:
+            self.recorder.end_step()
 
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Where this rank sends the tokens of a layer."""

@@ -24,6 +24,7 @@ SHARE_ERROR = 1e-5
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 Shares = npt.NDArray[np.float32]
 
 

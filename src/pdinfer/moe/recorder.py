@@ -42,7 +42,7 @@ class ExpertLoadRecorder:
         self._total_LE = torch.zeros_like(self._step_LE)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         kept = window if mode == "window" else 0
-        self._steps_NLE = torch.zeros(kept, num_layers, num_experts, dtype=torch.int32, device=device)
+        self._steps = torch.zeros(kept, num_layers, num_experts, dtype=torch.int32, device=device)
         self._oldest = 0
 
     def record(self, layer: int, ids_TK: Tensor) -> None:
@@ -62,10 +62,10 @@ class ExpertLoadRecorder:
         """Closes the open step; in a window, the step that is too old goes."""
         self._total_LE += self._step_LE
         if self.mode == "window":
-            oldest_LE = self._steps_NLE[self._oldest]
+            oldest_LE = self._steps[self._oldest]
             self._total_LE -= oldest_LE
             oldest_LE.copy_(self._step_LE)
-            self._oldest = (self._oldest + 1) % len(self._steps_NLE)
+            self._oldest = (self._oldest + 1) % len(self._steps)
         self._step_LE.zero_()
 
     def device_counts(self) -> Tensor:
@@ -78,6 +78,6 @@ class ExpertLoadRecorder:
 
     def reset(self) -> None:
         """Forgets all steps, the open one too."""
-        for counts in (self._step_LE, self._total_LE, self._steps_NLE):
+        for counts in (self._step_LE, self._total_LE, self._steps):
             counts.zero_()
         self._oldest = 0

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from pdinfer.moe.packing import Packing
-from pdinfer.moe.placement import Floats, Ints, count_replicas
+from pdinfer.moe.placement import Bools, Floats, Ints, count_replicas
 
 SWAP_MOVES, COPY_MOVES = 2, 1
 PROGRESS = 1e-7  # what a step must gain at least, of the fullest rank's load
@@ -16,11 +16,11 @@ PROGRESS = 1e-7  # what a step must gain at least, of the fullest rank's load
 
 @attrs.frozen(kw_only=True, eq=False)
 class Homes:
-    """Where experts should be. `node_LE` is the node of each expert's group, `node_R` that of each rank; `weight` is
+    """Where experts should be. `node_LE` is the node of each expert's group, `rank_node` that of each rank; `weight` is
     what it would cost if no expert were at home, in loads of a mean rank: 0 is nothing, infinity forbids it."""
 
     node_LE: Ints
-    node_R: Ints
+    rank_node: Ints
     weight: float
 
     def take(self, rows: Ints) -> Homes:
@@ -31,12 +31,12 @@ class Homes:
         """The price of so much load away from home. Load that comes home earns nothing where `weight` is infinite."""
         if math.isinf(self.weight):
             return np.where(away > 0, math.inf, 0.0)
-        return away * (self.weight / len(self.node_R))
+        return away * (self.weight / len(self.rank_node))
 
     def away(self, packing: Packing) -> Floats:
         """How much load is away from home, per layer: [L]."""
         rows = np.arange(packing.num_layers)[:, None, None]
-        at_home = self.node_LE[rows, packing.experts] == self.node_R[:, None]
+        at_home = self.node_LE[rows, packing.experts] == self.rank_node[:, None]
         away: Floats = np.where(at_home, 0.0, packing.parts).sum((1, 2))
         return away
 
@@ -47,7 +47,7 @@ class _Step:
     the slot of the other rank takes a copy of the hot rank's expert instead of an exchange."""
 
     score: Floats
-    copies: Ints
+    copies: Bools
     hot: Ints
     hot_slot: Ints
     rank: Ints
@@ -95,7 +95,7 @@ def relieve(
     return moves
 
 
-def _best_step(part: Packing, homes: Homes, copying: Ints) -> _Step:
+def _best_step(part: Packing, homes: Homes, copying: Bools) -> _Step:
     """Every slot of each row's fullest rank against every slot of the others."""
     num_rows, per_rank = part.num_layers, part.per_rank
     rows = np.arange(num_rows)
@@ -108,7 +108,7 @@ def _best_step(part: Packing, homes: Homes, copying: Ints) -> _Step:
     score = np.maximum(highest - my_part + their_part, load - their_part + my_part)
     if homes.weight:
         my_home, their_home = (homes.node_LE[rows[:, None, None, None], expert] for expert in (mine, theirs))
-        my_node, their_node = homes.node_R[hot][:, None, None, None], homes.node_R[None, None, :, None]
+        my_node, their_node = homes.rank_node[hot][:, None, None, None], homes.rank_node[None, None, :, None]
         leave = ((my_home != their_node).astype(float) - (my_home != my_node)) * my_part
         come = ((their_home != my_node).astype(float) - (their_home != their_node)) * their_part
         score = score + homes.price(leave + come)
@@ -128,7 +128,7 @@ def _best_step(part: Packing, homes: Homes, copying: Ints) -> _Step:
     return _Step(score=lowest, copies=copies, hot=hot, hot_slot=hot_slot, rank=rank, slot=slot)
 
 
-def _spared(part: Packing) -> Ints:
+def _spared(part: Packing) -> Bools:
     """Slots whose load the other copies of the expert can take without filling a rank more than halfway from the mean
     to the fullest: [rows, ranks, slots] bool."""
     level = (part.rank_load.mean(1) + part.rank_load.max(1)) / 2
@@ -136,7 +136,7 @@ def _spared(part: Packing) -> Ints:
     num_experts = part.load_LE.shape[1]
     flat = part.experts + np.arange(part.num_layers)[:, None, None] * num_experts
     total = np.bincount(flat.ravel(), room.ravel(), minlength=part.num_layers * num_experts)
-    spared: Ints = (total[flat] - room >= part.parts) & (part.counts().ravel()[flat] > 1)
+    spared: Bools = (total[flat] - room >= part.parts) & (part.counts().ravel()[flat] > 1)
     return spared
 
 
@@ -187,11 +187,11 @@ def adopt_counts(packing: Packing, counts_LE: Ints, homes: Homes) -> Packing:
         free = np.take_along_axis(now > counts_LE, flat, 1).reshape(experts.shape)
         free &= (experts != expert[:, None, None]).all(2, keepdims=True)
         if homes.weight:
-            free &= (homes.node_LE[rows, expert][:, None] == homes.node_R)[:, :, None]
+            free &= (homes.node_LE[rows, expert][:, None] == homes.rank_node)[:, :, None]
         others = np.where(free, parts.sum(2, keepdims=True) - parts, math.inf).reshape(num_layers, -1)
         live = np.nonzero(wanted.max(1) >= 0)[0]
         if not len(live):
-            return Packing(load_LE, experts)
+            return Packing.of(load_LE, experts)
         done = live[np.isfinite(others.min(1)[live])]
         flat[done, others.argmin(1)[done]] = expert[done]
         stuck = np.setdiff1d(live, done)

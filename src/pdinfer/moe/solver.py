@@ -139,14 +139,14 @@ def _lay_out(load_LE: Floats, sizes: _Sizes) -> Packing:
     of_pack = (groups[..., None] * size + np.arange(size)).reshape(num_layers, packs, -1)
     pack_load = np.take_along_axis(load_LE[:, None], of_pack, 2).reshape(rows, -1)
     counts = replicate(pack_load, (num_experts + sizes.num_redundant) // packs, ranks)
-    packing = Packing(pack_load, pack(pack_load, counts, ranks))
+    packing = Packing.of(pack_load, pack(pack_load, counts, ranks))
     # No rank of a layer gets below the mean of its fullest node, so other nodes need not either.
     floor = packing.rank_load.mean(1).reshape(num_layers, packs).max(1)
     enough = np.repeat(floor, packs) / EVEN
     swap_pairs(packing, enough, PAIR_ROUNDS)
     relieve(packing, enough_L=enough, homes=_no_homes(packing))
     experts = np.take_along_axis(of_pack.reshape(rows, -1), packing.experts.reshape(rows, -1), 1)
-    whole = Packing(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
+    whole = Packing.of(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
     if not math.isinf(sizes.cross_node_weight):
         floor = whole.rank_load.mean(1)
     _refine(whole, floor / EVEN, sizes, max_moves=None, may_copy=False)
@@ -171,7 +171,7 @@ def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: 
     """The previous placement, changed as little as comes near enough to the one laid out anew: by single steps, else by
     the replica counts of the new one, else by the new one itself."""
     table = previous.physical_to_logical_map.reshape(anew.experts.shape)
-    start = Packing(anew.load_LE, table, previous.slot_shares)
+    start = Packing.of(anew.load_LE, table, previous.slot_shares)
     enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
     kept = start.take(np.arange(start.num_layers))
     _refine(kept, enough, sizes, max_moves, may_copy=True)
@@ -187,7 +187,7 @@ def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: 
             other = adopt_counts(old, other.counts(), _homes(old, sizes))
             _refine(other, enough[behind], sizes, max_moves=None, may_copy=False)
         else:
-            other.reorder(keep_slots(old.experts, other.experts, sizes.num_nodes))
+            other = other.reorder(keep_slots(old.experts, other.experts, sizes.num_nodes))
         needed = count_arrivals(old.experts, other.experts).sum(1)
         better = _score(other, sizes) < _score(kept.take(behind), sizes)
         if max_moves is not None:
@@ -215,12 +215,12 @@ def _homes(packing: Packing, sizes: _Sizes) -> Homes:
     layer = np.arange(packing.num_layers)[:, None, None]
     np.add.at(held, (layer, packing.experts // group_size, node[:, None]), 1)
     home = np.repeat(held.argmax(2), group_size, axis=1)
-    return Homes(node_LE=home, node_R=node, weight=float(sizes.cross_node_weight))
+    return Homes(node_LE=home, rank_node=node, weight=float(sizes.cross_node_weight))
 
 
 def _no_homes(packing: Packing) -> Homes:
     return Homes(
-        node_LE=np.zeros(packing.load_LE.shape, np.int64), node_R=np.zeros(packing.num_ranks, np.int64), weight=0.0
+        node_LE=np.zeros(packing.load_LE.shape, np.int64), rank_node=np.zeros(packing.num_ranks, np.int64), weight=0.0
     )
 
 
