@@ -153,6 +153,14 @@ class ExpertConfig:
     expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
     expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
 
+    def __attrs_post_init__(self) -> None:
+        tuned = self.moe_a2a_backend == "deep_ep" and self.deepep_mode == "normal"
+        if self.deepep_config is not None and not tuned:
+            raise ConfigError(
+                'deepep_config is for moe_a2a_backend "deep_ep" in deepep_mode "normal", these are '
+                f'"{self.moe_a2a_backend}" and "{self.deepep_mode}"'
+            )
+
 
 @attrs.frozen(kw_only=True)
 class PairingConfig:

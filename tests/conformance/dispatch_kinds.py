@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import ClassVar
 
@@ -112,6 +113,17 @@ KINDS = {
     "deep_ep-low_latency": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, 3e-2),
 }
 EXACT = ("local", "all_to_all", "all_to_all-bfloat16")
+
+
+def lose(rank: int) -> None:
+    """That rank dies between dispatch and combine."""
+    group = Topology.from_env().connect().ep
+    dispatcher = AllToAllDispatcher(group, 1, OPS)
+    ids_TK = torch.arange(group.size)[None]
+    dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(torch.ones(1, 3), ids_TK, torch.ones(ids_TK.shape)))
+    if group.rank == rank:
+        os._exit(3)
+    dispatcher.combine_end(dispatcher.combine_begin(dispatched.x_SD, dispatched))
 
 
 def run_suite(name: str, seeds: int) -> list[str]:

@@ -18,7 +18,7 @@ ONE_RANK = ("local", "all_to_all", "one_call", "one_call-loose")
 SEVERAL_RANKS = [("all_to_all", 2), ("all_to_all", 4), ("all_to_all-bfloat16", 2)]
 SEVERAL_RANKS += [("deep_ep-normal", 2), ("deep_ep-normal", 4), ("deep_ep-normal-tuned", 2)]
 SEVERAL_RANKS += [("deep_ep-low_latency", 2), ("deep_ep-low_latency", 4)]
-SEEDS = 12
+SEEDS = 6
 
 
 @pytest.mark.parametrize("check", SUITE, ids=lambda check: check.__name__)
@@ -32,6 +32,12 @@ def test_on_one_rank(name: str, check, seed: int) -> None:
 def test_on_ranks(ranks: Ranks, name: str, world_size: int) -> None:
     calls = ranks.run("tests.conformance.dispatch_kinds:run_suite", world_size, name, SEEDS)
     assert all(of_rank == calls[0] for of_rank in calls)
+
+
+def test_a_rank_that_is_lost_on_the_way_is_a_rank_lost(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes("tests.conformance.dispatch_kinds:lose", 3, 1)
+    assert [outcome.error for outcome in outcomes] == ["RankLost", "Died", "RankLost"]
+    assert "all_to_all of group ep (ranks 0, 1, 2) failed on rank 0" in outcomes[0].message
 
 
 @pytest.mark.parametrize("dispatcher", [LocalDispatcher(2, OPS), AllToAllDispatcher(Group("ep"), 2, OPS)])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.groups import Groups
+from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import Weight, tensors_of
 from pdinfer.moe.all_to_all import AllToAllDispatcher
@@ -91,27 +91,27 @@ def received_rows(
     """For each placement (slots, shares) how many rows come to this rank, by layer, when all ranks together send
     `num_tokens` tokens that choose experts as often as `load` says."""
     groups = pd.Topology.from_env().connect()
-    return [_received(groups, load, top_k, num_tokens, table, shares) for table, shares in tables]
+    count = num_tokens // groups.ep.size
+    chosen = [drawn(row, top_k, count, seed=100 * layer + groups.ep.rank) for layer, row in enumerate(load)]
+    placements = [
+        pd.ExpertPlacement(
+            physical_to_logical_map=table,
+            num_logical_experts=len(load[0]),
+            num_ranks=groups.ep.size,
+            slot_shares=shares,
+        )
+        for table, shares in tables
+    ]
+    return [_received(groups.ep, placement, chosen) for placement in placements]
 
 
-def _received(
-    groups: Groups,
-    load: Sequence[Sequence[float]],
-    top_k: int,
-    num_tokens: int,
-    table: Sequence[Sequence[int]],
-    shares: Sequence[Sequence[float]] | None,
-) -> list[int]:
-    group, cpu = groups.ep, torch.device("cpu")
-    placement = pd.ExpertPlacement(
-        physical_to_logical_map=table, num_logical_experts=len(load[0]), num_ranks=group.size, slot_shares=shares
-    )
-    held = ReplicaTables.build(placement, DispatchRule.DYNAMIC, rank=group.rank, ranks_per_node=None, device=cpu)
+def _received(group: Group, placement: pd.ExpertPlacement, chosen: Sequence[Tensor]) -> list[int]:
+    cpu = torch.device("cpu")
+    tables = ReplicaTables.build(placement, DispatchRule.DYNAMIC, rank=group.rank, ranks_per_node=None, device=cpu)
     dispatcher = AllToAllDispatcher(group, placement.slots_per_rank, resolve_ops(cpu, torch.float32).ops)
     received = []
-    for layer, row in enumerate(load):
-        ids_TK = drawn(row, top_k, num_tokens // group.size, seed=100 * layer + group.rank)
-        slots_TK = held.of_layer(layer)(ids_TK)
+    for layer, ids_TK in enumerate(chosen):
+        slots_TK = tables.of_layer(layer)(ids_TK)
         pending = dispatcher.dispatch_begin(torch.zeros(len(ids_TK), 1), slots_TK, torch.ones(ids_TK.shape))
         received.append(int(dispatcher.dispatch_end(pending).counts_E.sum()))
     return received

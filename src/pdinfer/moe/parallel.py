@@ -72,8 +72,6 @@ class ExpertParallel:
             dtype=dtype,
         )
         dispatcher = choose_dispatcher(group, sizes, options, ops, device)
-        if options.two_batch_overlap and dispatcher.max_live is not None and dispatcher.max_live < 2:
-            raise ConfigError("two_batch_overlap needs a dispatcher with room for two batches")
         replicas = recorder = None
         if options.expert_distribution_recorder_mode != "off":
             recorder = ExpertLoadRecorder(
