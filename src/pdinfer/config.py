@@ -101,8 +101,8 @@ class EngineConfig:
 
     With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
     `ExpertConfig.expert_distribution_recorder_mode`, and at most `rebalance_max_bytes` of weights sent for it (None: as
-    many as need be). To a new placement a rank sends and receives at most `rebalance_bytes_per_step` (but one expert) in a
-    step; 0 moves all at once.
+    many as need be). On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step` in a
+    step, though one expert at least; 0 moves all at once.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))

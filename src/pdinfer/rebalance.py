@@ -210,9 +210,9 @@ class Rebalancing:
         self._num_steps += runs
         every = self._config.eplb_rebalance_num_iterations
         is_due = runs and every is not None and self._num_steps % every == 0
+        rebalances = (is_due or REBALANCE in asks) and not self._solving and digests == {0}
         if standings[0].answer_bytes:
             self._take_answer(standings[0].answer_bytes, is_free=digests == {0})
-        rebalances = (is_due or REBALANCE in asks) and not self._solving and digests == {0}
         if rebalances or SUM in asks:
             self._sum(rebalances=rebalances)
         return self._moves
