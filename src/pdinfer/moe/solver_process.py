@@ -95,7 +95,11 @@ class SolverProcess:
         body = msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves))
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdinfer.moe.solve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+                [sys.executable, "-m", "pdinfer.moe.solve"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # a Ctrl-C is for the host, whose end ends the solver's input
             )
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
@@ -105,19 +109,23 @@ class SolverProcess:
         self.is_asked = True
 
     def poll(self) -> bytes:
-        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone
-        or late, ConfigError with what it says when it cannot solve the load."""
+        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone,
+        late or says nonsense, ConfigError with what it says when it cannot solve the load."""
         try:
             data = self._poll()
+            if data is None:
+                return b""
+            answer = msgspec.msgpack.decode(data, type=SolveAnswer)
         except OSError:
             self.close()
             raise
-        if data is None:
-            return b""
+        except msgspec.MsgspecError as error:
+            self.close()
+            raise OSError(f"the solver's answer cannot be read: {error}") from error
         self.is_asked = False
-        answer = msgspec.msgpack.decode(data, type=SolveAnswer)
         if answer.placement is None:
             raise ConfigError(answer.error)
+        answer.placement.unpack()
         return msgspec.msgpack.encode(answer.placement)
 
     def _poll(self) -> bytes | None:
