@@ -110,6 +110,7 @@ class NotedTopology(pd.Topology):
 def join_world(name: str, folder: str, rank: int, sizes: Sizes, collective_s: float) -> pd.Topology:
     """Makes this process a rank of another world."""
     if dist.is_initialized():
+        dist.barrier()  # who leaves while others still connect closes their connections
         dist.destroy_process_group()
     topology = NotedTopology(rank=rank, world_size=size_of(sizes), **sizes)
     if topology.world_size > 1:

@@ -17,8 +17,14 @@ from tests.ranks import Ranks
 PROMPTS = [prompt_of(length, seed=length) for length in (9, 1, 23, 40, 5)]
 
 
-PREFILLS: list[Sizes] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"cp_size": 2}, {"cp_size": 2, "tp_size": 2}]
-DECODES: list[Sizes] = [{}, {"dp_size": 2}, {"tp_size": 2}, {"dp_size": 2, "tp_size": 2}]
+PREFILLS: list[Sizes] = [
+    {},
+    {"dp_size": 2, "ep_size": 2},
+    {"tp_size": 2},
+    {"cp_size": 2, "ep_size": 2},
+    {"cp_size": 2, "tp_size": 2, "ep_size": 4},
+]
+DECODES: list[Sizes] = [{}, {"dp_size": 2}, {"tp_size": 2, "ep_size": 2}, {"dp_size": 2, "tp_size": 2, "ep_size": 4}]
 
 
 @attrs.frozen
@@ -66,7 +72,7 @@ def check_ended(world: World) -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "num_draft_tokens"),
     [
-        ({"dp_size": 2}, {"dp_size": 2}, 0),
+        ({"dp_size": 2, "ep_size": 2}, {"dp_size": 2, "ep_size": 2}, 2),
         ({"tp_size": 2}, {}, 0),
         ({}, {"tp_size": 2}, 0),
         ({"cp_size": 2}, {"dp_size": 2}, 2),
@@ -89,6 +95,8 @@ def test_ranks_give_the_tokens_of_one_rank(
     ) as world:
         serve_all(world.pairing, checkpoint.model, PROMPTS)
         serve_all(world.pairing, checkpoint.model, PROMPTS[:1])  # known pages; other ranks have nothing to do
+        loads = [port.load() for port in world.decodes]
+        assert all((load.num_draft_tokens > 0) is mtp for load in loads)
     check_ended(world)
 
 
@@ -122,7 +130,7 @@ def test_every_size_meets_every_other(
     [
         ({}, {"dp_size": 3}, ("decode", 1, "kill")),
         ({"tp_size": 2}, {}, ("prefill", 1, "stop")),
-        ({}, {"dp_size": 2}, ("decode", 0, "raise")),
+        ({}, {"dp_size": 2, "ep_size": 2}, ("decode", 0, "raise")),
     ],
     ids=str,
 )
