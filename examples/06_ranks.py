@@ -9,7 +9,7 @@ or each part by itself, in any order; HOST:PORT is where the last one listens:
     python examples/06_ranks.py --at HOST:PORT --ranks 2
 
 Attention is data parallel: every rank has requests of its own, and is a port of the Pairing. Experts are spread over
-both ranks of an engine with two redundant copies, and every 20 steps they are placed anew for the load of these steps.
+both ranks of an engine with two redundant copies, and every 10 steps they are placed anew for the load of these steps.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import pdinfer as pd
 CHECKPOINT = Path(__file__).parent / "tiny"
 KEY = b"06_ranks"  # whoever knows it may serve, or be asked: choose your own
 EXPERTS = pd.ExpertConfig(num_redundant_experts=2, expert_distribution_recorder_mode="stat")
-ENGINE = pd.EngineConfig(eplb_rebalance_num_iterations=20, rebalance_bytes_per_step=1 << 20)
+ENGINE = pd.EngineConfig(eplb_rebalance_num_iterations=10, rebalance_bytes_per_step=1 << 20)
 
 
 def serve_rank(role: str, checkpoint: Path, address: tuple[str, int]) -> None:
@@ -83,6 +83,7 @@ def host(listener: Listener, num_ranks: int) -> None:
             if rounds == 1:
                 for question, tokens in sorted(answers.items()):
                     print(question + decode(tokens))
+            time.sleep(0.2)  # leaves a small machine to the solver
         for role, of_role in ports.items():
             for number, port in enumerate(of_role):
                 load = port.load()

@@ -56,7 +56,7 @@ def serve_rank(
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
     topology = join_world(role, folder, rank, sizes, collective_s)
-    options = {"eplb_rebalance_num_iterations": 25} if role == "prefill" else {}
+    options = {"eplb_rebalance_num_iterations": 10} if role == "prefill" else {}
     engine = make_engine(
         checkpoint,
         topology,

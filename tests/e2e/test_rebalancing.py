@@ -49,7 +49,8 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
 
         while epoch(world.decodes) < NUM_REBALANCES or epoch(world.prefills) < 1:
             assert next(numbers) < 5000
-            while world.pairing.num_unfinished < 6:
+            most = 6 if epoch(world.decodes) < NUM_REBALANCES else 1  # and the rest of a small machine for the solver
+            while world.pairing.num_unfinished < most:
                 submit()
             events += world.pairing.step()
             world.pairing.wait(0.05)
