@@ -66,8 +66,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_drafter(model, (config or EngineConfig()).num_draft_tokens)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
-        check_drafter(model, self.config.num_draft_tokens)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
