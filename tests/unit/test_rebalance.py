@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -25,36 +24,10 @@ from pdinfer.moe.solver_process import PackedPlacement, unpack_placement
 from pdinfer.rebalance import Rebalancing
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of
+from tests.unit.thread_groups import groups_of
 
 LAYERS, EXPERTS, REDUNDANT, RANKS = 2, 4, 2, 3
 SIZE = 8
-
-
-@attrs.define
-class ThreadGroup:
-    """Ranks that are threads: what `Rebalancing` and `ExpertTransfer` ask of a Group."""
-
-    rank: int
-    mail: dict[tuple[int, int], queue.Queue[Tensor]]
-    size: int = RANKS
-
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        for to, tensor in sends:
-            self.mail[self.rank, to].put(tensor.clone())
-        for source, tensor in receives:
-            tensor.copy_(self.mail[source, self.rank].get(timeout=10))
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        everybody = range(self.size)
-        for to in everybody:
-            self.mail[self.rank, to].put(x.clone())
-        return x.copy_(sum(self.mail[source, self.rank].get(timeout=10) for source in everybody))
-
-    def broadcast(self, x: Tensor) -> Tensor:
-        if self.rank == 0:
-            for to in range(self.size):
-                self.mail[0, to].put(x.clone())
-        return x.copy_(self.mail[0, self.rank].get(timeout=10))
 
 
 @attrs.define
@@ -106,28 +79,24 @@ class World:
     """RANKS ranks, of which all see every agreement."""
 
     def __init__(self, pool: ThreadPoolExecutor, **config: Any) -> None:
-        mail: dict[tuple[int, int], queue.Queue[Tensor]] = {
-            (source, to): queue.Queue() for source in range(RANKS) for to in range(RANKS)
-        }
         self.pool = pool
         self.layers: list[list[Slots]] = []
         self.experts: list[Any] = []
         self.ranks: list[Rebalancing] = []
         first = pd.ExpertPlacement.trivial(LAYERS, EXPERTS, RANKS, REDUNDANT)
-        for rank in range(RANKS):
+        for rank, groups in enumerate(groups_of(dp_size=RANKS)):
             slots = first.slots_of(rank)
             layers = [
                 Slots(torch.tensor(row[list(slots)], dtype=torch.uint8)[:, None].repeat(1, SIZE))
                 for row in first.physical_to_logical_map
             ]
-            group = ThreadGroup(rank, mail)
             recorder = ExpertLoadRecorder(LAYERS, EXPERTS, device="cpu", mode="stat")
             tables = SimpleNamespace(ranks_per_node=None, placement=first)
             tables.put = lambda placement, tables=tables: setattr(tables, "placement", placement)
-            experts = SimpleNamespace(placement=first, epoch=0, replicas=tables, group=group, recorder=recorder)
+            experts = SimpleNamespace(placement=first, epoch=0, replicas=tables, group=groups.world, recorder=recorder)
             model: Any = SimpleNamespace(
                 experts=experts,
-                groups=SimpleNamespace(world=group, ep=group),
+                groups=groups,
                 moe_layers=lambda layers=layers: [SimpleNamespace(experts=slots) for slots in layers],
             )
             self.layers.append(layers)
