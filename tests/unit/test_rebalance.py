@@ -22,6 +22,7 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.recorder import ExpertLoadRecorder
 from pdinfer.moe.solver_process import PackedPlacement, unpack_placement
 from pdinfer.rebalance import Rebalancing
+from pdinfer.testing import random_model
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of
 from tests.unit.thread_groups import groups_of
@@ -278,6 +279,32 @@ def test_one_rank_says_the_same_whatever_is_staged() -> None:
             one.step()
         assert one.load().placement_epoch == 1
         assert torch.equal(one.model.logits([3, 1, 4]), before)
+
+
+def test_what_is_recorded_is_told_without_the_warm_up() -> None:
+    model = random_model(experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16))
+    prefill_end, decode_end = pd.KVChannel.loopback(pool, pool)
+    with pd.PrefillEngine(model, prefill_end) as prefill, pd.DecodeEngine(model, decode_end) as decode:
+        prefill.warm_up()
+        sampling = pd.SamplingParams(max_new_tokens=4, ignore_eos=True)
+        with pd.Pairing(prefill, decode) as pairing:
+            list(pairing.generate([pd.Request(prompt=(1, 2, 3, 4, 5), sampling=sampling)]))
+            assert decode.expert_load is None
+            decode.sum_expert_load()
+            decode.step()
+            assert decode.expert_load is not None
+            # three of the four tokens were run, behind the five of the prompt
+            assert decode.expert_load.sum(1).tolist() == [(5 + 3) * model.config.num_experts_per_tok] * 2
+        with pytest.raises(ConfigError, match=r"rebalance\(\): all experts are on one rank"):
+            decode.rebalance()
+
+
+def test_rebalancing_without_counts_is_refused() -> None:
+    pool = pd.PagePool(model_of(), pd.CacheConfig(page_size=4, num_pages=4))
+    (channel,) = pd.KVChannel.loopback(pool)
+    with pytest.raises(ConfigError, match="eplb_rebalance_num_iterations = 9 needs expert_distribution_recorder_mode"):
+        pd.DecodeEngine(model_of(), channel, pd.EngineConfig(eplb_rebalance_num_iterations=9))
 
 
 def test_a_packed_placement_is_itself_again() -> None:
