@@ -44,6 +44,7 @@ def test_example_runs(name: str) -> None:
         "03_xpyd.py": "24 requests ended",
         "04_custom_transport.py": "get key=31337;",
         "05_asyncio_host.py": "calc 8+8=16;",
+        "06_ranks.py": "done: experts were placed anew while requests ran",
     }
     plain = re.sub(r"\033\[\d+m", "", _run(f"examples/{name}"))
     assert expected[name] in plain

@@ -98,6 +98,11 @@ class EngineConfig:
     gets back what it had. None leaves that to the host. With `keep_freed_memory` the process's malloc keeps what steps
     on a CPU free, see `pdinfer.malloc`. `trace` names a folder: when the engine is closed, a timeline
     of its newest steps is written there, see `pdinfer.trace`.
+
+    With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
+    `ExpertConfig.expert_distribution_recorder_mode`, and at most `rebalance_max_bytes` of weights sent for it (None: as
+    many as need be). On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step` in a
+    step, though one expert at least; 0 moves all at once.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -116,6 +121,11 @@ class EngineConfig:
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
     keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
+    eplb_rebalance_num_iterations: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(int_in(1, 1 << 30))
+    )
+    rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
+    rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
 
 
 @attrs.frozen(kw_only=True)

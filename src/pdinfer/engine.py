@@ -19,6 +19,8 @@ from pdinfer.lockstep import Agreement
 from pdinfer.malloc import keep_freed_memory
 from pdinfer.model import Model
 from pdinfer.ranks import Ranks
+from pdinfer.rebalance import Rebalancing
+from pdinfer.rebalanced import Rebalanced
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
@@ -31,7 +33,7 @@ Submitted = TypeVar("Submitted")
 DRAIN_POLL_S = 0.1
 
 
-class Engine(ABC, Generic[Submitted]):
+class Engine(Rebalanced, ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -70,6 +72,7 @@ class Engine(ABC, Generic[Submitted]):
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
         self._inbox: Inbox[Submitted | str] = Inbox()
+        self._rebalancing = Rebalancing(model, self.config, wake=self._inbox.wake, clock=clock)
         self._model_runner = self.make_runner(model, pool.memory)
         self._runner: Runner = self._model_runner
         self._ends: KVChannel | RankChannel = channel
@@ -79,12 +82,14 @@ class Engine(ABC, Generic[Submitted]):
                 model.groups,
                 channel,
                 self._model_runner,
+                rebalancing=self._rebalancing,
                 run_empty=self.run_empty,
                 limits=self._shared_limits(),
                 wake=self._inbox.wake,
             )
             self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []
+        self._num_steps = 0
         self._num_tokens = 0
         self._busy_s = 0.0
         self._best_tokens_per_s = 0.0
@@ -171,7 +176,16 @@ class Engine(ABC, Generic[Submitted]):
         any: RankLost when one does not come."""
         with using_threads(self.config.num_threads), span(self._trace, STEP):
             part(self._trace, "schedule")
-            return self._step() if self._ranks is None else self._step_among(self._ranks)
+            return self._step_alone() if self._ranks is None else self._step_among(self._ranks)
+
+    def _step_alone(self) -> list[Event]:
+        """A step without other ranks: what one says all say."""
+        num_steps = self._num_steps
+        events = self._step()
+        runs = self._num_steps > num_steps
+        if runs or self._rebalancing.has_news:
+            self._rebalancing.agreed([self._rebalancing.standing()], runs=runs)
+        return events
 
     def _step_among(self, ranks: Ranks) -> list[Event]:
         """A step with the other ranks."""
@@ -195,9 +209,9 @@ class Engine(ABC, Generic[Submitted]):
         """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
 
         All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
-        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is and
-        counts in no `load`. Pages of the pool that it did not need are not touched. Raises Overloaded when requests are
-        unfinished or no page is free, RequestError when the engine is closed.
+        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is, counts
+        in no `load`, and forgets what was recorded of experts. Pages of the pool that it did not need are not touched.
+        Raises Overloaded when requests are unfinished or no page is free, RequestError when the engine is closed.
         """
         if self._closed:
             raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
@@ -214,7 +228,10 @@ class Engine(ABC, Generic[Submitted]):
             clock=self._clock,
         )
         with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
-            return WarmUp(steps=tuple(self._warm_up(run)))
+            steps = tuple(self._warm_up(run))
+        if self._rebalancing.recorder is not None:
+            self._rebalancing.recorder.reset()
+        return WarmUp(steps=steps)
 
     @abstractmethod
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
@@ -228,6 +245,8 @@ class Engine(ABC, Generic[Submitted]):
         """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
         if self._ranks is not None:
             left_s = min(left_s, self._ranks.due_in_s())
+        elif self._rebalancing.has_news:
+            left_s = 0.0
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
@@ -251,6 +270,7 @@ class Engine(ABC, Generic[Submitted]):
             self._close()
         else:
             self.channel.close()
+        self._rebalancing.close()
         self._closed = True
         self._inbox.wake()
         if self._trace is not None:
@@ -291,6 +311,7 @@ class Engine(ABC, Generic[Submitted]):
     def _worked(self, num_tokens: int, since_s: float) -> None:
         """Counts a model step that began at `since_s`."""
         took_s = self._clock() - since_s
+        self._num_steps += 1
         self._num_tokens += num_tokens
         self._busy_s += took_s
         if took_s > 0:
@@ -314,6 +335,9 @@ class Engine(ABC, Generic[Submitted]):
             "busy_s": self._busy_s,
             "prefix_query_tokens": self._prefix_query_tokens,
             "prefix_hit_tokens": self._prefix_hit_tokens,
+            "placement_epoch": self._rebalancing.epoch,
+            "is_placement_staged": self._rebalancing.is_staged,
+            "placement_error": self._rebalancing.error,
             "transport": self.channel.transport.name,
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,

@@ -27,6 +27,7 @@ from pdinfer.errors import ConfigError, RankLost
 from pdinfer.groups import Group, Groups
 from pdinfer.inbox import Inbox
 from pdinfer.rank_messages import Message
+from pdinfer.rebalance import ExpertStanding, Rebalancing
 
 BEAT_S = 0.1
 """How often ranks agree when nobody has work."""
@@ -35,14 +36,12 @@ BEAT_S = 0.1
 @attrs.frozen(kw_only=True)
 class Standing:
     """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
-    needs to draft behind them, the placement of experts it uses and a digest of the staged one, whether it closes, and
-    how many bytes it has for its attention group."""
+    needs to draft behind them, whether it closes, and how many bytes it has for its attention group. What it says of
+    its experts, an `ExpertStanding`, stands behind it."""
 
     number: int
     num_rows: int = 0
     num_passes: int = 0
-    placement_epoch: int = 0
-    staged_digest: int = 0
     is_closing: int = 0
     num_bytes: int = 0
 
@@ -67,11 +66,13 @@ class Agreement:
 
 
 class Lockstep:
-    """One rank's part in the common sequence of steps; made by all ranks together. `wake` is called from any thread
-    when a step would do something. Once `lost` is set, every `agree` raises it."""
+    """One rank's part in the common sequence of steps; made by all ranks together. `rebalancing` does its part in each
+    agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
+    it."""
 
-    def __init__(self, groups: Groups, wake: Callable[[], None]) -> None:
+    def __init__(self, groups: Groups, rebalancing: Rebalancing, wake: Callable[[], None]) -> None:
         self.groups = groups
+        self._rebalancing = rebalancing
         self.lost: RankLost | None = None
         self.closing = False
         self._wake = wake
@@ -90,6 +91,8 @@ class Lockstep:
     def due_in_s(self) -> float:
         """When to take part in an agreement though this rank has no rows; 0 for now."""
         if self._is_active or self._rung == self._number or self._outbox.peek() or self.lost is not None:
+            return 0.0
+        if self._rebalancing.has_news:
             return 0.0
         return max(0.0, self._agreed_at + BEAT_S - time.monotonic())
 
@@ -113,12 +116,15 @@ class Lockstep:
             self._bell.ring(self._number)
         self._number += 1
         with self.together():
-            table = self.groups.world.all_gather(torch.tensor([attrs.astuple(ours)])).tolist()
-            standings = tuple(Standing(**dict(zip(_FIELDS, row, strict=True))) for row in table)
+            said = *attrs.astuple(ours), *attrs.astuple(self._rebalancing.standing())
+            table = self.groups.world.all_gather(torch.tensor([said])).tolist()
+            standings = tuple(Standing(**dict(zip(_FIELDS, row, strict=False))) for row in table)
             self._check_numbers(standings)
             agreement = Agreement(standings, self._exchange(data, standings))
+            experts = [ExpertStanding(**dict(zip(_EXPERT_FIELDS, row[len(_FIELDS) :], strict=True))) for row in table]
+            migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
         self.closing = any(standing.is_closing for standing in standings)
-        self._is_active = agreement.runs
+        self._is_active = agreement.runs or migrates
         self._agreed_at = time.monotonic()
         return agreement
 
@@ -186,6 +192,7 @@ class Lockstep:
 
 
 _FIELDS = tuple(field.name for field in attrs.fields(Standing))
+_EXPERT_FIELDS = tuple(field.name for field in attrs.fields(ExpertStanding))
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:

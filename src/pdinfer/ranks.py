@@ -17,6 +17,7 @@ from pdinfer.groups import Groups
 from pdinfer.kv.channel import KVChannel
 from pdinfer.leader import RankChannel, RankRunner, RunEmpty
 from pdinfer.lockstep import Lockstep, compare, gather_bytes
+from pdinfer.rebalance import Rebalancing
 from pdinfer.runner import ModelRunner, Runner
 from pdinfer.types import PeerAddress
 
@@ -36,6 +37,7 @@ class Ranks:
         channel: KVChannel,
         runner: Runner,
         *,
+        rebalancing: Rebalancing,
         run_empty: RunEmpty,
         limits: Mapping[str, object],
         wake: Callable[[], None],
@@ -48,7 +50,7 @@ class Ranks:
         self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
         self.ends: KVChannel | RankChannel = channel
         self._groups = groups
-        self._lockstep = Lockstep(groups, wake)
+        self._lockstep = Lockstep(groups, rebalancing, wake)
         self.follower: Follower | None = None
         if attention.size > 1:
             self.ends = RankChannel(channel, self._lockstep)

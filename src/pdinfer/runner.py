@@ -112,6 +112,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row]) -> None:
         """The part of `decode` that leaves something in the pages, where nothing is drafted."""
         self._model.forward(self._batch(rows, absorbed=True), self._view)
+        self._model.experts.end_step()
 
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0

@@ -265,7 +265,9 @@ class EngineLoad:
     engine was made; `providers` are (op, provider) pairs. `step_age_s` is how long ago the engine's last step ended, as
     far as its client knows: one that is alive and makes no progress shows there. None for an engine in this process,
     which its host steps. Cached pages hold what ended requests left and are evicted when pages are wanted; of
-    `prefix_query_tokens` looked up there, `prefix_hit_tokens` were found."""
+    `prefix_query_tokens` looked up there, `prefix_hit_tokens` were found. `placement_epoch` is that of the placement
+    of experts in use; `is_placement_staged` tells of another one on its way, `placement_error` why the last one was
+    dropped."""
 
     address: PeerAddress
     num_free_pages: int
@@ -280,6 +282,9 @@ class EngineLoad:
     num_cached_pages: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    placement_epoch: int = 0
+    is_placement_staged: bool = False
+    placement_error: str = ""
 
     @property
     def num_available_pages(self) -> int:

@@ -53,6 +53,7 @@ def serving(
     checkpoint: str,
     collective_s: float = 30.0,
     fault: tuple[str, int, str] = ("", 0, ""),
+    job: str = "tests.e2e.rank_worlds:serve_rank",
     **config: Any,
 ) -> Iterator[World]:
     """Ranks with sizes such as {"tp_size": 2, "dp_size": 2}; leaving it closes them. `config` as for `make_engine`."""
@@ -62,7 +63,6 @@ def serving(
         outcomes: list[Outcome] = []
 
         def run() -> None:
-            job = "tests.e2e.rank_worlds:serve_rank"
             try:
                 outcomes.extend(ranks.outcomes(job, sum(counts.values()), *arguments, deadline_s=DEADLINE_S))
             finally:
@@ -133,10 +133,11 @@ def make_engine(
     mtp: bool = False,
     num_pages: int = 128,
     page_size: int = 4,
+    experts: pd.ExpertConfig | None = None,
     **config: Any,
 ) -> pd.PrefillEngine | pd.DecodeEngine:
     """This rank's engine, in float32."""
-    model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp)
+    model = pd.load_model(checkpoint, dtype=torch.float32, topology=topology, mtp=mtp, experts=experts)
     pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     channel = pd.KVChannel(pool, pd.kv.SocketTransport(path=channel_at))
     kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[role]

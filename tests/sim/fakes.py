@@ -100,6 +100,15 @@ class NoChoices:
     choices: tuple[Any, ...] = ()
 
 
+@attrs.frozen
+class NoExperts:
+    """What engines read of a model's experts."""
+
+    placement: None = None
+    recorder: None = None
+    epoch: int = 0
+
+
 class FakeModel:
     """What engines and pools ask of a Model."""
 
@@ -107,6 +116,10 @@ class FakeModel:
     resolved = NoChoices()
     mtp = "drafts with cells of DRAFT_LAYER"
     groups = Groups.single()
+    experts = NoExperts()
+
+    def moe_layers(self) -> list[Any]:
+        return []
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
         component = KVComponent(

@@ -6,25 +6,34 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
 from pdinfer import lockstep as lockstep_module
 from pdinfer import rank_messages as say
+from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.groups import Groups
 from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
+from pdinfer.rebalance import Rebalancing
 from pdinfer.types import PeerAddress
+from tests.sim.fakes import FakeModel
 from tests.unit.thread_groups import groups_of, on_ranks
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
+
+
+def no_experts() -> Rebalancing:
+    model: Any = FakeModel()
+    return Rebalancing(model, EngineConfig())
 
 
 @contextmanager
 def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threading.Event]]]:
     """One per rank, and an event for each that tells when it was woken; all have met once and found no work."""
     woken = [threading.Event() for _ in groups]
-    made = on_ranks(groups, lambda one: Lockstep(one, woken[one.world.rank].set))
+    made = on_ranks(groups, lambda one: Lockstep(one, no_experts(), woken[one.world.rank].set))
     with ExitStack() as stack:
         for one in made:
             stack.callback(one.close)

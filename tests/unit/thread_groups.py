@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,9 @@ class Meeting:
     size: int
     barrier: threading.Barrier
     brought: dict[int, Tensor] = attrs.field(factory=dict)
+    mail: list[list[queue.Queue[Tensor]]] = attrs.field(
+        default=attrs.Factory(lambda self: [[queue.Queue() for _ in range(self.size)] for _ in range(self.size)], True)
+    )
 
     def of(self, rank: int, x: Tensor) -> list[Tensor]:
         try:
@@ -48,6 +52,15 @@ class ThreadGroup(Group):
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         assert len(x) == counts[self.rank]
         return self.all_gather(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x.copy_(torch.stack(self.meeting.of(self.rank, x)).sum(0))
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        for to, x in sends:
+            self.meeting.mail[self.rank][to].put(x.clone())
+        for source, x in receives:
+            x.copy_(self.meeting.mail[source][self.rank].get(timeout=TIMEOUT_S))
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
         return x.copy_(self.meeting.of(self.rank, x)[source])

@@ -12,7 +12,7 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, to_bytes
+from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import WeightSource
 from pdinfer.moe.dispatch import Contiguous, Dispatched, Masked
 
@@ -39,6 +39,10 @@ class Experts:
                 'one for all three: load with weights="float"'
             )
         return cls(gate_up, down, ops.grouped_mlp_by(gate_up))
+
+    @property
+    def device(self) -> torch.device:
+        return tensors_of(self.down)[0].device
 
     @property
     def slot_bytes(self) -> int:

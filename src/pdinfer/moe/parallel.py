@@ -25,8 +25,9 @@ from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
 @attrs.define(eq=False, kw_only=True)
 class ExpertParallel:
     """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
-    the rows of `placement`, which is None in a model without any. Without `replicas` every expert is in the slot of
-    its own number. `recorder` counts what this rank's tokens choose."""
+    the rows of `placement`, which is None in a model without any; `epoch` numbers the placements that it has had.
+    Without `replicas`, on one rank, slots are mere names: every expert is where its own number says. `recorder` counts
+    what this rank's tokens choose."""
 
     group: Group
     layers: Sequence[int]
@@ -35,6 +36,7 @@ class ExpertParallel:
     dispatcher: TokenDispatcher
     recorder: ExpertLoadRecorder | None = None
     two_batch_overlap: bool = False
+    epoch: int = 0
 
     @classmethod
     def alone(cls, config: ModelConfig, ops: Ops, *, mtp: bool) -> ExpertParallel:
@@ -100,6 +102,8 @@ class ExpertParallel:
     def experts_of(self, layer: int) -> list[int]:
         """The logical experts in this rank's slots."""
         assert self.placement is not None
+        if self.replicas is None:
+            return list(range(self.placement.num_logical_experts))
         row = self.placement.physical_to_logical_map[self.layers.index(layer)]
         experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
         return experts

@@ -1,0 +1,243 @@
+"""What ranks do in tests of live rebalancing (see tests/ranks.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pdinfer as pd
+from pdinfer.moe.transfer import ExpertTransfer
+from tests.e2e.rank_worlds import join_world, make_engine, size_of
+
+Engine = pd.PrefillEngine | pd.DecodeEngine
+WAIT_S = 40.0
+TWO = {"dp_size": 2, "ep_size": 2}
+
+
+def scattered(running: pd.ExpertPlacement, seed: int) -> pd.ExpertPlacement:
+    """Any placement of these sizes but `running`; the same for a seed on every rank."""
+    random = np.random.default_rng(seed)
+    ranks, experts = running.num_ranks, running.num_logical_experts
+    rows: list[list[int]] = []
+    while len(rows) < running.num_layers:
+        more = random.integers(0, experts, running.num_slots - experts)
+        row = random.permutation(np.concatenate([np.arange(experts), more]))
+        if all(len(set(part)) == len(part) for part in row.reshape(ranks, -1).tolist()):
+            rows.append(row.tolist())
+    table = np.array(rows)
+    if np.array_equal(table, running.physical_to_logical_map):
+        return scattered(running, seed + 1_000_000)
+    return pd.ExpertPlacement(physical_to_logical_map=table, num_logical_experts=experts, num_ranks=ranks)
+
+
+# ---- under load ----------------------------------------------------------------------------------------------------
+
+
+def serve_rank(
+    folder: str,
+    checkpoint: str,
+    prefill: dict[str, int],
+    decode: dict[str, int],
+    config: dict[str, Any],
+    collective_s: float,
+    _fault: Any,
+) -> dict[str, Any]:
+    """Serves an engine. Decode's ranks stage one placement after the other, prefill's follow their load."""
+    rank = int(os.environ["RANK"])
+    role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
+    rank -= 0 if role == "prefill" else size_of(prefill)
+    topology = join_world(role, folder, rank, sizes, collective_s)
+    options = {"eplb_rebalance_num_iterations": 10} if role == "prefill" else {}
+    engine = make_engine(
+        checkpoint,
+        topology,
+        Path(folder) / f"{role}{rank}",
+        role,
+        experts=pd.ExpertConfig(
+            num_redundant_experts=config["redundant"],
+            ep_dispatch_algorithm="dynamic",
+            expert_distribution_recorder_mode="stat",
+        ),
+        rebalance_bytes_per_step=config["bytes_per_step"],
+        **options,
+    )
+    addresses, killed = addresses_of(engine), kill_once(engine)
+    ended = threading.Event()
+    stager = threading.Thread(target=stage_all, args=(engine, config["count"], ended))
+    if role == "decode":
+        stager.start()
+    connection = None
+    if topology.is_leader:
+        connection = Client(f"{folder}/host", "AF_UNIX")
+        connection.send_bytes(role.encode())
+    pd.remote.serve(engine, connection)
+    ended.set()
+    if role == "decode":
+        stager.join()
+    engine.channel.pool.check()
+    load = engine.load()
+    assert addresses_of(engine) == addresses
+    return {
+        "role": role,
+        "rank": rank,
+        "killed": len(killed),
+        "alike": [load.placement_epoch, load.placement_error, placement_of(engine)],
+    }
+
+
+def kill_once(engine: Engine) -> list[int]:
+    """Kills the solver's process at its first request; the number of the process."""
+    solver, killed = engine._rebalancing.solver, []
+    ask = solver.ask
+
+    def broken(*arguments: Any, **named: Any) -> None:
+        ask(*arguments, **named)
+        if not killed and solver.pid is not None:
+            killed.append(solver.pid)
+            os.kill(solver.pid, signal.SIGKILL)
+
+    solver.ask = broken  # type: ignore[method-assign]
+    return killed
+
+
+def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
+    """Stages placements until `count` have come into use; what was dropped is staged again."""
+    while not ended.wait(0.002):
+        load = engine.load()
+        if load.placement_epoch >= count:
+            return
+        running = engine.model.experts.placement
+        if not load.is_placement_staged and running is not None:
+            try:
+                engine.stage_placement(scattered(running, load.placement_epoch), epoch=load.placement_epoch + 1)
+            except pd.ConfigError:  # it came into use meanwhile
+                continue
+
+
+def addresses_of(engine: Engine) -> list[int]:
+    """Where weights and tables of experts lie."""
+    replicas = engine.model.experts.replicas
+    tables = [] if replicas is None else [replicas.slots_LEX, replicas.until_LEX]
+    weights = [stack for layer in engine.model.moe_layers() for stack in (layer.experts.gate_up, layer.experts.down)]
+    return [tensor.data_ptr() for tensor in (*tables, *weights) if isinstance(tensor, torch.Tensor)]
+
+
+def placement_of(engine: Engine) -> Any:
+    """Where this rank thinks experts are."""
+    placement = engine.model.experts.placement
+    return None if placement is None else placement.physical_to_logical_map.tolist()
+
+
+# ---- engines that idle ---------------------------------------------------------------------------------------------
+
+
+def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
+    """A decode engine of this rank, without requests."""
+    topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
+    experts = pd.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
+    channel_at = Path(folder) / f"idle{topology.rank}"
+    engine = make_engine(checkpoint, topology, channel_at, "decode", experts=experts, num_pages=8, **config)
+    assert isinstance(engine, pd.DecodeEngine)
+    return engine
+
+
+def step_until(engine: Engine, done: Callable[[], bool]) -> None:
+    """Steps and waits as a host does."""
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end, engine.load()
+        assert engine.step() == []
+        engine.wait(0.05)
+
+
+def placed(load: pd.types.DecodeLoad) -> list[Any]:
+    return [load.placement_epoch, load.is_placement_staged, bool(load.placement_error)]
+
+
+def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
+    """One rank alone stages; then the other another one; rank 1 cancels; then both the same."""
+    with idle_engine(checkpoint, folder, TWO, rebalance_bytes_per_step=1) as engine:
+        rank, running = int(os.environ["RANK"]), engine.model.experts.placement
+        assert running is not None
+        mine = [scattered(running, 10 + rank), scattered(running, 20)]
+        seen = []
+        number = engine._ranks._lockstep  # type: ignore[union-attr]
+        if rank == 0:
+            engine.stage_placement(mine[0])
+        first = number._number
+        step_until(engine, lambda: number._number > first + 3)
+        seen.append(placed(engine.load()))
+        if rank == 1:
+            engine.stage_placement(mine[0])
+        first = number._number
+        step_until(engine, lambda: number._number > first + 3)
+        seen.append(placed(engine.load()))
+        if rank == 1:
+            engine.cancel_placement()
+        step_until(engine, lambda: not engine.load().is_placement_staged)
+        seen.append(placed(engine.load()))
+        engine.stage_placement(mine[1])
+        first = number._number
+        step_until(engine, lambda: not engine.load().is_placement_staged)
+        seen.append(placed(engine.load()))
+        return {"seen": seen, "agreements": number._number - first, "same": engine.model.experts.placement == mine[1]}
+
+
+def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Rank 1 runs out of memory in the second part of a migration; then it has more."""
+    with idle_engine(checkpoint, folder, TWO, rebalance_bytes_per_step=1) as engine:
+        rank, running = int(os.environ["RANK"]), engine.model.experts.placement
+        assert running is not None
+        before = [layer.experts.read_slot(slot) for layer in engine.model.moe_layers() for slot in range(6)]
+        new = scattered(running, 3)
+        pack, parts = ExpertTransfer.pack, []
+
+        def broken(transfer: ExpertTransfer, part: int) -> None:
+            parts.append(part)
+            if part == 1 and rank == 1:
+                raise MemoryError("a test's fault")
+            pack(transfer, part)
+
+        ExpertTransfer.pack = broken  # type: ignore[method-assign]
+        try:
+            engine.stage_placement(new)
+            step_until(engine, lambda: not engine.load().is_placement_staged)
+        finally:
+            ExpertTransfer.pack = pack  # type: ignore[method-assign]
+        after = [layer.experts.read_slot(slot) for layer in engine.model.moe_layers() for slot in range(6)]
+        failed = engine.load()
+        untouched = all(map(torch.equal, before, after)) and engine.model.experts.placement is running
+        engine.stage_placement(new)
+        step_until(engine, lambda: not engine.load().is_placement_staged)
+        return {
+            "parts": parts,
+            "error": failed.placement_error,
+            "untouched": untouched,
+            "epochs": [failed.placement_epoch, engine.load().placement_epoch],
+            "error_after": engine.load().placement_error,
+        }
+
+
+def add_up(checkpoint: str, folder: str) -> dict[str, Any]:
+    """Ranks that counted different things; rank 1 asks for the sum."""
+    rank = int(os.environ["RANK"])
+    with idle_engine(checkpoint, folder, TWO) as engine:
+        recorder = engine._rebalancing.recorder
+        assert recorder is not None
+        recorder.add(np.full((recorder.num_layers, recorder.num_experts), 1 + rank))
+        recorder.end_step()
+        assert engine.expert_load is None
+        if rank == 1:
+            engine.sum_expert_load()
+        step_until(engine, lambda: engine.expert_load is not None)
+        assert engine.expert_load is not None
+        return {"load": engine.expert_load.tolist(), "staged": engine.load().is_placement_staged}

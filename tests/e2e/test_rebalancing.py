@@ -1,0 +1,108 @@
+"""Experts change places while engines run: tokens stay the same, and what goes wrong leaves the old placement."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pdinfer as pd
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.e2e.rank_worlds import serving
+from tests.e2e.setups import TIMEOUT_S, Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
+from tests.ranks import Ranks
+
+NUM_REBALANCES = 50
+JOBS = "tests.e2e.rebalance_jobs:"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, tiny_config_dict("v3"))
+    return str(folder)
+
+
+def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int) -> None:
+    """Decode's ranks are given placements; prefill's ask a solver, which is killed at the first question."""
+    sizes = {"dp_size": size, "ep_size": size}
+    options: dict[str, Any] = {"count": NUM_REBALANCES, "redundant": redundant, "bytes_per_step": 80_000}
+    requests, events = [], []
+    with serving(ranks, sizes, sizes, checkpoint=checkpoint, job=f"{JOBS}serve_rank", **options) as world:
+        numbers = itertools.count()
+
+        def submit() -> None:
+            number = next(numbers)
+            prompt = prompt_of((9, 1, 23, 40, 5)[number % 5], seed=number)
+            request = pd.Request(
+                request_id=str(number), prompt=prompt, sampling=greedy(3 + number % 9, ignore_eos=True)
+            )
+            requests.append(request)
+            world.pairing.submit(request)
+
+        def epoch(ports: Sequence[Any]) -> int:
+            return min(port.load().placement_epoch for port in ports)
+
+        while epoch(world.decodes) < NUM_REBALANCES or epoch(world.prefills) < 1:
+            assert next(numbers) < 5000
+            most = 6 if epoch(world.decodes) < NUM_REBALANCES else 1  # and the rest of a small machine for the solver
+            while world.pairing.num_unfinished < most:
+                submit()
+            events += world.pairing.step()
+            world.pairing.wait(0.05)
+        events += collect(world.pairing, timeout_s=TIMEOUT_S)
+    for role, least in (("prefill", 1), ("decode", NUM_REBALANCES)):
+        ended = [value for value in world.values if value["role"] == role]
+        assert all(value["alike"] == ended[0]["alike"] for value in ended)
+        epochs, error, _ = ended[0]["alike"]
+        assert epochs >= least
+        assert error == ""
+        assert sum(value["killed"] for value in ended) == (role == "prefill")
+        print(f"{role}: {epochs} placements in {len(requests)} requests")
+    model = pd.load_model(checkpoint, dtype=torch.float32)
+    streams, tally = by_request(events), Tally()
+    for request in requests:
+        stream = streams[request.request_id or ""]
+        assert stream[-1].finish_reason is pd.FinishReason.LENGTH, stream[-1]
+        tally.compare(str(request.request_id), stream, plain_reference(model, request, tokens_of(stream)))
+    tally.check()
+
+
+def test_tokens_stay_the_same_while_experts_move(ranks: Ranks, checkpoint: str) -> None:
+    rebalance_under_load(ranks, checkpoint, size=2, redundant=2)
+
+
+@pytest.mark.full
+def test_tokens_stay_the_same_while_experts_move_between_four_ranks(ranks: Ranks, checkpoint: str) -> None:
+    rebalance_under_load(ranks, checkpoint, size=4, redundant=4)
+
+
+def test_ranks_that_disagree_wait_and_can_cancel(ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
+    for told in ranks.run(f"{JOBS}stage_and_cancel", 2, checkpoint, str(tmp_path)):
+        alone, different, cancelled, together = told["seen"]
+        assert alone in ([0, True, False], [0, False, False])
+        assert different == [0, True, False]
+        assert cancelled == [0, False, False]
+        assert together == [1, False, False]
+        assert told["same"]
+        assert told["agreements"] > 4  # an expert per step
+
+
+def test_an_error_in_the_middle_leaves_the_old_placement(ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
+    first, second = ranks.run(f"{JOBS}fail_in_the_middle", 2, checkpoint, str(tmp_path))
+    for told in (first, second):
+        assert told["untouched"]
+        assert told["epochs"] == [0, 1]
+        assert told["error_after"] == ""
+        assert told["parts"][:2] == [0, 1]
+    assert first["error"] == "rank 1 could not go on with it; its log tells why"
+    assert second["error"].startswith("MemoryError: ")
+
+
+def test_counts_are_added_up_when_a_rank_asks(ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
+    for told in ranks.run(f"{JOBS}add_up", 2, checkpoint, str(tmp_path)):
+        assert told == {"load": [[3] * 8] * 2, "staged": False}

@@ -1,0 +1,318 @@
+"""Ranks that change to another placement: together or not at all, whatever comes between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pdinfer as pd
+from pdinfer.errors import ConfigError
+from pdinfer.moe.recorder import ExpertLoadRecorder
+from pdinfer.moe.solver_process import PackedPlacement, unpack_placement
+from pdinfer.rebalance import Rebalancing
+from pdinfer.testing import random_model
+from tests.e2e.rebalance_jobs import scattered
+from tests.e2e.setups import model_of
+from tests.unit.thread_groups import groups_of
+
+LAYERS, EXPERTS, REDUNDANT, RANKS = 2, 4, 2, 3
+SIZE = 8
+
+
+@attrs.define
+class Slots:
+    """The experts of a rank in one layer: the bytes of an expert are its number. Reading `fails` once."""
+
+    data: Tensor
+    fails: bool = False
+    slot_bytes: int = SIZE
+    device: torch.device = attrs.field(factory=lambda: torch.device("cpu"))
+
+    def read_slot(self, slot: int) -> Tensor:
+        if self.fails:
+            self.fails = False
+            raise MemoryError(f"slot {slot}: a test's fault")
+        return self.data[slot].clone()
+
+    def write_slot(self, slot: int, data: Tensor) -> None:
+        self.data[slot] = data
+
+
+class FakeSolver:
+    """Answers with any other placement, at the second look."""
+
+    def __init__(self) -> None:
+        self.is_asked, self.asked = False, 0
+        self.error: Exception | None = None
+        self.loads: list[Any] = []
+
+    def ask(self, load: Any, previous: pd.ExpertPlacement, *, max_moves: int | None = None) -> None:
+        self.is_asked, self.looks, self.previous = True, 0, previous
+        self.asked += 1
+        self.loads.append(load.tolist())
+
+    def poll(self) -> bytes:
+        self.looks += 1
+        if self.looks < 2:
+            return b""
+        self.is_asked = False
+        if self.error is not None:
+            raise self.error
+        return msgspec.msgpack.encode(PackedPlacement.of(scattered(self.previous, 100 + self.asked)))
+
+    def close(self) -> None:
+        self.is_asked = False
+
+
+class World:
+    """RANKS ranks, of which all see every agreement."""
+
+    def __init__(self, pool: ThreadPoolExecutor, **config: Any) -> None:
+        self.pool = pool
+        self.layers: list[list[Slots]] = []
+        self.experts: list[Any] = []
+        self.ranks: list[Rebalancing] = []
+        first = pd.ExpertPlacement.trivial(LAYERS, EXPERTS, RANKS, REDUNDANT)
+        for rank, groups in enumerate(groups_of(dp_size=RANKS)):
+            slots = first.slots_of(rank)
+            layers = [
+                Slots(torch.tensor(row[list(slots)], dtype=torch.uint8)[:, None].repeat(1, SIZE))
+                for row in first.physical_to_logical_map
+            ]
+            recorder = ExpertLoadRecorder(LAYERS, EXPERTS, device="cpu", mode="stat")
+            tables = SimpleNamespace(ranks_per_node=None, placement=first)
+            tables.put = lambda placement, tables=tables: setattr(tables, "placement", placement)
+            experts = SimpleNamespace(placement=first, epoch=0, replicas=tables, group=groups.world, recorder=recorder)
+            model: Any = SimpleNamespace(
+                experts=experts,
+                groups=groups,
+                moe_layers=lambda layers=layers: [SimpleNamespace(experts=slots) for slots in layers],
+            )
+            self.layers.append(layers)
+            self.experts.append(experts)
+            rebalancing = Rebalancing(model, pd.EngineConfig(rebalance_bytes_per_step=2 * SIZE, **config))
+            rebalancing.solver = FakeSolver()  # type: ignore[assignment]
+            self.ranks.append(rebalancing)
+
+    def agree(self, *, runs: bool = False) -> None:
+        """One agreement; then all ranks use the same placement, and hold what it says."""
+        standings = [rank.standing() for rank in self.ranks]
+        moves = list(self.pool.map(lambda rank: rank.agreed(standings, runs=runs), self.ranks))
+        assert len(set(moves)) == 1
+        placement, epoch = self.experts[0].placement, self.ranks[0].epoch
+        for rank, (experts, layers) in enumerate(zip(self.experts, self.layers, strict=True)):
+            assert (experts.placement, self.ranks[rank].epoch) == (placement, epoch)
+            assert experts.replicas.placement == placement
+            held = np.array([slots.data[:, 0].tolist() for slots in layers])
+            assert np.array_equal(held, placement.physical_to_logical_map[:, list(placement.slots_of(rank))])
+
+    def settle(self) -> None:
+        """Agrees as long as somebody has news."""
+        for _ in range(100):
+            if not any(rank.has_news or rank.solver.is_asked for rank in self.ranks):
+                return
+            self.agree()
+        raise AssertionError("there is always news")
+
+    def break_rank(self, rank: int) -> None:
+        """The rank cannot read its weights the next time that it must."""
+        self.layers[rank][0].fails = True
+
+
+@contextmanager
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        yield pool
+
+
+def other(world: World, seed: int) -> pd.ExpertPlacement:
+    return scattered(world.experts[0].placement, seed)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("stage"), st.integers(0, RANKS - 1), st.integers(0, 2)),
+    st.tuples(st.just("stage all"), st.just(0), st.integers(0, 2)),
+    st.tuples(st.sampled_from(["cancel", "break", "rebalance"]), st.integers(0, RANKS - 1), st.just(0)),
+    st.tuples(st.sampled_from(["agree", "run"]), st.just(0), st.just(0)),
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(ACTIONS, max_size=30))
+def test_ranks_change_together_or_not_at_all(actions: list[tuple[str, int, int]]) -> None:
+    with threads() as pool:
+        world = World(pool, eplb_rebalance_num_iterations=5)
+        for what, rank, seed in actions:
+            if what.startswith("stage"):
+                for each in range(RANKS) if what == "stage all" else [rank]:
+                    try:
+                        world.ranks[each].stage(other(world, seed))
+                    except ConfigError as error:
+                        assert "another placement is staged already" in str(error)  # noqa: PT017
+            elif what == "break":
+                world.break_rank(rank)
+            elif what == "cancel":
+                world.ranks[rank].cancel()
+            elif what == "rebalance":
+                world.ranks[rank].ask_rebalance()
+            else:
+                world.agree(runs=what == "run")
+        world.settle()
+        for layers in world.layers:
+            layers[0].fails = False
+        world.ranks[0].cancel()
+        world.settle()
+        assert not any(rank.is_staged for rank in world.ranks)
+        epoch, new = world.ranks[0].epoch, other(world, 50)
+        for each in world.ranks:
+            each.stage(new)
+        world.settle()
+        assert [each.epoch for each in world.ranks] == [epoch + 1] * RANKS
+        assert world.experts[0].placement == new
+
+
+def test_an_error_on_one_rank_is_told_on_all() -> None:
+    with threads() as pool:
+        world = World(pool)
+        new = other(world, 1)
+        for rank in world.ranks:
+            rank.stage(new)
+        world.break_rank(1)
+        world.settle()
+        assert [rank.epoch for rank in world.ranks] == [0] * RANKS
+        assert world.ranks[1].error.startswith("MemoryError: slot ")
+        assert world.ranks[0].error == world.ranks[2].error == "rank 1 could not go on with it; its log tells why"
+
+
+def test_every_so_many_steps_the_summed_load_is_solved() -> None:
+    with threads() as pool:
+        world = World(pool, eplb_rebalance_num_iterations=3)
+        for _ in range(3):
+            for number, experts in enumerate(world.experts):
+                experts.recorder.record(0, torch.tensor([[number]]))
+                experts.recorder.end_step()
+            world.agree(runs=True)
+        assert [rank.solver.asked for rank in world.ranks] == [1, 0, 0]  # type: ignore[attr-defined]
+        assert world.ranks[0].solver.loads == [[[3, 3, 3, 0], [0] * 4]]  # type: ignore[attr-defined]
+        world.ranks[2].ask_rebalance()  # one is under way
+        world.settle()
+        assert [rank.epoch for rank in world.ranks] == [1] * RANKS
+        assert world.ranks[0].solver.asked == 1  # type: ignore[attr-defined]
+        assert not world.experts[1].recorder.counts().any()
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError("it has ended"), ConfigError("no load")])
+def test_a_solver_that_fails_changes_nothing_and_is_asked_again(error: Exception) -> None:
+    with threads() as pool:
+        world = World(pool)
+        solver: Any = world.ranks[0].solver
+        solver.error = error
+        world.ranks[1].ask_rebalance()
+        world.settle()
+        assert (world.ranks[0].epoch, world.ranks[0].error) == (0, str(error))
+        solver.error = None
+        world.ranks[1].ask_rebalance()
+        world.settle()
+        assert [rank.epoch for rank in world.ranks] == [1] * RANKS
+
+
+def engine() -> pd.DecodeEngine:
+    model = attrs.evolve(model_of(), experts=attrs.evolve(model_of().experts))
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=4))
+    (channel,) = pd.KVChannel.loopback(pool)
+    return pd.DecodeEngine(model, channel)
+
+
+def test_bad_and_stale_placements_are_refused_with_the_values() -> None:
+    with engine() as one:
+        placement = one.model.experts.placement
+        assert placement is not None
+        table = placement.physical_to_logical_map
+        for map_, experts, ranks, told in (
+            (table[:1], 8, 1, r"1 mixture-of-experts layers \(num_layers\), the model runs with 2"),
+            (np.arange(9)[None].repeat(2, 0), 9, 1, r"9 experts \(num_logical_experts\), the model runs with 8"),
+            (table, 8, 2, r"2 expert-parallel ranks \(num_ranks\), the model runs with 1"),
+            (table, 8, 1, "the one that runs already, as epoch 0"),
+        ):
+            with pytest.raises(ConfigError, match=told):
+                one.stage_placement(
+                    pd.ExpertPlacement(physical_to_logical_map=map_, num_logical_experts=experts, num_ranks=ranks)
+                )
+        new = attrs.evolve(placement, physical_to_logical_map=table[:, ::-1])
+        for epoch in (0, -1, True, "2"):
+            with pytest.raises(ConfigError, match=r"is stale: its epoch is .*, and epoch 0 runs already"):
+                one.stage_placement(new, epoch=epoch)  # type: ignore[arg-type]
+        one.stage_placement(new, epoch=7)
+        one.stage_placement(new, epoch=7)
+        with pytest.raises(ConfigError, match="another placement is staged already, as epoch 7"):
+            one.stage_placement(new, epoch=8)
+        assert one.load().is_placement_staged
+        while one.wait(0.0):
+            one.step()
+        assert (one.load().placement_epoch, one.load().is_placement_staged) == (7, False)
+        with pytest.raises(ConfigError, match="its epoch is 7, and epoch 7 runs already"):
+            one.stage_placement(placement, epoch=7)
+        for ask in (one.rebalance, one.sum_expert_load):
+            with pytest.raises(ConfigError, match='needs expert_distribution_recorder_mode "stat" or "window"'):
+                ask()
+
+
+def test_one_rank_says_the_same_whatever_is_staged() -> None:
+    with engine() as one:
+        before = one.model.logits([3, 1, 4])
+        placement = one.model.experts.placement
+        assert placement is not None
+        one.stage_placement(scattered(placement, 1))
+        while one.wait(0.0):
+            one.step()
+        assert one.load().placement_epoch == 1
+        assert torch.equal(one.model.logits([3, 1, 4]), before)
+
+
+def test_what_is_recorded_is_told_without_the_warm_up() -> None:
+    model = random_model(experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16))
+    prefill_end, decode_end = pd.KVChannel.loopback(pool, pool)
+    with pd.PrefillEngine(model, prefill_end) as prefill, pd.DecodeEngine(model, decode_end) as decode:
+        prefill.warm_up()
+        sampling = pd.SamplingParams(max_new_tokens=4, ignore_eos=True)
+        with pd.Pairing(prefill, decode) as pairing:
+            list(pairing.generate([pd.Request(prompt=(1, 2, 3, 4, 5), sampling=sampling)]))
+            assert decode.expert_load is None
+            decode.sum_expert_load()
+            decode.step()
+            assert decode.expert_load is not None
+            # three of the four tokens were run, behind the five of the prompt
+            assert decode.expert_load.sum(1).tolist() == [(5 + 3) * model.config.num_experts_per_tok] * 2
+        with pytest.raises(ConfigError, match=r"rebalance\(\): all experts are on one rank"):
+            decode.rebalance()
+
+
+def test_rebalancing_without_counts_is_refused() -> None:
+    pool = pd.PagePool(model_of(), pd.CacheConfig(page_size=4, num_pages=4))
+    (channel,) = pd.KVChannel.loopback(pool)
+    with pytest.raises(ConfigError, match="eplb_rebalance_num_iterations = 9 needs expert_distribution_recorder_mode"):
+        pd.DecodeEngine(model_of(), channel, pd.EngineConfig(eplb_rebalance_num_iterations=9))
+
+
+def test_a_packed_placement_is_itself_again() -> None:
+    shares = np.array([[0.25, 1.0, 0.75]])
+    placement = pd.ExpertPlacement(
+        physical_to_logical_map=[[0, 1, 0]], num_logical_experts=2, num_ranks=3, slot_shares=shares
+    )
+    assert unpack_placement(msgspec.msgpack.encode(PackedPlacement.of(placement))) == placement
+    wrong = PackedPlacement([[0, 0]], 1, 1)
+    with pytest.raises(ConfigError, match="holds expert 0 twice"):
+        unpack_placement(msgspec.msgpack.encode(wrong))

@@ -1,0 +1,94 @@
+"""The process that solves placements beside an engine."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import pdinfer as pd
+from pdinfer.errors import ConfigError
+from pdinfer.moe.solve import serve
+from pdinfer.moe.solver_process import FRAME, PackedPlacement, SolveAnswer, SolveRequest, SolverProcess
+from pdinfer.testing import VirtualClock
+
+PREVIOUS = pd.ExpertPlacement.trivial(2, 8, 2, 2)
+LOAD = np.array([[1, 1, 1, 1, 90, 80, 1, 1]] * 2)
+
+
+def answers_to(*loads: Any) -> list[SolveAnswer]:
+    """Those of `serve`, in this process."""
+    requests, answers = io.BytesIO(), io.BytesIO()
+    for load in loads:
+        body = msgspec.msgpack.encode(SolveRequest(load, PackedPlacement.of(PREVIOUS)))
+        requests.write(FRAME.pack(len(body)) + body)
+    requests.seek(0)
+    serve(requests, answers)
+    answers.seek(0)
+    found = []
+    while head := answers.read(FRAME.size):
+        found.append(msgspec.msgpack.decode(answers.read(*FRAME.unpack(head)), type=SolveAnswer))
+    return found
+
+
+def test_it_answers_one_load_after_the_other() -> None:
+    wrong, right = answers_to([[1, 2], [3, 4]], LOAD.tolist())
+    assert wrong.placement is None
+    assert "num_logical_experts=8" in wrong.error
+    assert right.placement is not None
+    placement = right.placement.unpack()
+    assert placement.num_slots == PREVIOUS.num_slots
+    assert placement != PREVIOUS
+
+
+def test_a_process_that_does_not_answer_in_time_is_ended() -> None:
+    clock = VirtualClock()
+    solver = SolverProcess(clock, deadline_s=5.0)
+    solver.ask(LOAD, PREVIOUS)
+    assert solver.poll() == b""
+    clock.advance(5.1)
+    with pytest.raises(OSError, match="did not answer within 5 s"):
+        solver.poll()
+    assert (solver.pid, solver.is_asked) == (None, False)
+
+
+def poll_until_it_raises(solver: SolverProcess) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        solver.poll()
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (lambda solver: os.kill(solver.pid, signal.SIGKILL), "process has ended"),
+        (lambda solver: setattr(solver, "_received", FRAME.pack(3) + b"bad"), "cannot be read"),
+    ],
+    ids=["killed", "nonsense"],
+)
+def test_one_that_is_killed_or_says_nonsense_is_ended(harm: Callable[[SolverProcess], None], told: str) -> None:
+    solver = SolverProcess(time.monotonic)
+    solver.ask(LOAD, PREVIOUS)
+    harm(solver)
+    with pytest.raises(OSError, match=told):
+        poll_until_it_raises(solver)
+    assert solver.pid is None
+    solver.close()
+
+
+def test_an_impossible_answer_is_an_error() -> None:
+    solver = SolverProcess(time.monotonic)
+    solver.ask(LOAD, PREVIOUS)
+    body = msgspec.msgpack.encode(SolveAnswer(PackedPlacement([[0, 0]], 1, 1)))
+    solver._received = FRAME.pack(len(body)) + body
+    with pytest.raises(ConfigError, match="holds expert 0 twice"):
+        solver.poll()
+    solver.close()
