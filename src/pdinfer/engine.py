@@ -89,7 +89,6 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             )
             self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []
-        self._num_steps = 0
         self._num_tokens = 0
         self._busy_s = 0.0
         self._best_tokens_per_s = 0.0
@@ -180,11 +179,9 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
 
     def _step_alone(self) -> list[Event]:
         """A step without other ranks: what one says all say."""
-        num_steps = self._num_steps
         events = self._step()
-        runs = self._num_steps > num_steps
-        if runs or self._rebalancing.has_news:
-            self._rebalancing.agreed([self._rebalancing.standing()], runs=runs)
+        if self._rebalancing.has_news:
+            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
         return events
 
     def _step_among(self, ranks: Ranks) -> list[Event]:
@@ -311,7 +308,6 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
     def _worked(self, num_tokens: int, since_s: float) -> None:
         """Counts a model step that began at `since_s`."""
         took_s = self._clock() - since_s
-        self._num_steps += 1
         self._num_tokens += num_tokens
         self._busy_s += took_s
         if took_s > 0:

@@ -177,22 +177,21 @@ class Rebalancing:
         """Whether to agree now, rows or not."""
         self._hear_solver()
         with self._lock:
-            return self._moves or bool(self._asks) or self._current(0) != attrs.evolve(self._told, asks=0)
+            return self._moves or bool(self._asks) or self._current() != self._told
 
     def standing(self) -> ExpertStanding:
         """What to say in the agreement that comes now."""
         self._hear_solver()
         with self._lock:
             asks, self._asks = self._asks, 0
-            self._told = self._current(asks)
-            return self._told
+            self._told = self._current()
+            return attrs.evolve(self._told, asks=asks)
 
-    def _current(self, asks: int) -> ExpertStanding:
+    def _current(self) -> ExpertStanding:
         return ExpertStanding(
             staged=0 if self._staged is None else self._staged.digest,
             packed=self._packed,
             failed=self._failed,
-            asks=asks,
             answer_bytes=NO_ANSWER if self._no_answer else len(self._answer),
         )
 
