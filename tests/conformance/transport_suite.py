@@ -36,7 +36,7 @@ from pdinfer.kv.transport import (
     Transport,
 )
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class BytesMemory:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
+import torch
 import xxhash
 
 from pdinfer.batch import Row
@@ -115,6 +116,7 @@ class FakeModel:
     config = FakeConfig()
     resolved = NoChoices()
     mtp = "drafts with cells of DRAFT_LAYER"
+    device = torch.device("cpu")
     groups = Groups.single()
     experts = NoExperts()
 
