@@ -65,7 +65,7 @@ def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(
         "examples/train_tiny.py",
         "--steps",
-        "20",
+        "4",
         "--eval-rows",
         "1",
         "--min-recall",

@@ -15,7 +15,7 @@ from tests.sim.fakes import Violation, check_landing
 from tests.sim.plan import Focus
 from tests.sim.world import World
 
-RUNS = 200
+RUNS = 120
 PARTS = 4
 NEAR_TIE = 1e-4
 """Two best logits closer than this may change places by rounding."""
