@@ -25,10 +25,14 @@ from pdinfer.kernels.weight_formats import (
     BLOCK,
     WHOLE,
     FloatWithBias,
+    FP8Blocks,
     Int8Static,
     Shard,
+    Stored,
     Weight,
     assign,
+    columns_of,
+    dequantize,
     empty,
     expert,
     places,
@@ -118,14 +122,14 @@ class Destinations:
         return stack
 
     def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
-        """Parts are equal, and of whole blocks where scales are of blocks."""
-        unit = BLOCK if self.scheme(name) is Scheme.FP8_BLOCKS else 1
+        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
+        unit = BLOCK if self.format(name) is FP8Blocks else 1
         if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
             blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
             raise ConfigError(
                 f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
                 f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
-                "or moe_dense_tp_size"
+                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
             )
 
     def _format(self, names: Sequence[str]) -> type:
@@ -345,11 +349,23 @@ def _read_all(
     done, total = 0, sum(sizes)
     for info, size in zip(wanted, sizes, strict=True):
         place = where[info.name]
-        _put(stored.read(info.name, place.shard), place.weight, info, stored.check_finite)
+        _put(_part(stored, info.name, place), place.weight, info, stored.check_finite)
         done += size
         if progress is not None:
             progress(done, total)
         ranks.going_on()
+
+
+def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
+    """What goes there. Where a part ends inside an FP8 block, the whole becomes floats and is cut then."""
+    shard = place.shard
+    whole_blocks = place.shape[shard.axis] % (shard.size * BLOCK) == 0
+    if shard.size == 1 or whole_blocks or stored.scheme(name) is not Scheme.FP8_BLOCKS:
+        return stored.read(name, shard)
+    whole = torch.empty(place.shape)
+    dequantize(stored.read(name), whole)
+    rows = shard.of(place.shape[0])
+    return columns_of(whole, shard) if shard.axis else whole[rows.start : rows.stop]
 
 
 def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:

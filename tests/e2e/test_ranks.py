@@ -177,7 +177,7 @@ def test_quantized_weights_are_divided_as_they_are_stored(ranks: Ranks, scheme: 
 def test_parts_of_blocks_are_refused_with_the_sizes(ranks: Ranks, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "floats", tiny_config_dict("v3", **BLOCKS))
     quantize_checkpoint(tmp_path / "floats", tmp_path / "fp8", scheme="fp8")
-    for outcome in ranks.outcomes(LOGITS, 4, [str(tmp_path / "fp8")], Shape(tp=4).sizes, PROMPTS):
+    for outcome in ranks.outcomes(LOGITS, 4, [str(tmp_path / "fp8")], Shape(tp=4).sizes, PROMPTS, weights="stored"):
         assert outcome.error == "ConfigError"
         told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole FP8 blocks"
         assert outcome.message.startswith(told), outcome.message

@@ -81,6 +81,14 @@ def test_rows_of_all_parts_are_the_whole(made: Path, scheme: str, *, stored: boo
     assert sizes[0] / 2 <= sizes[1] <= sizes[0] / 2 + 8  # the two numbers that static INT8 has per matrix
 
 
+def test_floats_are_divided_inside_blocks(made: Path) -> None:
+    whole = linear_of(made / "fp8", WHOLE, stored=False).weight
+    assert isinstance(whole, Tensor)
+    for size, axis in ((4, 0), (8, 1)):
+        parts = [linear_of(made / "fp8", Shard(index, size, axis), stored=False).weight for index in range(size)]
+        assert torch.equal(torch.cat(parts, axis), whole)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("scheme", FORMATS)
 def test_products_of_columns_add_up_to_the_whole(made: Path, scheme: str, *, stored: bool) -> None:
