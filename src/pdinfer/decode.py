@@ -70,8 +70,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
+        self._running: list[Sequence] = []
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
         self._stalled = False

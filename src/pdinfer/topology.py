@@ -164,7 +164,7 @@ class Topology:
         """This rank's group of `size` ranks that are `stride` apart."""
         if size == 1:
             return Group(name, (self.rank,))
-        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.device_mesh import init_device_mesh  # takes long to import, and one rank needs none
 
         grid = (self.world_size // (size * stride), size, stride)
         mesh = init_device_mesh(kind, grid, mesh_dim_names=("others", name, "inner"))

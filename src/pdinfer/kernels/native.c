@@ -435,6 +435,39 @@ EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 hal
 
 #define TOKENS 64 /* of a context, in one block */
 
+/* One block of a running softmax: weights, as bf16 pairs, of `count` scores (of one block; those that are not there weigh
+ * nothing), added to `sum`. When the maximum rises, `sum` and what was weighed before, o[n], shrink accordingly. */
+INLINE void weigh(const float *scores, i64 count, float scale, uint32_t *pairs, float *o, i64 n, float *maximum,
+                  float *sum) {
+    __m512 s[4], top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int k = 0; k < 4; k++) {
+        i64 left = count - 16 * k;
+        __mmask16 there = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
+        s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_loadu_ps(scores + 16 * k),
+                                  _mm512_set1_ps(scale));
+        top = _mm512_max_ps(top, s[k]);
+    }
+    float before = *maximum, now = fmaxf(before, _mm512_reduce_max_ps(top));
+    if (now == -INFINITY) { /* none of these is there and none was before */
+        memset(pairs, 0, TOKENS * sizeof(bf16));
+        return;
+    }
+    for (int k = 0; k < 4; k++) {
+        s[k] = exp16(_mm512_sub_ps(s[k], _mm512_set1_ps(now)));
+        total = _mm512_add_ps(total, s[k]);
+    }
+    for (int k = 0; k < 4; k += 2)
+        _mm512_storeu_si512(pairs + 8 * k, (__m512i)_mm512_cvtne2ps_pbh(s[k + 1], s[k]));
+    if (now > before) {
+        float shrink = expf(before - now);
+        *sum *= shrink;
+        *maximum = now;
+        for (i64 i = 0; i < n; i += 16)
+            _mm512_storeu_ps(o + i, _mm512_mul_ps(_mm512_loadu_ps(o + i), _mm512_set1_ps(shrink)));
+    }
+    *sum += _mm512_reduce_add_ps(total);
+}
+
 /* Absorbed attention of all heads of one query over part of its context, tokens [first, last), last > first.
  * q [heads, width]: latent then rope. pages: token t lies at row table[t / page] * page + t % page, `width` values.
  * Leaves, unnormalised, o[heads, rank] with its maximum and sum per head. width and rank are multiples of 32. */
@@ -470,31 +503,8 @@ static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page,
                 for (int a = 0; a < some; a++)
                     _mm_storeu_ps(scores + (h + a) * TOKENS + t, sums4(acc[a]));
             }
-        for (i64 h = 0; h < heads; h++) {
-            float *row = scores + h * TOKENS;
-            __m512 s[4], top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps();
-            for (int k = 0; k < 4; k++) {
-                i64 left = count - 16 * k;
-                __mmask16 there = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
-                s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_loadu_ps(row + 16 * k),
-                                          _mm512_set1_ps(scale));
-                top = _mm512_max_ps(top, s[k]);
-            }
-            float before = maxima[h], now = fmaxf(before, _mm512_reduce_max_ps(top));
-            float shrink = expf(before - now);
-            for (int k = 0; k < 4; k++) {
-                s[k] = exp16(_mm512_sub_ps(s[k], _mm512_set1_ps(now)));
-                sum = _mm512_add_ps(sum, s[k]);
-            }
-            for (int k = 0; k < 4; k += 2)
-                _mm512_storeu_si512(pairs + (h * TOKENS + 16 * k) / 2, (__m512i)_mm512_cvtne2ps_pbh(s[k + 1], s[k]));
-            sums[h] = sums[h] * shrink + _mm512_reduce_add_ps(sum);
-            maxima[h] = now;
-            if (shrink < 1.0f)
-                for (i64 i = 0; i < rank; i += 16)
-                    _mm512_storeu_ps(o + h * rank + i,
-                                     _mm512_mul_ps(_mm512_loadu_ps(o + h * rank + i), _mm512_set1_ps(shrink)));
-        }
+        for (i64 h = 0; h < heads; h++)
+            weigh(scores + h * TOKENS, count, scale, pairs + h * TOKENS / 2, o + h * rank, rank, maxima + h, sums + h);
         for (i64 h = 0; h < heads; h += 8) {
             i64 some = MIN(8, heads - h);
             for (i64 i = 0; i < rank; i += 32) {
@@ -611,38 +621,9 @@ static void attend_block(const bf16 *q, i64 ldq, i64 queries, const uint32_t *pa
     for (i64 start = 0; start < seen; start += TOKENS, packed += per_block) {
         for (i64 r = 0; r < padded; r += ROWS)
             tile(left + r * size / 2, size / 2, packed, TOKENS, size / 2, scores + r * TOKENS, TOKENS, 0);
-        for (i64 r = 0; r < queries; r++) {
-            i64 visible = MIN(keys, offset + r + 1) - start;
-            float *row = scores + r * TOKENS;
-            __m512 s[4], top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-            for (int k = 0; k < 4; k++) {
-                i64 some = visible - 16 * k;
-                __mmask16 there = some >= 16 ? 0xFFFF : some > 0 ? (1u << some) - 1 : 0;
-                s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_load_ps(row + 16 * k),
-                                          _mm512_set1_ps(scale));
-                top = _mm512_max_ps(top, s[k]);
-            }
-            float before = maxima[r * ldm], now = fmaxf(before, _mm512_reduce_max_ps(top));
-            if (now == -INFINITY) { /* it sees none of these keys and none before */
-                memset(weights + r * TOKENS / 2, 0, TOKENS * sizeof(bf16));
-                continue;
-            }
-            for (int k = 0; k < 4; k++) {
-                s[k] = exp16(_mm512_sub_ps(s[k], _mm512_set1_ps(now)));
-                total = _mm512_add_ps(total, s[k]);
-            }
-            for (int k = 0; k < 4; k += 2)
-                _mm512_store_si512(weights + r * TOKENS / 2 + 8 * k, (__m512i)_mm512_cvtne2ps_pbh(s[k + 1], s[k]));
-            if (now > before) {
-                float shrink = expf(before - now);
-                sums[r * ldm] *= shrink;
-                maxima[r * ldm] = now;
-                for (i64 i = 0; i < values; i += 16)
-                    _mm512_storeu_ps(sum + r * values + i,
-                                     _mm512_mul_ps(_mm512_loadu_ps(sum + r * values + i), _mm512_set1_ps(shrink)));
-            }
-            sums[r * ldm] += _mm512_reduce_add_ps(total);
-        }
+        for (i64 r = 0; r < queries; r++)
+            weigh(scores + r * TOKENS, MIN(keys, offset + r + 1) - start, scale, weights + r * TOKENS / 2,
+                  sum + r * values, values, maxima + r * ldm, sums + r * ldm);
         memset(weights + queries * TOKENS / 2, 0, (QUERIES - queries) * TOKENS * sizeof(bf16));
         const uint32_t *v = packed + TOKENS * size / 2;
         for (i64 i = 0; i < values; i += 64)

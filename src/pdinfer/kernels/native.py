@@ -6,7 +6,7 @@ An op that has nothing to gain here, by its shape, is torch's. Threads are those
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 
 import torch
@@ -188,44 +188,36 @@ def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: T
 
 
 def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
-    rows, num_heads, width = x_THN.shape
+    rows, _, width = x_THN.shape
     outs = weight_HNC.shape[2]
     packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
     if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not packed:
         return torch_ops.heads_in(x_THN, weight_HNC)
-    out = x_THN.new_empty(rows, num_heads, outs)
-    library().heads_in(
-        x_THN.data_ptr(),
-        x_THN.stride(0),
-        x_THN.stride(1),
-        rows,
-        num_heads,
-        width,
-        weight_HNC.data_ptr(),
-        weight_HNC.stride(0),
-        outs,
-        out.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return out
+    return _by_heads(library().heads_in, x_THN, weight_HNC, outs)
 
 
 def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
-    rows, num_heads, width = x_THC.shape
+    rows, _, width = x_THC.shape
     outs = weight_HVC.shape[1]
     packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
     if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not packed:
         return torch_ops.heads_out(x_THC, weight_HVC)
-    out = x_THC.new_empty(rows, num_heads, outs)
-    library().heads_out(
-        x_THC.data_ptr(),
-        x_THC.stride(0),
-        x_THC.stride(1),
+    return _by_heads(library().heads_out, x_THC, weight_HVC, outs)
+
+
+def _by_heads(kernel: Callable[..., None], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
+    """Runs a product head by head -> [T, H, outs]; `weight_H` is [H, ...]."""
+    rows, num_heads, width = x_THI.shape
+    out = x_THI.new_empty(rows, num_heads, outs)
+    kernel(
+        x_THI.data_ptr(),
+        x_THI.stride(0),
+        x_THI.stride(1),
         rows,
         num_heads,
         width,
-        weight_HVC.data_ptr(),
-        weight_HVC.stride(0),
+        weight_H.data_ptr(),
+        weight_H.stride(0),
         outs,
         out.data_ptr(),
         torch.get_num_threads(),
