@@ -15,7 +15,7 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.protocol import first_error
+from pdinfer.kv.protocol import by_room, first_error
 from pdinfer.leader import empty_decode
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
@@ -207,10 +207,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        rooms: dict[bytes, list[Handoff]] = {}
-        for word in self._ends.poll():
-            rooms.setdefault(word.room, []).append(word)
-        for room, words in rooms.items():
+        for room, words in by_room(self._ends.poll()).items():
             if self._tables.settle(room):
                 continue
             sequence = self._granted.pop(room)

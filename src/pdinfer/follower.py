@@ -19,7 +19,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.groups import Group
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.plan import even_slices
-from pdinfer.kv.protocol import first_error
+from pdinfer.kv.protocol import by_room, first_error
 from pdinfer.kv.transport import Transfer
 from pdinfer.kv.wire import unpack_ints
 from pdinfer.leader import RunEmpty
@@ -76,10 +76,7 @@ class Follower:
 
     def _report(self) -> None:
         tell = self._lockstep.tell
-        rooms: dict[bytes, list[Handoff]] = {}
-        for word in self._channel.poll():
-            rooms.setdefault(word.room, []).append(word)
-        for room, words in rooms.items():
+        for room, words in by_room(self._channel.poll()).items():
             del self._grants[room]
             landed = all(word.status is HandoffStatus.LANDED for word in words)
             tell(say.Settled(room, None if landed else first_error(words)))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
@@ -306,6 +306,14 @@ class Accepted:
     @property
     def has_stops(self) -> bool:
         return bool(self._stops)
+
+
+def by_room(words: Iterable[Handoff]) -> dict[bytes, list[Handoff]]:
+    """The words of each room, rooms and words in the order in which they came."""
+    rooms: dict[bytes, list[Handoff]] = {}
+    for word in words:
+        rooms.setdefault(word.room, []).append(word)
+    return rooms
 
 
 def first_error(words: Sequence[Handoff]) -> PDInferError:
