@@ -66,13 +66,31 @@ def poll_until_it_raises(solver: SolverProcess) -> None:
         time.sleep(0.005)
 
 
+def kill_before_it_reads(solver: SolverProcess) -> None:
+    """Its end is met in writing the request, as EPIPE."""
+    os.kill(solver.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, solver.pid, os.WEXITED | os.WNOWAIT)
+
+
+def kill_after_it_reads(solver: SolverProcess) -> None:
+    """Its end is met in reading the answer, as an end of file."""
+    os.kill(solver.pid, signal.SIGSTOP)
+    while solver._unsent:
+        solver.poll()
+    os.kill(solver.pid, signal.SIGKILL)
+
+
+def say_nonsense(solver: SolverProcess) -> None:
+    solver._received = FRAME.pack(3) + b"bad"
+
+
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (lambda solver: os.kill(solver.pid, signal.SIGKILL), "process has ended"),
-        (lambda solver: setattr(solver, "_received", FRAME.pack(3) + b"bad"), "cannot be read"),
+        (kill_before_it_reads, "the solver's process has ended"),
+        (kill_after_it_reads, "the solver's process has ended"),
+        (say_nonsense, "cannot be read"),
     ],
-    ids=["killed", "nonsense"],
 )
 def test_one_that_is_killed_or_says_nonsense_is_ended(harm: Callable[[SolverProcess], None], told: str) -> None:
     solver = SolverProcess(time.monotonic)

@@ -141,10 +141,12 @@ class SolverProcess:
             while True:
                 more = os.read(process.stdout.fileno(), _CHUNK)
                 if not more:
-                    raise BrokenPipeError("the solver's process has ended")
+                    raise BrokenPipeError
                 self._received += more
         except BlockingIOError:
             pass
+        except BrokenPipeError:  # of our writing, when it ended before it had read all
+            raise BrokenPipeError("the solver's process has ended; the next request starts another one") from None
         if len(self._received) < FRAME.size:
             return None
         (size,) = FRAME.unpack_from(self._received)
