@@ -24,6 +24,7 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transport import Link, Transport
+from tests.backends import ROOT, child_environment, need_mooncake
 from tests.conformance.transport_suite import (
     TIMEOUT_S,
     BytesMemory,
@@ -35,19 +36,15 @@ from tests.conformance.transport_suite import (
 )
 from tests.unit.test_channel import Case, pool_of, settled, word
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 SLOT_BYTES = 1 << 20
 MEMORY_BYTES = 16 << 20
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[MooncakeEngine, MooncakeEngine]]:
+def engines() -> tuple[MooncakeEngine, MooncakeEngine]:
     """Two for all tests: one takes a second to go."""
-    try:
-        yield MooncakeEngine(), MooncakeEngine()
-    except BackendUnavailable as error:
-        pytest.skip(f"could not import 'mooncake': {error}")
+    need_mooncake()
+    return MooncakeEngine(), MooncakeEngine()
 
 
 class TestMooncake(TransportSuite):
@@ -109,7 +106,7 @@ class Process:
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.conformance.mooncake_peer", str(MEMORY_BYTES), str(SLOT_BYTES)]
         self._popen = subprocess.Popen(
-            command, cwd=ROOT, env=ENVIRONMENT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, cwd=ROOT, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     @cached_property
@@ -297,7 +294,7 @@ link = one.transport.connect(two.endpoints, timeout_s=5)
 link.trusted = True
 one.transport.write(link, b"0", [(0, 1 << 20)])
 """
-    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=ENVIRONMENT, timeout=30, check=True)
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=child_environment(), timeout=30, check=True)
 
 
 # -- what is not there -------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from tests.backends import need_mooncake
 from tests.e2e.setups import by_request, greedy, pairwise, prompt_of, reference, tokens_of, wait_until
 from tests.e2e.worker import TRANSPORTS, Worker, Workers
 
@@ -168,7 +169,7 @@ def strike(victim: Worker, signal: str) -> None:
 
 def check(workers: Workers, transport: str, role: str, phase: str, signal: str) -> None:
     if transport == "mooncake":
-        pytest.importorskip("mooncake")
+        need_mooncake()
     fleet = Fleet.of(workers, transport)
     victim, address = fleet.hosts[role][0], fleet.ports[role][0].address
     if phase != "idle":

@@ -1,0 +1,45 @@
+"""Which optional backends work on this machine: asked once, of the library itself, by every test that needs one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TRY_MOONCAKE = "import pdinfer as pd; pd.kv.MooncakeEngine().close()"
+
+
+def child_environment(**more: str) -> dict[str, str]:
+    """This process's, for a Python that shall find the library and the tests of this checkout first, and whatever this
+    process was told to find besides."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+@functools.cache
+def why_no_mooncake() -> str | None:
+    """Why a Mooncake engine cannot be made here; None where it can. Another process tries: the package may be there
+    while a library that it loads is not, and what it does then is not for this one to suffer."""
+    done = subprocess.run(
+        [sys.executable, "-c", TRY_MOONCAKE],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+        check=False,
+    )
+    if done.returncode == 0:
+        return None
+    return (done.stderr.strip().splitlines() or ["no message"])[-1] + f" (exit status {done.returncode})"
+
+
+def need_mooncake() -> None:
+    """Skips the test where no Mooncake engine can be made; pytest's last lines name it."""
+    if why := why_no_mooncake():
+        pytest.skip(f"could not import 'mooncake': {why}")
