@@ -27,6 +27,7 @@ FIELDS = frozenset(
         "kv_lora_rank",
         "layer_types",
         "max_position_embeddings",
+        "mla_quantize",
         "model_type",
         "num_attention_heads",
         "num_hidden_layers",

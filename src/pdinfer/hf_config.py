@@ -210,7 +210,8 @@ def _refuse_unsupported(raw: Mapping[str, object], family: Family) -> None:
 def _scale_fmt(raw: Mapping[str, object]) -> object:
     """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
     quantized is not asked here, because the files say it."""
-    _check_quantize(raw.get("quantize"))
+    for name in ("quantize", "mla_quantize"):
+        _check_quantize(name, raw.get(name))
     quantization = raw.get("quantization_config")
     if quantization is None:
         return None
@@ -231,10 +232,10 @@ def _scale_fmt(raw: Mapping[str, object]) -> object:
     return None if scale_fmt == "float" else scale_fmt
 
 
-def _check_quantize(value: object) -> None:
-    """`quantize` of an INT8 export names its main scheme; the description file has one per tensor, and counts."""
+def _check_quantize(name: str, value: object) -> None:
+    """They name the main schemes of an INT8 export; the description file has one per tensor, and counts."""
     if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
-        raise ConfigError(f"quantize {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
+        raise ConfigError(f"{name} {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
 
 
 def _member(kind: type[Choice], name: str, value: object) -> Choice:

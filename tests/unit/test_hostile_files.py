@@ -128,6 +128,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("H12-method-unknown", {"quantization_config": {"quant_method": "x" * 500}}, ("quantization_config", "supported:")),
     ("H12-no-object", {"quantization_config": "int3"}, ("quantization_config", "'int3'", "supported:")),
     ("H12-quantize", {"quantize": "w4a8_dynamic"}, ("quantize 'w4a8_dynamic'", "supported:")),
+    ("H12-mla_quantize", {"mla_quantize": "w4a8"}, ("mla_quantize 'w4a8'", "supported:")),
     ("H12-quantize-number", {"quantize": 8}, ("quantize 8", "supported:")),
     ("H12-dtype", {"torch_dtype": "float64"}, ("dtype", "bfloat16, float16, float32", "'float64'")),
     ("H12-dtypes-disagree", {"torch_dtype": "float16", "dtype": "bfloat16"}, ("dtype", "'float16'", "must agree")),
