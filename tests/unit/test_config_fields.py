@@ -354,3 +354,27 @@ def test_a_dense_model_has_no_experts() -> None:
     for name in ("n_routed_experts", "num_nextn_predict_layers", "n_group", "first_k_dense_replace"):
         with pytest.raises(ConfigError, match=f"{name} 4: unknown to config.json of a 'youtu'"):
             ModelConfig.from_dict(YOUTU | {name: 4})
+
+
+def test_a_silent_youtu_ties_its_head() -> None:
+    """As its own class does; a DeepSeek does not."""
+    silent = {name: value for name, value in YOUTU.items() if name != "tie_word_embeddings"}
+    assert ModelConfig.from_dict(silent).tie_word_embeddings
+    assert not ModelConfig.from_dict({n: v for n, v in V3.items() if n != "tie_word_embeddings"}).tie_word_embeddings
+
+
+def test_a_model_without_experts_has_none_in_its_mtp_layer() -> None:
+    none = dict.fromkeys(("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size"), 0)
+    dense = tiny_config_dict(first_k_dense_replace=3, n_group=1, topk_group=1, **none)
+    assert ModelConfig.from_dict(dense).n_routed_experts == 0
+    for change in ({"num_nextn_predict_layers": 1}, {"first_k_dense_replace": 2}):
+        with pytest.raises(ConfigError, match="n_routed_experts must be at least 1 in a model with experts, got 0"):
+            ModelConfig.from_dict(dense | change)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"), [("v3", "indexed_attention"), ("v32", "full_attention"), ("glm", "sliding_attention")]
+)
+def test_kinds_of_layers_are_those_of_the_family(family: str, kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"layer_types .'{kind}'. is not supported for a "):
+        ModelConfig.from_dict(tiny_config_dict(family, layer_types=[kind]))

@@ -50,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 STRANGE = {
     "a norm of A.X-K1": "model.layers.1.post_mlp_layernorm.weight",
+    "a norm of A.X-K1 where it has no use": "model.layers.0.post_mlp_layernorm.weight",
     "a norm of openPangu": "model.layers.0.pre_mlp_layernorm.weight",
     "a sink": "model.layers.1.self_attn.sinks",
     "a norm of heads": "model.layers.1.self_attn.q_norm.weight",
