@@ -43,6 +43,11 @@ QUANTIZE = ("w8a8", "w8a8_dynamic")
 SPARSE_LAYERS = ("deepseek_sparse_attention", "indexed_attention")
 DENSE_LAYERS = ("full_attention",)
 
+NONE: Mapping[str, object] = MappingProxyType(
+    {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "norm_topk_prob": False}
+)
+"""What null means in these fields."""
+
 # A checkpoint's own code is never imported, and no option to do so exists.
 IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
 
@@ -83,20 +88,16 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Fields that may be absent, which is what the family says, or null, which is none of it."""
-    values: dict[str, object] = {}
-    nothing = {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0}
-    for name, none in (nothing | {"norm_topk_prob": False}).items():
-        implied = family.norm_topk_prob[0] if name == "norm_topk_prob" else family.defaults.get(name, none)
-        value = raw.get(name, implied)
-        values[name] = none if value is None else value
+    """Fields that may be absent, which is what the family says, or null: where that is not absent too, it is none."""
+    absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}
+    given = {name: raw.get(name, absent[name]) for name in NONE}
+    values = {name: NONE[name] if value is None else value for name, value in given.items()}
     for name, implied in (
         ("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)),
         ("scoring_func", family.scoring_func.value),
         ("topk_method", family.topk_methods[0].value),
     ):
-        value = raw.get(name)
-        values[name] = implied if value is None else value
+        values[name] = implied if raw.get(name) is None else raw[name]
     return values
 
 
@@ -139,7 +140,7 @@ def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]
         )
     _check_architectures(text, FAMILIES[text["model_type"]])
     inside = dict(text)
-    for name in WRAPPER_FIELDS - {"architectures", "model_type", "text_config"}:
+    for name in sorted(WRAPPER_FIELDS - {"architectures", "model_type", "text_config"}):
         outer, inner = raw.get(name), text.get(name)
         if outer is None:
             continue
