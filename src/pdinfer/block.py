@@ -21,9 +21,9 @@ from pdinfer.moe.parallel import ExpertParallel
 class Block:
     """h + attention(norm(h)), then h + mlp(norm(h)); the MLP is dense in the first layers and MoE after.
 
-    `indexer` is None where every token is read, and in layers that share the choice of one before them. Ranks of `tp`
-    have all tokens and divide the heads; each runs the MLP for a part of the tokens, `mlp_together` of them together
-    where they divide its channels.
+    In some families `moe_norm` norms what the MoE returns before it is added. `indexer` is None where every token is
+    read, and in layers that share the choice of one before them. Ranks of `tp` have all tokens and divide the heads;
+    each runs the MLP for a part of the tokens, `mlp_together` of them together where they divide its channels.
     """
 
     layer: int
@@ -34,6 +34,7 @@ class Block:
     mlp: GatedMLP | MoE
     tp: Group
     mlp_together: int
+    moe_norm: RMSNorm | None = None
 
     @classmethod
     def build(
@@ -52,14 +53,17 @@ class Block:
         if config.has_indexer(layer):
             indexer = Indexer.build(source, f"{name}.self_attn.indexer", config, ops)
         mlp_norm = RMSNorm.build(source, f"{name}.post_attention_layernorm", hidden, eps, ops)
+        moe_norm = None
         mlp: GatedMLP | MoE
         if config.is_moe_layer(layer):
             mlp, together = MoE.build(source, layer, config, ops, parallel), 1
+            if config.family.moe_output_norm:
+                moe_norm = RMSNorm.build(source, f"{name}.post_mlp_layernorm", hidden, eps, ops)
         else:
             dense = groups.dense_tp
             mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops, dense)
             together = dense.size
-        return cls(layer, attention_norm, attention, indexer, mlp_norm, mlp, groups.tp, together)
+        return cls(layer, attention_norm, attention, indexer, mlp_norm, mlp, groups.tp, together, moe_norm)
 
     def __call__(
         self,
@@ -80,4 +84,6 @@ class Block:
             selected_TS = self.indexer(x_TD, query_TL, batch, angles, view.index_keys[self.layer])
         hidden_TD = hidden_TD + self.attention(x_TD, query_TL, batch, angles, view.latents[self.layer], selected_TS)
         part_TD = self.mlp(self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together)), batch.trace)
+        if self.moe_norm is not None:
+            part_TD = self.moe_norm(part_TD)
         return hidden_TD + self.tp.join(part_TD, len(hidden_TD), self.mlp_together), selected_TS

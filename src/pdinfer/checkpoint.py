@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import NoReturn
 
+import attrs
 import torch
 
 from pdinfer.checks import clip
@@ -22,7 +23,7 @@ from pdinfer.errors import CheckpointError
 from pdinfer.files import check_file_name, open_regular, read_json
 from pdinfer.tensor_header import MAX_TENSORS, HeaderSource, TensorInfo, header_bytes, parse_header
 
-__all__ = ["Checkpoint", "TensorInfo"]
+__all__ = ["Checkpoint", "Prefixes", "TensorInfo", "renamed"]
 
 MAX_INDEX_BYTES = 64 << 20
 READ_BYTES = 1 << 30
@@ -33,27 +34,43 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SUFFIX = ".safetensors"
 REFUSED_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".npz")
 
+Prefixes = tuple[tuple[str, str], ...]
+
+
+def renamed(name: str, prefixes: Prefixes) -> str:
+    """`name` with the first of the prefixes it starts with replaced: (in the file, here)."""
+    for stored, here in prefixes:
+        if name.startswith(stored):
+            return here + name.removeprefix(stored)
+    return name
+
 
 class Checkpoint:
     """An open model folder. `tensors` are those the index names, or all of a single file; reading needs no lock.
 
-    A context manager: `close` closes the files. `num_unlisted` counts tensors the index does not name; they are checked
-    like the others and never read.
+    A context manager: `close` closes the files. `unlisted` are the names of tensors the index does not name; they are
+    checked like the others and never read. `prefixes` are what names begin with in the files and here.
     """
 
     def __init__(
-        self, folder: Path, descriptors: dict[str, int], tensors: Mapping[str, TensorInfo], num_unlisted: int = 0
+        self,
+        folder: Path,
+        descriptors: dict[str, int],
+        tensors: Mapping[str, TensorInfo],
+        unlisted: Iterable[str] = (),
+        prefixes: Prefixes = (),
     ) -> None:
         self.folder = folder
         self.files = tuple(descriptors)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(tensors))
         self.total_bytes = sum(info.num_bytes for info in tensors.values())
-        self.num_unlisted = num_unlisted
+        self.unlisted = tuple(unlisted)
+        self.prefixes = prefixes
         self._descriptors = descriptors
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
-        """Open and check every file of a model folder; no tensor is read.
+    def open(cls, folder: str | os.PathLike[str], *, prefixes: Prefixes = ()) -> Checkpoint:
+        """Open and check every file of a model folder; no tensor is read. Names are changed by `renamed`.
 
         Raises CheckpointError: no or several candidates, other formats, files or links that lead out of the folder,
         malformed headers, and an index that disagrees with its files.
@@ -74,10 +91,12 @@ class Checkpoint:
             if twice:
                 raise CheckpointError(f"{folder} holds more than one of {_listed(sorted(twice))}")
             tensors = found if weight_map is None else _match_index(folder, weight_map, found)
+            unlisted = [renamed(name, prefixes) for name in found if name not in tensors]
+            tensors = _all_renamed(folder, tensors, prefixes)
         except BaseException:
             _close_all(descriptors)
             raise
-        return cls(folder, descriptors, tensors, num_unlisted=len(found) - len(tensors))
+        return cls(folder, descriptors, tensors, unlisted, prefixes)
 
     @classmethod
     def open_file(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -208,6 +227,15 @@ def _match_index(folder: Path, weight_map: Mapping[str, str], found: Mapping[str
     if lost:
         raise CheckpointError(f"{folder} lacks tensors in the files where its index puts them, {_listed(sorted(lost))}")
     return {name: found[name] for name in weight_map}
+
+
+def _all_renamed(folder: Path, tensors: Mapping[str, TensorInfo], prefixes: Prefixes) -> dict[str, TensorInfo]:
+    infos = [attrs.evolve(info, name=renamed(name, prefixes)) for name, info in tensors.items()]
+    short = {info.name: info for info in infos}
+    if len(short) < len(infos):
+        twice = sorted(info.name for info in infos if short[info.name] is not info)
+        raise CheckpointError(f"{folder} holds under several prefixes {_listed(twice)}")
+    return short
 
 
 def _read_header(descriptor: int, file: str, path: Path) -> dict[str, TensorInfo]:

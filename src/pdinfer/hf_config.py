@@ -2,8 +2,7 @@
 
 transformers 5 writes `rope_parameters` and `dtype` where files of 4 and DeepSeek's own have `rope_theta` with
 `rope_scaling`, and `torch_dtype`; `type` and `rope_type` are one field. What would change the output and is not
-implemented is refused; what has no effect on inference is ignored. `head_dim` is ignored: it is the rope dim in files
-that transformers 5 wrote.
+implemented is refused, and so is what nobody here knows; what has no effect on inference is named in `config_fields`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import attrs
-
 from pdinfer.checks import clip, is_int
+from pdinfer.config_fields import (
+    WRAPPER_FIELDS,
+    YARN_FIELDS,
+    check_fields,
+    check_quantization_fields,
+    check_rope_fields,
+    check_wrapper_fields,
+)
 from pdinfer.errors import ConfigError
+from pdinfer.families import FAMILIES, STRANGERS, Family, ScoringFunc, TopkMethod
 
 MAX_EOS_IDS = 64
 MAX_LAYERS = 1024
@@ -34,47 +40,18 @@ FP8_FIELDS: Mapping[str, object] = MappingProxyType(
 )
 QUANTIZE = ("w8a8", "w8a8_dynamic")
 
+SPARSE_LAYERS = ("deepseek_sparse_attention", "indexed_attention")
+DENSE_LAYERS = ("full_attention",)
+
+NONE: Mapping[str, object] = MappingProxyType(
+    {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "norm_topk_prob": False}
+)
+"""What null means in these fields."""
+
 # A checkpoint's own code is never imported, and no option to do so exists.
 IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
 
-# Fields whose other values would change the output; absent and null mean the value given here.
-FIXED_FIELDS: Mapping[str, object] = MappingProxyType(
-    {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "moe_layer_freq": 1,
-        "rope_interleave": True,
-    }
-)
-FIXED_YARN_FIELDS: Mapping[str, object] = MappingProxyType(
-    {"truncate": True, "partial_rotary_factor": 1, "attention_factor": None}
-)
-YARN_FIELDS = (
-    "factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-)
-
 Choice = TypeVar("Choice", bound=enum.Enum)
-
-
-class ScoringFunc(enum.Enum):
-    """How router logits become scores."""
-
-    SOFTMAX = "softmax"
-    SIGMOID = "sigmoid"
-
-
-class TopkMethod(enum.Enum):
-    """How experts are chosen from scores; NOAUX_TC adds a correction bias for the choice, not for the weights."""
-
-    GREEDY = "greedy"
-    GROUP_LIMITED_GREEDY = "group_limited_greedy"
-    NOAUX_TC = "noaux_tc"
 
 
 class IndexerType(enum.Enum):
@@ -84,68 +61,21 @@ class IndexerType(enum.Enum):
     SHARED = "shared"
 
 
-@attrs.frozen(kw_only=True)
-class Family:
-    """What a `model_type` implies where its config.json is silent, and what it may say. The first is the default.
-
-    `indexer_rope_interleave` is None in families without an indexer.
-    """
-
-    scoring_func: ScoringFunc
-    topk_methods: tuple[TopkMethod, ...]
-    norm_topk_prob: tuple[bool, ...]
-    indexer_rope_interleave: bool | None = None
-
-
-_V3 = Family(scoring_func=ScoringFunc.SIGMOID, topk_methods=(TopkMethod.NOAUX_TC,), norm_topk_prob=(True, False))
-
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        # norm_topk_prob: the first code of V2 then drops routed_scaling_factor, transformers ignores the field.
-        "deepseek_v2": Family(
-            scoring_func=ScoringFunc.SOFTMAX,
-            topk_methods=(TopkMethod.GREEDY, TopkMethod.GROUP_LIMITED_GREEDY),
-            norm_topk_prob=(False,),
-        ),
-        "deepseek_v3": _V3,
-        "deepseek_v32": attrs.evolve(_V3, indexer_rope_interleave=False),
-        "glm_moe_dsa": attrs.evolve(_V3, indexer_rope_interleave=True),
-        "kimi_k2": _V3,
-    }
-)
-
-# Relatives of these families, and why they are none.
-STRANGERS: Mapping[str, str] = MappingProxyType(
-    {
-        "deepseek_v4": "it is another architecture (compressed attention with sinks, hyper-connections), not MLA",
-        "kimi_k25": "it wraps a text model for images: export the text model, with tensors named model.*, as a "
-        "checkpoint of its own",
-    }
-)
-
-
 def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     """Values for the fields of `ModelConfig`, unchecked, among others of `raw`; `yarn` is None or a dict of fields.
 
-    Raises ConfigError for what is not supported or contradicts itself.
+    Raises ConfigError for what is not supported, not known, or contradicts itself.
     """
     family = _family(raw)
-    _refuse_unsupported(raw)
+    _check_architectures(raw, family)
+    if family.text_models:
+        raw = _text_config(raw, family)
+    check_fields(raw, family)
+    _refuse_unsupported(raw, family)
     ignored = [name for name in IGNORED_CODE_FIELDS if raw.get(name)]
     if ignored:
         logging.getLogger("pdinfer").warning("ignored %s of config.json: no model code is loaded", ", ".join(ignored))
-    defaults: dict[str, object] = {
-        "n_group": 1,
-        "topk_group": 1,
-        "n_shared_experts": 0,
-        "num_nextn_predict_layers": 0,
-        "tie_word_embeddings": False,
-        "scoring_func": family.scoring_func.value,
-        "topk_method": family.topk_methods[0].value,
-        "norm_topk_prob": family.norm_topk_prob[0],
-    }
-    values: dict[str, Any] = dict(raw)
-    values |= {name: value for name, value in defaults.items() if raw.get(name) is None}
+    values: dict[str, Any] = {**raw, **_with_defaults(raw, family), **_experts(raw, family)}
     values["scoring_func"] = _member(ScoringFunc, "scoring_func", values["scoring_func"])
     values["topk_method"] = _member(TopkMethod, "topk_method", values["topk_method"])
     values["yarn"] = None
@@ -155,6 +85,70 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
     values["dtype"] = _stored_dtype(raw)
     values["scale_fmt"] = _scale_fmt(raw)
     return values
+
+
+def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Fields that may be absent, which is what the family says, or null: where that is not absent too, it is none."""
+    absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}
+    given = {name: raw.get(name, absent[name]) for name in NONE}
+    values = {name: NONE[name] if value is None else value for name, value in given.items()}
+    for name, implied in (
+        ("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)),
+        ("scoring_func", family.scoring_func.value),
+        ("topk_method", family.topk_methods[0].value),
+    ):
+        values[name] = implied if raw.get(name) is None else raw[name]
+    return values
+
+
+def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """How many layers come before those with experts; for a family without any, that there are none."""
+    if not family.has_experts:
+        none = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+        dense = {"first_k_dense_replace": raw.get("num_hidden_layers"), "routed_scaling_factor": 1.0}
+        return {**dense, **dict.fromkeys(none, 0)}
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return {}
+    num_layers, num_mtp = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers") or 0
+    num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    wanted = raw.get("first_k_dense_replace")
+    if (
+        not isinstance(kinds, list)
+        or kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense)
+        or (is_int(num_layers) and is_int(num_mtp) and not 0 <= len(kinds) - num_layers <= num_mtp)  # type: ignore[operator]
+        or wanted not in (None, num_dense)
+    ):
+        said = "" if wanted is None else f" first_k_dense_replace = {clip(wanted)} times"
+        raise ConfigError(
+            f"mlp_layer_types must be{said} dense and then sparse, one for each of {clip(num_layers)} layers, "
+            f"got {clip(kinds)}"
+        )
+    return {"first_k_dense_replace": num_dense}
+
+
+def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """The text model's config.json inside `raw`, with what only the outside says."""
+    check_wrapper_fields(raw)
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config of a {raw['model_type']} must be an object, got {clip(text)}")
+    if text.get("model_type") not in family.text_models:
+        raise ConfigError(
+            f"model_type {clip(text.get('model_type'))} of text_config is not supported; supported: "
+            f"{', '.join(family.text_models)}"
+        )
+    _check_architectures(text, FAMILIES[text["model_type"]])
+    inside = dict(text)
+    for name in sorted(WRAPPER_FIELDS - {"architectures", "model_type", "text_config"}):
+        outer, inner = raw.get(name), text.get(name)
+        if outer is None:
+            continue
+        # Of a wrapper the outer tie counts: text classes repeat their default.
+        if name != "tie_word_embeddings" and inner not in (None, outer):
+            raise ConfigError(f"{name} {clip(outer)} and {clip(inner)} of text_config must agree")
+        inside[name] = outer
+    return {**inside, "model_type": raw["model_type"]}
 
 
 def eos_ids(value: object) -> tuple[int, ...]:
@@ -183,25 +177,30 @@ def _family(raw: Mapping[str, object]) -> Family:
     return FAMILIES[model_type]
 
 
-def _refuse_unsupported(raw: Mapping[str, object]) -> None:
-    for name, value in FIXED_FIELDS.items():
-        _check_fixed(raw, name, value)
+def _check_architectures(raw: Mapping[str, object], family: Family) -> None:
+    names = raw.get("architectures")
+    if names is None or (isinstance(names, list | tuple) and all(name in family.architectures for name in names)):
+        return
+    raise ConfigError(
+        f"architectures {clip(names)} is not that of a {clip(raw.get('model_type'))}, which is "
+        f"{' or '.join(family.architectures)}; give model_type and architectures of the model itself"
+    )
+
+
+def _refuse_unsupported(raw: Mapping[str, object], family: Family) -> None:
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if kv_heads is not None and is_int(heads) and (not is_int(kv_heads) or kv_heads != heads):
         raise ConfigError(
             f"num_key_value_heads must divide num_attention_heads = {clip(heads)} evenly, and equal it in a model with "
             f"latent attention, got {clip(kv_heads)}"
         )
-    kinds, num_dense, num_layers = (
-        raw.get(name) for name in ("mlp_layer_types", "first_k_dense_replace", "num_hidden_layers")
-    )
-    if isinstance(kinds, list) and isinstance(num_dense, int) and isinstance(num_layers, int):
-        dense = [layer for layer, kind in enumerate(kinds) if kind == "dense"]
-        if dense != list(range(min(num_dense, len(kinds)))) or len(kinds) < num_layers:
-            raise ConfigError(
-                f"mlp_layer_types must be first_k_dense_replace = {clip(num_dense)} times dense and then sparse, "
-                f"got {clip(kinds)}"
-            )
+    kinds = raw.get("layer_types")
+    supported = DENSE_LAYERS if family.indexer_rope_interleave is None else SPARSE_LAYERS
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in supported for kind in kinds)):
+        raise ConfigError(
+            f"layer_types {clip(kinds)} is not supported for a {raw['model_type']}; every layer must be "
+            f"{' or '.join(supported)}"
+        )
     nope, rope, head = (raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"))
     if head is not None and isinstance(nope, int) and isinstance(rope, int) and nope + rope != head:
         raise ConfigError(
@@ -212,7 +211,8 @@ def _refuse_unsupported(raw: Mapping[str, object]) -> None:
 def _scale_fmt(raw: Mapping[str, object]) -> object:
     """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
     quantized is not asked here, because the files say it."""
-    _check_quantize(raw.get("quantize"))
+    for name in ("quantize", "mla_quantize"):
+        _check_quantize(name, raw.get(name))
     quantization = raw.get("quantization_config")
     if quantization is None:
         return None
@@ -220,6 +220,7 @@ def _scale_fmt(raw: Mapping[str, object]) -> object:
     if fields.get("quant_method") != "fp8":
         method = clip(fields.get("quant_method"))
         raise ConfigError(f"quantization_config: quant_method {method} is not supported; {SUPPORTED_WEIGHTS}")
+    check_quantization_fields(fields)
     for name, value in FP8_FIELDS.items():
         if fields.get(name) not in (None, value):
             raise ConfigError(
@@ -228,19 +229,14 @@ def _scale_fmt(raw: Mapping[str, object]) -> object:
             )
     if fields.get("weight_block_size") is None:
         raise ConfigError(f"quantization_config: weight_block_size is missing; {SUPPORTED_WEIGHTS}")
-    return fields.get("scale_fmt")
+    scale_fmt = fields.get("scale_fmt")
+    return None if scale_fmt == "float" else scale_fmt
 
 
-def _check_quantize(value: object) -> None:
-    """`quantize` of an INT8 export names its main scheme; the description file has one per tensor, and counts."""
+def _check_quantize(name: str, value: object) -> None:
+    """They name the main schemes of an INT8 export; the description file has one per tensor, and counts."""
     if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
-        raise ConfigError(f"quantize {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
-
-
-def _check_fixed(fields: Mapping[str, object], name: str, expected: object) -> None:
-    value = fields.get(name)
-    if value is not None and value != expected:
-        raise ConfigError(f"{name} {clip(value)} is not supported; it must be {clip(expected)} or absent")
+        raise ConfigError(f"{name} {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
 
 
 def _member(kind: type[Choice], name: str, value: object) -> Choice:
@@ -262,13 +258,12 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
     if raw.get("rope_theta") is not None:
         _add_rope(fields, "rope_theta", raw["rope_theta"])
     rope_type = fields.get("rope_type") or "default"
+    if rope_type not in ("default", "yarn"):
+        raise ConfigError(f"rope_type {clip(rope_type)} is not supported; supported: default, yarn")
+    check_rope_fields(fields, rope_type)
     rope = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
     if rope_type == "default":
         return rope
-    if rope_type != "yarn":
-        raise ConfigError(f"rope_type {clip(rope_type)} is not supported; supported: default, yarn")
-    for key, value in FIXED_YARN_FIELDS.items():
-        _check_fixed(fields, key, value)
     yarn = {key: fields[key] for key in YARN_FIELDS if fields.get(key) is not None}
     for key in ("factor", "original_max_position_embeddings"):
         if key not in yarn:
@@ -279,11 +274,6 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
 def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:
     """The fields of sparse attention; `indexer_types` has one entry per main layer."""
     if family.indexer_rope_interleave is None:
-        if raw.get("index_topk") is not None:
-            raise ConfigError(
-                f"index_topk {clip(raw['index_topk'])} asks for sparse attention, which a {raw['model_type']} does not "
-                f"have; a DeepSeek-V3.2 has model_type deepseek_v32"
-            )
         return dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk"))
     interleave = raw.get("indexer_rope_interleave")
     return {

@@ -24,7 +24,7 @@ class WeightSource(Protocol):
         """The tensor called `name`, in the model's dtype unless `dtype` says otherwise. `shape` is that of the whole;
         the tensor is the part that `shard` keeps of it."""
 
-    def find(self, name: str, *shape: int) -> Tensor | None:
+    def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
         """As `take`, or None where a tensor called `name` is neither promised nor there."""
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:

@@ -20,8 +20,9 @@ import attrs
 from pdinfer import hf_config, rope
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
+from pdinfer.families import FAMILIES, Family, ScoringFunc, TopkMethod
 from pdinfer.files import read_json
-from pdinfer.hf_config import FAMILIES, MAX_LAYERS, STORED_DTYPES, IndexerType, ScoringFunc, TopkMethod
+from pdinfer.hf_config import MAX_LAYERS, STORED_DTYPES, IndexerType
 from pdinfer.rope import MAX_POSITIONS, YarnScaling
 
 __all__ = ["IndexerType", "ModelConfig", "ScoringFunc", "TopkMethod", "YarnScaling"]
@@ -37,12 +38,13 @@ ITEM_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    """The architecture of a DeepSeek-V2, V3, V3.2, Kimi-K2 or GLM-5 model. Fields keep the names of the Hugging Face
-    config.json.
+    """The architecture of a model of one of the `FAMILIES`: DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-5 and relatives. Fields
+    keep the names of the Hugging Face config.json.
 
     Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one that weights which are
     not quantized are stored in; `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two.
-    Layers `first_k_dense_replace` and up are mixtures of experts.
+    Layers `first_k_dense_replace` and up are mixtures of experts; in a model without any, that is `num_hidden_layers`,
+    and what is said of experts is 0.
     The `index_*` fields are None in models without sparse attention, and `indexer_types` is empty.
     """
 
@@ -57,11 +59,11 @@ class ModelConfig:
     qk_rope_head_dim: int = attrs.field(validator=int_in(2, MAX_HEAD_DIM))
     v_head_dim: int = attrs.field(validator=int_in(1, MAX_HEAD_DIM))
     intermediate_size: int = attrs.field(validator=int_in(1, MAX_WIDTH))
-    moe_intermediate_size: int = attrs.field(validator=int_in(1, MAX_WIDTH))
+    moe_intermediate_size: int = attrs.field(validator=int_in(0, MAX_WIDTH))
     first_k_dense_replace: int = attrs.field(validator=int_in(0, MAX_LAYERS))
-    n_routed_experts: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
+    n_routed_experts: int = attrs.field(validator=int_in(0, MAX_EXPERTS))
     n_shared_experts: int = attrs.field(validator=int_in(0, 1024))
-    num_experts_per_tok: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
+    num_experts_per_tok: int = attrs.field(validator=int_in(0, MAX_EXPERTS))
     n_group: int = attrs.field(default=1, validator=int_in(1, MAX_EXPERTS))
     topk_group: int = attrs.field(default=1, validator=int_in(1, MAX_EXPERTS))
     scoring_func: ScoringFunc = attrs.field(validator=instance_of(ScoringFunc))
@@ -99,7 +101,7 @@ class ModelConfig:
         _check_token_ids("eos_token_id", self.eos_token_ids, self.vocab_size)
 
     def _check_router(self) -> None:
-        family = FAMILIES[self.model_type]
+        family = self.family
         if self.scoring_func is not family.scoring_func:
             raise ConfigError(
                 f"scoring_func of a {self.model_type} must be {family.scoring_func.value}, "
@@ -118,6 +120,12 @@ class ModelConfig:
 
     def _check_experts(self) -> None:
         experts, groups = self.n_routed_experts, self.n_group
+        dense = self.first_k_dense_replace == self.num_hidden_layers + self.num_nextn_predict_layers
+        if experts == 0 and dense:
+            return
+        for name in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            if getattr(self, name) == 0:
+                raise ConfigError(f"{name} must be at least 1 in a model with experts, got 0")
         if experts % groups:
             raise ConfigError(f"n_group must divide n_routed_experts = {experts}, got {groups}")
         if self.topk_group > groups:
@@ -135,7 +143,7 @@ class ModelConfig:
             )
 
     def _check_indexer(self) -> None:
-        if FAMILIES[self.model_type].indexer_rope_interleave is None:
+        if self.family.indexer_rope_interleave is None:
             return
         for name in ("index_n_heads", "index_head_dim", "index_topk", "q_lora_rank"):
             if getattr(self, name) is None:
@@ -176,7 +184,7 @@ class ModelConfig:
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
         """The configuration in a parsed config.json, in the spelling of transformers 4 or 5. Raises ConfigError.
 
-        Fields that a loader does not need are ignored; `head_dim` is one of them (it holds the rope dim in some files).
+        Fields without effect on inference are ignored, and named in `config_fields`; others that are not known raise.
         """
         values: dict[str, Any] = hf_config.read_fields(raw)
         if values["yarn"] is not None:
@@ -186,6 +194,11 @@ class ModelConfig:
             if field.default is attrs.NOTHING and field.name not in values:
                 raise ConfigError(f"{field.name} is missing; a {values['model_type']} cannot be built without it")
         return cls(**{name: value for name, value in values.items() if name in names})
+
+    @property
+    def family(self) -> Family:
+        """What the `model_type` implies."""
+        return FAMILIES[self.model_type]
 
     @property
     def qk_head_dim(self) -> int:
@@ -229,6 +242,8 @@ class ModelConfig:
         moe_layers = self.num_hidden_layers - self.first_k_dense_replace
         dense = 3 * hidden * self.intermediate_size
         moe = experts * hidden + 3 * hidden * expert_width * (experts + self.n_shared_experts)
+        if self.family.moe_output_norm:
+            moe += hidden
         return (
             self.num_hidden_layers * (self._attention_parameters + 2 * hidden)
             + self.first_k_dense_replace * dense

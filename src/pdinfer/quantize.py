@@ -63,7 +63,7 @@ def quantize_checkpoint(
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source)
     recipe = _recipe(scheme, scale_fmt, config)
-    with Checkpoint.open(source) as files:
+    with Checkpoint.open(source, prefixes=config.family.tensor_prefixes) as files:
         _check_floats(files)
         _make_empty(target)
         shards = list(_shards(files, max_shard_bytes))

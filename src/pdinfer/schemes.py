@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checkpoint import Checkpoint, TensorInfo
+from pdinfer.checkpoint import Checkpoint, TensorInfo, renamed
 from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import read_json
@@ -105,12 +105,13 @@ class StoredWeights:
 
     @classmethod
     def survey(cls, files: Checkpoint, *, ue8m0: bool = False, check_finite: bool = True) -> StoredWeights:
-        """Reads the description file, if there is one. Raises CheckpointError."""
+        """Reads the description file, if there is one; its names are those in the files. Raises CheckpointError."""
         paths = sorted(files.folder.glob(DESCRIPTION))
         if len(paths) > 1:
             raise CheckpointError(f"{files.folder} holds {len(paths)} {DESCRIPTION}; keep the one that is meant")
         path = paths[0] if paths else None
         described = read_json(path, max_bytes=MAX_DESCRIPTION_BYTES, error=CheckpointError) if path else {}
+        described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
         return cls(files, ue8m0, check_finite, described, path)
 
     def scheme(self, name: str) -> Scheme:
@@ -127,9 +128,13 @@ class StoredWeights:
             return Scheme.FP8_BLOCKS
         return scheme
 
+    def parts(self, name: str) -> list[str]:
+        """The names of the tensors that a matrix is stored in, its numbers first."""
+        return [name, *self._companions(name)]
+
     def infos(self, name: str) -> list[TensorInfo]:
-        """The tensors that a matrix is stored in, its numbers first."""
-        return [self.files.tensors[part] for part in (name, *self._companions(name))]
+        """These tensors."""
+        return [self.files.tensors[part] for part in self.parts(name)]
 
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
         """What keeps the tensor `name`, which is there, from being read as one of `shape`."""

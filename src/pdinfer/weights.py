@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint, TensorInfo
-from pdinfer.checks import check_fits
+from pdinfer.checks import check_fits, clip
 from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
@@ -46,9 +46,10 @@ from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
 from pdinfer.schemes import FORMATS, Scheme, StoredWeights
 from pdinfer.topology import Topology
+from pdinfer.unread import check_tied, refuse_unread
 
 Device = str | torch.device
-DType = torch.dtype
+DType = torch.dtype | str
 
 MAX_NAMED = 10
 
@@ -90,9 +91,9 @@ class Destinations:
         self.places[name] = Place(tensor, shape, shard)
         return tensor
 
-    def find(self, name: str, *shape: int) -> Tensor | None:
+    def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
         there = self.stored is not None and name in self.stored.files.tensors
-        return self.take(name, *shape) if there else None
+        return self.take(name, *shape, dtype=dtype) if there else None
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
         for name in names:
@@ -161,13 +162,15 @@ def load_model(
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
-    `dtype` defaults to the stored one. `weights`: "float" makes floats of quantized weights while they are read,
-    "stored" keeps them as they are (kv_b_proj alone becomes floats: attention takes it apart by heads) and quantizes
-    activations as their format says, "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)`
-    tells what became of them. `progress(done_bytes, total_bytes)` is called after every tensor. `providers`
-    forces the op provider, for all ops or per op (see `explain_backends`). `check_finite` refuses NaN and infinity.
-    `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks
-    each calls this; `experts` says how theirs are reached, `placement` which are where.
+    `dtype`, a torch dtype or its name ("float32"), defaults to the stored one. `weights`: "float" makes floats of
+    quantized weights while they are read, "stored" keeps them as they are (kv_b_proj alone becomes floats: attention
+    takes it apart by heads) and quantizes activations as their format says, "auto" keeps those whose ops run at speed
+    on `device`. `explain_backends(model)` tells what became of them. `progress(done_bytes, total_bytes)` is called
+    after every tensor. `providers` forces the op provider, for all ops or per op (see `explain_backends`).
+    `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts tokens
+    (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each calls this; `experts` says how theirs are
+    reached, `placement` which are where. A tensor that the model does not read and that `unread` does not name is
+    refused.
 
     Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
     """
@@ -178,19 +181,20 @@ def load_model(
     check_divides(config, topology)
     placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
     target = _checked_device(device)
-    dtype = _checked_dtype(dtype or DTYPES[config.dtype])
+    dtype = _checked_dtype(config.dtype if dtype is None else dtype)
     resolved = resolve_ops(target, dtype, forced=providers)
     asked = _Asked(
         config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
     )
 
-    with Checkpoint.open(checkpoint) as files:
+    with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         kept = _kept(weights, resolved)
         build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
+        refuse_unread(stored, plan.places, config, mtp=mtp)
         needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place.weight))
         check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
@@ -198,7 +202,7 @@ def load_model(
         model = build(destinations, resolved)
         ranks = InTouch(model.groups.world, target)
         _read_all(stored, wanted, destinations.places, progress, ranks)
-        _check_tied(files, config, model)
+        check_tied(stored, config, model)
         ranks.done()
     return model
 
@@ -210,7 +214,7 @@ class _Asked:
     config: ModelConfig
     topology: Topology
     device: torch.device
-    dtype: DType
+    dtype: torch.dtype
     mtp: bool
     experts: ExpertConfig
     placement: ExpertPlacement | None
@@ -298,10 +302,14 @@ def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
     return [copy.name for copy, main in both if not torch.equal(files.read(copy), files.read(main))]
 
 
-def _checked_dtype(dtype: DType) -> DType:
-    if dtype not in DTYPES.values():
-        raise ConfigError(f"dtype {dtype} cannot be used; choose one of {', '.join(map(str, DTYPES.values()))}")
-    return dtype
+def _checked_dtype(dtype: DType) -> torch.dtype:
+    known = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if known is None or known not in DTYPES.values():
+        raise ConfigError(
+            f"dtype {clip(dtype) if isinstance(dtype, str) else dtype} cannot be used; choose one of "
+            f"{', '.join(map(str, DTYPES.values()))}, or its name without torch as a string"
+        )
+    return known
 
 
 def _checked_device(device: Device) -> torch.device:
@@ -377,17 +385,6 @@ def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> 
         raise CheckpointError(
             f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it as bfloat16 or float32"
         )
-
-
-def _check_tied(files: Checkpoint, config: ModelConfig, model: Model) -> None:
-    """A config may tie the head to the embedding while the files hold both: then they have to be equal."""
-    info = files.tensors.get("lm_head.weight")
-    if config.tie_word_embeddings and info is not None:
-        stored = files.read(info).to(model.device, model.dtype)
-        if stored.shape != model.embed_VD.shape or not torch.equal(stored, model.embed_VD):
-            raise CheckpointError(
-                f"{info.file}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight"
-            )
 
 
 def _listing(items: list[str]) -> str:

@@ -16,7 +16,7 @@ from tests.e2e import rank_jobs
 from tests.e2e.setups import prompt_of
 from tests.ranks import Ranks
 
-FAMILIES = ("v2-lite", "v3", "v32", "glm")
+FAMILIES = ("v2-lite", "v3", "v32", "glm", "axk1")
 PROMPTS = [list(prompt_of(length)) for length in (1, 6, 23)]
 LOGITS, PREFILL = "tests.e2e.rank_jobs:logits", "tests.e2e.rank_jobs:prefill"
 
@@ -72,7 +72,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A checkpoint of each family, with an MTP layer."""
     folder = tmp_path_factory.mktemp("ranks")
     for family in FAMILIES:
-        write_checkpoint(folder / family, tiny_config_dict(family, num_nextn_predict_layers=1), mtp=True)
+        like_v3 = {"model_type": "axk1", "architectures": ["AXK1ForCausalLM"]}  # and a norm of what experts return
+        config = tiny_config_dict(**like_v3) if family == "axk1" else tiny_config_dict(family)
+        write_checkpoint(folder / family, config | {"num_nextn_predict_layers": 1}, mtp=True)
     return {family: str(folder / family) for family in FAMILIES}
 
 

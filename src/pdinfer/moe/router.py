@@ -22,11 +22,15 @@ class Router:
 
     @classmethod
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Router:
-        num_experts = config.n_routed_experts
-        bias_E = None
-        if config.topk_method is TopkMethod.NOAUX_TC:
-            bias_E = source.take(f"{name}.e_score_correction_bias", num_experts, dtype=torch.float32)
+        num_experts, bias = config.n_routed_experts, f"{name}.e_score_correction_bias"
         weight_ED = source.take(f"{name}.weight", num_experts, config.hidden_size, dtype=torch.float32)
+        bias_E = None
+        if config.topk_method is TopkMethod.NOAUX_TC and config.family.optional_correction_bias:
+            bias_E = source.find(bias, num_experts, dtype=torch.float32)
+            if bias_E is None:
+                bias_E = weight_ED.new_zeros(num_experts)
+        elif config.topk_method is TopkMethod.NOAUX_TC:
+            bias_E = source.take(bias, num_experts, dtype=torch.float32)
         return cls(weight_ED, bias_E, config, ops)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:

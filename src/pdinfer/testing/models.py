@@ -135,7 +135,7 @@ class RandomWeights:
         self.tensors[name] = tensor
         return tensor
 
-    def find(self, name: str, *shape: int) -> Tensor | None:
+    def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
         return None
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
