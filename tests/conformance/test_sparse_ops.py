@@ -222,17 +222,6 @@ def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: s
     assert got == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 14]
 
 
-@every_provider
-@every_device
-def test_a_key_that_is_no_number_is_chosen_and_so_seen(provider: str, device: str) -> None:
-    pages = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(1))
-    pages[2, 1] = torch.nan
-    q, weights, table = torch.ones(1, 1, 2), torch.ones(1, 1), torch.arange(3)[None]
-    op = op_of(provider, "index_topk", device)
-    (chosen,) = op(*(x.to(device) for x in (q, weights, pages, table)), (1,), (12,), top_k=3).tolist()
-    assert 9 in chosen
-
-
 # Attending to them
 
 
