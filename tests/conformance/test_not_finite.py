@@ -343,6 +343,9 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
     for position in (0, 63, 64, 130, 199):
         spoilt = put(pages, (position // 16, position % 16, 159), bad)
         assert (~op(q_latent, q_rope, spoilt, table, torch.tensor([200]), scale=0.25).isfinite()).any(-1).all()
+    pages[:4, :, 159] = bad  # a block of 64, and nothing else in it
+    q_rope[..., -1] = 1
+    assert (~op(q_latent, q_rope, pages, table, torch.tensor([200]), scale=0.25).isfinite()).any(-1).all()
 
 
 @every_provider
@@ -367,6 +370,9 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
         got = run(q, spoilt, case.kv_b, table, (30, 100), (30, 100))
         assert torch.equal(got[:30], good[:30])
         assert (~got[30 + position :].isfinite()).any(-1).all()
+    q[..., -1] = 1
+    pages[7:11, :, 159] = bad
+    assert (~run(q, pages, case.kv_b, table, (30, 100), (30, 100))[30:].isfinite()).any(-1).all()
 
 
 # Choosing tokens, and the cache

@@ -398,6 +398,9 @@ def test_experts_of_several_formats_load_as_floats_only(made: Path, tmp_path: Pa
     assert load_model(folder, weights="float").logits(TOKENS).isfinite().all()
 
 
-def test_bad_values_pass_where_they_are_not_looked_for(made: Path, tmp_path: Path) -> None:
-    folder = changed(made / "fp8", tmp_path / "bad", put(f"{QUERY}.weight_scale_inv", 0, torch.nan))
-    assert load_model(folder, check_finite=False).logits(TOKENS).isnan().all()
+@pytest.mark.parametrize("weights", ["float", "stored"])
+@pytest.mark.parametrize("name", [f"{QUERY}.weight_scale_inv", f"{QUERY}.weight"])
+def test_bad_values_pass_where_they_are_not_looked_for(made: Path, tmp_path: Path, name: str, weights: str) -> None:
+    """And are what they are: the number of e4m3 that is none, too."""
+    folder = changed(made / "fp8", tmp_path / "bad", put(name, 0, torch.nan))
+    assert load_model(folder, check_finite=False, weights=weights).logits(TOKENS).isnan().all()
