@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdinfer.config import ModelConfig
+
 TINY = torch.finfo(torch.float32).tiny
 """What may be flushed to 0; bfloat16 has the same exponents."""
 
@@ -101,6 +103,20 @@ def error_of_attention(
     size_THV = torch.einsum("ths,shv->thv", weights_THS, v_SHV.abs() + off_v_SHV)
     carried_THV = torch.einsum("ths,shv->thv", weights_THS, v_SHV * 0 + off_v_SHV)
     return relative_TH1 * size_THV + carried_THV + length * TINY
+
+
+def difference_of_models(config: ModelConfig, context: int, size: float, dtype: torch.dtype = torch.float32) -> float:
+    """Of logits up to `size` that were computed in two ways: what the sums on the way of one value to them, one behind
+    the other, may each come to.
+
+    No proof, for a worst case through layers says nothing: norms bring values back to size one, so that errors add up
+    and do not grow, and a sum whose roundings are independent is off by the root of what gamma allows.
+    """
+    attention = 2 * config.hidden_size + 2 * (config.q_lora_rank or 0) + 3 * config.kv_lora_rank + config.qk_head_dim
+    attention += context + config.num_attention_heads * config.v_head_dim
+    experts = config.moe_intermediate_size * (config.n_shared_experts or 0) + config.num_experts_per_tok
+    mlp = 3 * config.hidden_size + max(config.intermediate_size, experts)
+    return 2 * gamma(config.num_hidden_layers * (attention + mlp) + 2 * config.hidden_size, dtype) * size
 
 
 def assert_within(got: Tensor, exact: Tensor, error: Tensor | float, dtype: torch.dtype) -> None:
