@@ -197,6 +197,19 @@ def test_linear_fp8(
     assert_within(got, numbers @ worth.T, error, dtype)
 
 
+@every_dtype
+@pytest.mark.parametrize("block_bytes", [1, 7 * 300 * 4])
+def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
+    dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = outliers(5, 300).to(dtype), fp8_weight(129, 300, parts=2)
+    expected = torch_ops.linear_fp8(x, weight)
+    monkeypatch.setattr(torch_ops, "WEIGHT_BLOCK_BYTES", block_bytes)
+    numbers, worth = by_hand_fp8(x, weight)
+    error = 2 * error_of_products(numbers, worth) + 2 * unit(dtype) * expected.double().abs()
+    assert_within(torch_ops.linear_fp8(x, weight), expected.double(), error, dtype)
+
+
 def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
     """What activations and weights are worth, element by element of the scales, in float64."""
     rows, columns = weight.numbers.shape
@@ -561,6 +574,17 @@ def test_long_contexts_are_decoded_in_parts(
     monkeypatch.setattr(native, "PART_TOKENS", part_tokens)
     contexts = (1500, 1, 1024, 1025, 2100) if part_tokens == 1024 else (150, 31, 32, 33, 320)
     Attention(dtype, 2, 16, contexts, (1,) * 5, (32, 32, 34, 64)).check("mla_decode", provider, device)
+
+
+@pytest.mark.parametrize("keys", [16, 40, 64, 4096])
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_native_prefill_expands_a_context_piece_by_piece(
+    keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces end with a page; before, within and behind the queries' own positions."""
+    monkeypatch.setattr(native, "KEYS", keys)
+    case = Attention(torch.bfloat16, 2, page_size, (150, 33, 64, 97), (150, 20, 1, 60), (32, 32, 34, 64))
+    case.check("mla_prefill", "native")
 
 
 @for_every_provider
