@@ -702,11 +702,13 @@ def check_routing(provider: str, device: str, rule: Routing, logits: Tensor) -> 
 @every_provider
 @every_device
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-@pytest.mark.parametrize("values", ["few", "large"])
+@pytest.mark.parametrize("values", ["few", "large", "nothing"])
 def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Routing, values: str) -> None:
-    """Logits of few values, or of sizes whose sigmoids are all 1 or all but 0; biases that are equal too."""
+    """Logits of few values, or of sizes whose sigmoids are all 1 or all but 0, or all 0; biases that are equal too."""
     drawn = torch.randint(-1, 2, (200, rule.experts), generator=torch.Generator().manual_seed(4)).float()
-    logits = drawn if values == "few" else draw(200, rule.experts) * 40
+    logits = {"few": drawn, "large": draw(200, rule.experts) * 40, "nothing": torch.full((1, rule.experts), -200.0)}[
+        values
+    ]
     check_routing(provider, device, rule, logits)
     rule = attrs.evolve(rule, even=True)
     check_routing(provider, device, rule, logits)

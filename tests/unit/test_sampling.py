@@ -441,6 +441,10 @@ BROKEN: dict[str, tuple[Draw, str]] = {
     "nan": (ask(lambda p, o, logits_V: logits_V * math.nan), "no token is left to draw"),
     "inf": (ask(lambda p, o, logits_V: logits_V + math.inf), "no token is left to draw"),
     "all are stop tokens": (ask(min_new_tokens=1, stop_token_ids=tuple(range(VOCAB))), "after min_new_tokens"),
+    "raises where nothing is left": (
+        ask(raises, min_new_tokens=1, stop_token_ids=tuple(range(VOCAB)), logits_processor="json"),
+        "logits processor 'json' failed: KeyError",
+    ),
 }
 
 
