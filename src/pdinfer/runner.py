@@ -176,9 +176,9 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
 
 
 def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
-    """The model's own tokens, as long as each was drawn behind tokens of its own."""
+    """The model's own tokens, as long as each was drawn behind tokens of its own; nothing follows an error."""
     right = 0
-    while right < len(proposed) and drawn[right].token == proposed[right]:
+    while right < len(proposed) and drawn[right].error is None and drawn[right].token == proposed[right]:
         right += 1
     return drawn[: right + 1]
 

@@ -121,8 +121,10 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
 def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     """Draws one token per row of float32 `logits_BV`, which stay as they are.
 
-    A row fails alone, with its error in `Drawn`: PDInferError for logits that are not finite, RequestError for a logits
-    processor that raises or when no token is left to draw. Reading the result on the host syncs the device.
+    A row fails alone, with its error in `Drawn`: PDInferError when one of its logits is NaN or +inf, wherever and
+    whatever the request does about it, or all are -inf; RequestError for a logits processor that raises, when no token
+    is left to draw, or when the processor brought back one whose logit is -inf, which is a token that cannot come.
+    Reading the result on the host syncs the device.
     """
     if not draws:
         return []
@@ -137,8 +139,13 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
     tops = _top_logprobs(logits_BV, normalizers_B, draws)
     drawn = []
-    for row, (token, logprob) in enumerate(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
-        error = errors.get(row) if logprob == logprob else PDInferError("the model's logits are not finite")
+    numbers = zip(tokens_B.tolist(), logprobs_B.tolist(), normalizers_B.tolist(), strict=True)
+    for row, (token, logprob, normalizer) in enumerate(numbers):
+        error = errors.get(row)
+        if not math.isfinite(normalizer):  # so it is as soon as one logit is NaN or +inf
+            error = PDInferError("the model's logits are not finite")
+        elif error is None and not math.isfinite(logprob):
+            error = RequestError(f"its logits processor allowed token {token}, whose logit is -inf in the model")
         drawn.append(Drawn(token=token, logprob=logprob, top_logprobs=tops.get(row, ()), error=error))
     return drawn
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from tests.bounds import gamma
 
 OPS = resolve_ops(torch.device("cpu"), torch.float32).ops
 MAX_TOKENS = 6
@@ -28,7 +29,7 @@ class Kind:
     make: Callable[[Group, int, int], TokenDispatcher]  # (group, experts per rank, top_k)
     width: int = 3
     dtype: torch.dtype = torch.float32
-    tolerance: float = 1e-5
+    tolerance: float = gamma(8)
 
 
 @attrs.frozen
@@ -90,7 +91,8 @@ class World:
 
     def check_sum(self, got: Tensor, routed: Routed) -> None:
         assert (got.dtype, got.shape) == (torch.float32, routed.x_TD.shape)
-        torch.testing.assert_close(got, routed.expected(), rtol=self.kind.tolerance, atol=self.kind.tolerance)
+        # terms of one sign, at most five: their sum is as exact as they are
+        torch.testing.assert_close(got, routed.expected(), rtol=self.kind.tolerance, atol=0)
 
 
 def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:

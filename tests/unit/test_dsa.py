@@ -18,6 +18,7 @@ from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model import Model
 from pdinfer.testing import RandomWeights, random_model, tiny_config
+from tests.bounds import difference_of_models, gamma
 
 CPU = torch.device("cpu")
 NAME = "model.layers.0.self_attn.indexer"
@@ -110,13 +111,19 @@ def new_pages(case: Case) -> Tensor:
     return torch.full((7, PAGE_SIZE, case.config.index_head_dim or 0), torch.nan, dtype=torch.float64)
 
 
+def assert_turned(keys_TY: Tensor, exact_TY: Tensor) -> None:
+    """Float64 but for the cosines and sines of float32, each off by two roundings and one of its angle's."""
+    off = (exact_TY.norm(dim=-1, keepdim=True) * gamma(3)).expand_as(exact_TY)
+    assert ((keys_TY - exact_TY).abs() <= off).all()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cache_holds_keys_by_the_formula(name: str) -> None:
     case = Case.of(name)
     pages = new_pages(case)
     case.run(pages, [COUNT])
     held = pages[[5, 0, 3, 6, 1, 2]].flatten(0, 1)
-    torch.testing.assert_close(held[:COUNT], case.keys(), rtol=0, atol=1e-6)
+    assert_turned(held[:COUNT], case.keys())
     assert held[COUNT:].isnan().all()
 
 
@@ -140,7 +147,7 @@ def test_a_context_that_is_read_whole_needs_no_choice(chunks: list[int]) -> None
     pages = new_pages(case)
     chosen = case.run(pages, chunks)
     held = pages[[5, 0, 3, 6, 1, 2]].flatten(0, 1)
-    torch.testing.assert_close(held[: sum(chunks)], case.keys()[: sum(chunks)], rtol=0, atol=1e-6)
+    assert_turned(held[: sum(chunks)], case.keys()[: sum(chunks)])
     assert [part is None for part in chosen] == [sum(chunks[: at + 1]) <= 11 for at in range(len(chunks))]
 
 
@@ -177,14 +184,19 @@ def test_a_shared_layer_takes_the_choice_before_it() -> None:
     assert sorted(view.latents) == [0, 1, 2, 3, 4]
 
 
+def rounding_of(family: str, logits_TV: Tensor) -> float:
+    """What the order of sums may change."""
+    return difference_of_models(tiny_config(family), len(logits_TV), float(logits_TV.abs().max()))
+
+
 @pytest.mark.parametrize("family", ["v32", "glm"])
 def test_a_choice_changes_what_comes_out(family: str) -> None:
     """So a test that compares logits beyond index_topk tokens sees a lost choice."""
     tokens = [(7 * at) % 97 for at in range(40)]
     sparse, dense = (random_model(tiny_config(family, index_topk=top_k)).logits(tokens) for top_k in (11, 512))
-    difference = (sparse - dense).abs().amax(-1)
-    assert difference[:11].max() < 1e-4
-    assert difference[20:].min() > 1e-3
+    difference, rounding = (sparse - dense).abs().amax(-1), rounding_of(family, sparse)
+    assert difference[:11].max() <= rounding
+    assert difference[20:].min() > 10 * rounding
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
@@ -199,5 +211,5 @@ def test_several_tokens_of_a_sequence_in_one_absorbed_batch(family: str) -> None
         row = Row(tokens[part], part.start, pages)
         batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed)
         hidden_TD = model.forward(batch, view)
-    logits = model.head(model.norm(hidden_TD))
-    torch.testing.assert_close(logits, model.logits(tokens)[29:], rtol=0, atol=2e-4)
+    logits, whole = model.head(model.norm(hidden_TD)), model.logits(tokens)
+    torch.testing.assert_close(logits, whole[29:], rtol=0, atol=rounding_of(family, whole))

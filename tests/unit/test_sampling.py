@@ -201,6 +201,42 @@ def test_a_spoilt_row_is_an_error_and_leaves_the_others_alone(bad: float) -> Non
         assert [drawn[row] == expected[row] for row in range(3)] == [row != spoilt for row in range(3)]
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_spoilt_logit_ends_its_request_whatever_else_is_asked(bad: float, temperature: float) -> None:
+    """Also on a token that may not come: what is drawn in its place would have a log-probability of -inf."""
+    logits = random_logits(1, seed=4)
+    logits[0, EOS] = bad
+    for draw in (
+        ask(temperature=temperature, min_new_tokens=1),
+        ask(temperature=temperature, min_new_tokens=1, logprobs=3),
+        ask(temperature=temperature, logit_bias=((EOS, -100.0),), min_new_tokens=1),
+        ask(only(7), temperature=temperature),
+        ask(raises, temperature=temperature),
+        ask(temperature=temperature, top_k=1),
+        ask(temperature=temperature, top_p=0.1, min_p=0.5, repetition_penalty=1.5),
+    ):
+        (drawn,) = sample(logits, [draw])
+        assert type(drawn.error) is PDInferError
+        assert "the model's logits are not finite" in str(drawn.error)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_allows_nothing_has_no_finite_logits(temperature: float) -> None:
+    (drawn,) = sample(torch.full((1, VOCAB), -math.inf), [ask(temperature=temperature)])
+    assert type(drawn.error) is PDInferError
+
+
+def test_a_processor_cannot_bring_back_what_the_model_rules_out() -> None:
+    logits = random_logits(2, seed=4)
+    logits[:, 7] = -math.inf
+    drawn, other = sample(logits, [ask(lambda p, o, logits_V: logits_V.nan_to_num(neginf=1e4)), ask()])
+    assert isinstance(drawn.error, RequestError)
+    assert "token 7, whose logit is -inf" in str(drawn.error)
+    assert other.error is None
+    assert math.isfinite(other.logprob)
+
+
 # Filters
 
 
@@ -405,6 +441,10 @@ BROKEN: dict[str, tuple[Draw, str]] = {
     "nan": (ask(lambda p, o, logits_V: logits_V * math.nan), "no token is left to draw"),
     "inf": (ask(lambda p, o, logits_V: logits_V + math.inf), "no token is left to draw"),
     "all are stop tokens": (ask(min_new_tokens=1, stop_token_ids=tuple(range(VOCAB))), "after min_new_tokens"),
+    "raises where nothing is left": (
+        ask(raises, min_new_tokens=1, stop_token_ids=tuple(range(VOCAB)), logits_processor="json"),
+        "logits processor 'json' failed: KeyError",
+    ),
 }
 
 

@@ -34,9 +34,10 @@ INLINE __m512 load16(const bf16 *p) {
 
 INLINE void store16(bf16 *p, __m512 x) { _mm256_storeu_si256((void *)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
-/* e^x for x <= 0, relative error below 2e-7: 2^n * p(f) with |f| <= 1/2, p a Taylor polynomial of 2^f. */
+/* e^x for x <= 0, relative error below 2e-7: 2^n * p(f) with |f| <= 1/2, p a Taylor polynomial of 2^f. NaN stays NaN:
+ * of two values that are not ordered vmaxps gives the second. */
 INLINE __m512 exp16(__m512 x) {
-    __m512 t = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-126.0f));
+    __m512 t = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
     __m512 n = _mm512_roundscale_ps(t, 0), f = _mm512_sub_ps(t, n);
     __m512 p = _mm512_set1_ps(1.54035304e-4f);
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.33335581e-3f));
@@ -304,22 +305,28 @@ EXPORT void experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf1
 
 /* -- tokens and experts -------------------------------------------------------------------------------------------- */
 
-/* Chooses k of `experts` per token, as `kernels.ops.Route` says; of equal scores the lowest. bias may be NULL. */
+/* Chooses k of `experts` per token, as `kernels.ops.Route` says. bias may be NULL. What is compared is never NaN in a
+ * token whose weights are not: `lost` is 0, or NaN when a logit or a bias is not finite. */
 EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 experts, int sigmoid, i64 k, i64 groups,
                   i64 top_groups, int normalize, float factor, i64 *ids, float *weights, int threads) {
     i64 size = experts / groups;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 64)
     for (i64 t = 0; t < tokens; t++) {
         const float *in = logits + t * experts;
+        double exact[experts], total = 0;
         float scores[experts], choice[experts], worth[groups];
-        float top = -INFINITY, total = 0;
-        for (i64 e = 0; e < experts; e++) top = fmaxf(top, in[e]);
+        float top = -INFINITY, lost = 0;
+        char taken[experts];
         for (i64 e = 0; e < experts; e++) {
-            scores[e] = sigmoid ? 1.0f / (1.0f + expf(-in[e])) : expf(in[e] - top);
-            total += scores[e];
+            top = fmaxf(top, in[e]);
+            lost += 0 * in[e] + (bias ? 0 * bias[e] : 0);
         }
         for (i64 e = 0; e < experts; e++) {
-            if (!sigmoid) scores[e] /= total;
+            exact[e] = sigmoid ? 1 / (1 + exp(-(double)in[e])) : exp((double)in[e] - top);
+            total += exact[e];
+        }
+        for (i64 e = 0; e < experts; e++) {
+            scores[e] = (float)(sigmoid ? exact[e] : exact[e] / total);
             choice[e] = bias ? scores[e] + bias[e] : scores[e];
         }
         if (groups > 1) {
@@ -340,18 +347,17 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
             }
         }
         float sum = 0;
+        memset(taken, 0, sizeof taken);
         for (i64 n = 0; n < k; n++) {
             i64 best = -1;
-            for (i64 e = 0; e < experts; e++) {
-                int taken = 0;
-                for (i64 before = 0; before < n; before++) taken |= ids[t * k + before] == e;
-                if (!taken && (best < 0 || choice[e] > choice[best])) best = e;
-            }
+            for (i64 e = 0; e < experts; e++)
+                if (!taken[e] && (best < 0 || choice[e] > choice[best])) best = e;
+            taken[best] = 1;
             ids[t * k + n] = best;
             sum += scores[best];
         }
         for (i64 n = 0; n < k; n++)
-            weights[t * k + n] = scores[ids[t * k + n]] / (normalize ? sum + 1e-20f : 1.0f) * factor;
+            weights[t * k + n] = scores[ids[t * k + n]] / (normalize ? sum + 1e-20f : 1.0f) * factor + lost;
     }
 }
 
@@ -403,7 +409,7 @@ EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, flo
         for (; i + 16 <= n; i += 16) sum = _mm512_fmadd_ps(load16(in + i), load16(in + i), sum);
         float total = _mm512_reduce_add_ps(sum);
         for (; i < n; i++) total += from_bf16(in[i]) * from_bf16(in[i]);
-        float scale = 1.0f / sqrtf(total / (float)n + eps);
+        float scale = 1.0f / sqrtf(total / (float)n + eps) + 0 * total; /* NaN where the squares overflowed */
         for (i = 0; i + 16 <= n; i += 16)
             store16(y + r * n + i, _mm512_mul_ps(_mm512_mul_ps(load16(in + i), _mm512_set1_ps(scale)), load16(w + i)));
         for (; i < n; i++) {
@@ -436,20 +442,24 @@ EXPORT void rotate(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 hal
 #define TOKENS 64 /* of a context, in one block */
 
 /* One block of a running softmax: weights, as bf16 pairs, of `count` scores (of one block; those that are not there weigh
- * nothing), added to `sum`. When the maximum rises, `sum` and what was weighed before, o[n], shrink accordingly. */
+ * nothing), added to `sum`. When the maximum rises, `sum` and what was weighed before, o[n], shrink accordingly. A score
+ * that is not finite makes `sum` NaN for good, whatever becomes of the maximum. */
 INLINE void weigh(const float *scores, i64 count, float scale, uint32_t *pairs, float *o, i64 n, float *maximum,
                   float *sum) {
-    __m512 s[4], top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    const __m512 zero = _mm512_setzero_ps();
+    __m512 s[4], top = _mm512_set1_ps(-INFINITY), total = zero;
     for (int k = 0; k < 4; k++) {
         i64 left = count - 16 * k;
         __mmask16 there = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
         s[k] = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), there, _mm512_loadu_ps(scores + 16 * k),
                                   _mm512_set1_ps(scale));
         top = _mm512_max_ps(top, s[k]);
+        total = _mm512_mask3_fmadd_ps(s[k], zero, total, there); /* 0 * score: 0, or NaN */
     }
     float before = *maximum, now = fmaxf(before, _mm512_reduce_max_ps(top));
-    if (now == -INFINITY) { /* none of these is there and none was before */
+    if (now == -INFINITY) { /* none of these is there and none was before, or they are not finite */
         memset(pairs, 0, TOKENS * sizeof(bf16));
+        *sum += _mm512_reduce_add_ps(total);
         return;
     }
     for (int k = 0; k < 4; k++) {

@@ -1,6 +1,7 @@
 """Kernels in C for bfloat16 models on CPUs with AVX-512 BF16, compiled on first use (docs/decisions/).
 
-An op that has nothing to gain here, by its shape, is torch's. Threads are those of `torch.get_num_threads`.
+An op that has nothing to gain here, by its shape, is torch's, and so is what the kernels cannot read: other dtypes
+than those they are made for, or strides. Threads are those of `torch.get_num_threads`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ KEYS = 4096
 _LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
 
 
+def _are(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    """Whether all that are there have this dtype: C would read the bits of another one as they are."""
+    return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
+
+
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """A sentence when this machine or dtype cannot have these kernels."""
     if device.type != "cpu":
@@ -44,7 +50,7 @@ def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    if x_TD.stride(-1) != 1:
+    if x_TD.stride(-1) != 1 or not _are(torch.bfloat16, x_TD, weight_D):
         return torch_ops.rms_norm(x_TD, weight_D, eps)
     rows, width = x_TD.shape
     out = x_TD.new_empty(rows, width)
@@ -57,8 +63,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     rows, width = x_TI.shape
     outs = weight_OI.shape[0]
-    fits = x_TI.dtype in _LINEARS and outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
-    if not fits or not 0 < rows <= FEW_ROWS:
+    fits = outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits or not 0 < rows <= FEW_ROWS:
         return F.linear(x_TI, weight_OI)
     out = x_TI.new_empty(rows, outs)
     getattr(library(), _LINEARS[x_TI.dtype])(
@@ -75,7 +81,8 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
-    if not interleaved or x_THR.dtype != torch.bfloat16 or x_THR.stride(-1) != 1:
+    readable = _are(torch.bfloat16, x_THR) and _are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
+    if not interleaved or not readable:
         return torch_ops.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
     rows, num_heads, width = x_THR.shape
     cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
@@ -106,8 +113,19 @@ def route(
     normalize: bool,
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
+    if not _are(torch.float32, logits_TE, bias_E):
+        return torch_ops.route(
+            logits_TE,
+            bias_E,
+            sigmoid=sigmoid,
+            top_k=top_k,
+            num_groups=num_groups,
+            top_k_groups=top_k_groups,
+            normalize=normalize,
+            scaling_factor=scaling_factor,
+        )
     tokens, num_experts = logits_TE.shape
-    logits_TE = logits_TE.contiguous()
+    logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
     ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
     library().route(
         logits_TE.data_ptr(),
@@ -143,8 +161,10 @@ def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    if not _are(torch.bfloat16, y_SD) or not _are(torch.float32, weights_TK):
+        return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
     out_TD = torch.empty(len(row_TK), y_SD.shape[1])
-    y_SD, weights_TK = y_SD.contiguous(), weights_TK.contiguous()
+    y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
     library().combine_rows(
         y_SD.data_ptr(),
         row_TK.data_ptr(),
@@ -158,6 +178,8 @@ def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
+    if not _are(torch.bfloat16, x_TJ):
+        return torch_ops.gated_silu(x_TJ)
     rows, width = x_TJ.shape
     x_TJ = x_TJ.contiguous()
     out = x_TJ.new_empty(rows, width // 2)
@@ -168,7 +190,8 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
     rows = len(x_SD)
-    if not rows or int(counts_E.max()) > FEW_ROWS or width % 8 or inner % 8:
+    fits = width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x_SD, gate_up_EJD, down_EDI)
+    if not rows or int(counts_E.max()) > FEW_ROWS or not fits:
         return torch_ops.by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x_SD)
     hidden = x_SD.new_empty(rows, 3 * inner)
@@ -191,7 +214,8 @@ def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     rows, _, width = x_THN.shape
     outs = weight_HNC.shape[2]
     packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
-    if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not packed:
+    readable = packed and _are(torch.bfloat16, x_THN, weight_HNC)
+    if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not readable:
         return torch_ops.heads_in(x_THN, weight_HNC)
     return _by_heads(library().heads_in, x_THN, weight_HNC, outs)
 
@@ -200,7 +224,8 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     rows, _, width = x_THC.shape
     outs = weight_HVC.shape[1]
     packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
-    if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not packed:
+    readable = packed and _are(torch.bfloat16, x_THC, weight_HVC)
+    if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not readable:
         return torch_ops.heads_out(x_THC, weight_HVC)
     return _by_heads(library().heads_out, x_THC, weight_HVC, outs)
 
@@ -239,7 +264,7 @@ def mla_prefill(
     num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
     nope = kv_b_OC.shape[0] // num_heads - v_head_dim
     rope = q_THQ.shape[-1] - nope
-    if v_head_dim % 64 or nope % 2 or rope % 2 or pages_PGW.dtype != q_THQ.dtype:
+    if v_head_dim % 64 or nope % 2 or rope % 2 or not _are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
         return torch_ops.mla_prefill(
             q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
         )
@@ -290,7 +315,7 @@ def mla_decode(
 ) -> Tensor:
     batch, num_heads, rank = q_latent_BHC.shape
     width = pages_PGW.shape[-1]
-    if not batch or rank % 32 or width % 32 or pages_PGW.dtype != q_rope_BHR.dtype:
+    if not batch or rank % 32 or width % 32 or not _are(torch.bfloat16, q_latent_BHC, q_rope_BHR, pages_PGW):
         return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
     q_latent_BHC, q_rope_BHR = q_latent_BHC.contiguous(), q_rope_BHR.contiguous()
     out = torch.empty_like(q_latent_BHC)

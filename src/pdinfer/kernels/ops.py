@@ -6,6 +6,11 @@ specification; the others must agree with it.
 
 Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.packing` says, the store ops pack
 and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN included.
+
+NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was made of one holds
+one. So a sum of squares or a score that overflows makes NaN of its row or head; integers and a softmax, which cannot
+say NaN or would give -inf no weight, get it added. Rows of other tokens stay as they are, to the bit; only the tokens
+of one sequence in one call of `mla_prefill` may share what one of them reads.
 """
 
 from __future__ import annotations
@@ -120,7 +125,9 @@ class IndexTopK(Protocol):
 
         Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
         own sequence, ascending, and -1 behind the last where a token sees fewer than S. Of equal scores the lowest
-        position is taken, whatever the sizes of pages, chunks and batches. Lengths are host ints."""
+        position is taken, whatever the sizes of pages, chunks and batches. A token chooses nothing, -1 everywhere, when
+        its query, its weights, a key it sees or one of its scores is not finite: `mla_sparse` makes NaN of that.
+        Lengths are host ints."""
 
 
 class MLASparse(Protocol):
@@ -139,7 +146,7 @@ class MLASparse(Protocol):
     ) -> Tensor:
         """Absorbed attention of each token over the cached latents at `selected_TS`, *logical* positions of its own
         sequence as `index_topk` returns them (-1 is none); `sequence_T` is each token's row of the page table
-        -> [T, H, C]. As `mla_decode` over these positions alone."""
+        -> [T, H, C]. As `mla_decode` over these positions alone; NaN for a token without any."""
 
 
 class HeadsIn(Protocol):
@@ -210,10 +217,15 @@ class Route(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The experts of each token: (ids_TK int64, weights_TK float32) from float32 logits.
 
-        Scores are sigmoid or softmax of the logits; `bias_E` (DeepSeek-V3's correction) is added for choosing and
+        Scores are sigmoid or softmax of the logits, computed in float64 and rounded to float32 once, so that they are
+        equal wherever they are computed; `bias_E` (DeepSeek-V3's correction) is added, in float32, for choosing and
         never for weighing. With more than one group only the best `top_k_groups` compete, a group being worth the sum
         of its two best biased scores when there is a bias and its best score otherwise. `normalize` divides the
-        weights by their sum; `scaling_factor` multiplies them."""
+        weights by their sum; `scaling_factor` multiplies them.
+
+        Experts come best first. Of equal ones the lowest id is better, and of equally good groups the first. With a
+        logit or a bias that is not finite all weights of the token are NaN, and its ids are experts, distinct, and mean
+        nothing."""
 
 
 class GroupRows(Protocol):

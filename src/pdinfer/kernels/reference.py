@@ -46,14 +46,20 @@ def _exact(x: Tensor) -> Tensor:
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x = _exact(x_TD)
-    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * _exact(weight_D)).to(x_TD.dtype)
+    return (x * _inverse_root(x, eps) * _exact(weight_D)).to(x_TD.dtype)
 
 
 def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
     x = _exact(x_TD)
     x = x - x.mean(-1, keepdim=True)
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return (x * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
+    return (x * _inverse_root(x, eps) * _exact(weight_D) + _exact(bias_D)).to(x_TD.dtype)
+
+
+def _inverse_root(x: Tensor, eps: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, which stays; NaN where the squares overflow, as zeros would pass
+    for a row."""
+    mean = x.square().mean(-1, keepdim=True)
+    return torch.rsqrt(mean + eps) + 0 * mean
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -116,9 +122,10 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
     return (y * weight.output_scale.squeeze(-1) + not_finite(x_TI)).to(x_TI.dtype)
 
 
-def not_finite(x_TI: Tensor) -> Tensor:
-    """[T, 1]: NaN for tokens that hold NaN or infinity, which integers cannot say; 0 for the others."""
-    return _exact(x_TI).abs().amax(-1, keepdim=True) * 0
+def not_finite(x: Tensor) -> Tensor:
+    """NaN for rows (of the last axis, which stays with one element) that hold NaN or infinity, 0 for the others. Added
+    to what cannot say so itself: integers, or a softmax, which gives a score of -inf no weight."""
+    return (0 * _exact(x)).sum(-1, keepdim=True)
 
 
 def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
@@ -168,14 +175,17 @@ def index_topk(
     top_k: int,
 ) -> Tensor:
     q_TXY = packing.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    q_TXY = q_TXY + not_finite(q_TXY)
     selected = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
     token = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         keys = _exact(packing.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        keys = keys + not_finite(keys)
         for visible in range(context - num_queries + 1, context + 1):
             scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
-            best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
-            selected[token, : len(best)] = best
+            if scores.isfinite().all():
+                best = scores.sort(descending=True, stable=True).indices[:top_k].sort().values
+                selected[token, : len(best)] = best
             token += 1
     return selected
 
@@ -212,6 +222,7 @@ def mla_prefill(
         scores = scale * (scores + torch.einsum("qhr,kr->hqk", q[..., nope:], k_rope))
         position_q = torch.arange(context - num_queries, context, device=q.device)
         future = torch.arange(context, device=q.device)[None, :] > position_q[:, None]
+        scores = scores + not_finite(scores.masked_fill(future, 0))
         weights = scores.masked_fill(future, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khv->qhv", weights, kv[..., nope:]))
     return torch.cat(outputs).to(q_THQ.dtype) if outputs else q_THQ[..., :v_head_dim]
@@ -244,11 +255,12 @@ def mla_sparse(
     scale: float,
 ) -> Tensor:
     page_size = pages_PGW.shape[1]
-    out = torch.empty_like(q_latent_THC)
+    out = torch.full_like(q_latent_THC, torch.nan)
     for token, (row, positions_S) in enumerate(zip(sequence_T.tolist(), selected_TS, strict=True)):
         positions_S = positions_S[positions_S >= 0]
-        cached = pages_PGW[page_table_BM[row, positions_S // page_size], positions_S % page_size]
-        out[token] = _absorbed(q_latent_THC[token], q_rope_THR[token], cached, scale)
+        if len(positions_S):
+            cached = pages_PGW[page_table_BM[row, positions_S // page_size], positions_S % page_size]
+            out[token] = _absorbed(q_latent_THC[token], q_rope_THR[token], cached, scale)
     return out
 
 
@@ -260,8 +272,8 @@ def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
 def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:
     """One token's attention over cached rows [S, W] -> [H, C]."""
     c, k_rope = _unpacked(cached_SW, q_latent_HC.shape[-1])
-    scores = _exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T
-    return ((scale * scores).softmax(-1) @ c).to(q_latent_HC.dtype)
+    scores = scale * (_exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T)
+    return ((scores + not_finite(scores)).softmax(-1) @ c).to(q_latent_HC.dtype)
 
 
 def route(
@@ -275,21 +287,31 @@ def route(
     normalize: bool,
     scaling_factor: float,
 ) -> tuple[Tensor, Tensor]:
-    scores = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
-    choice = scores if bias_E is None else scores + bias_E
+    # torch's float32 functions round one logit differently in different places of a tensor
+    exact = logits_TE.double()
+    scores = (exact.sigmoid() if sigmoid else exact.softmax(-1)).float()
+    lost = not_finite(logits_TE)
+    choice = scores
+    if bias_E is not None:
+        choice, lost = scores + bias_E, lost + not_finite(bias_E)
     num_experts = choice.shape[1]
     if num_groups > 1:
         grouped = choice.view(-1, num_groups, num_experts // num_groups)
         best_of_group = 1 if bias_E is None else min(2, grouped.shape[-1])
         worth = grouped.topk(best_of_group, -1).values.sum(-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, worth.topk(top_k_groups, -1).indices, True)
+        kept = torch.zeros_like(worth, dtype=torch.bool).scatter_(1, _best(worth, top_k_groups), True)
         # -inf, not 0: a correction bias can push every score of a kept group below zero
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).view(-1, num_experts)
-    ids = choice.topk(top_k, -1).indices
+    ids = _best(choice, top_k)
     weights = scores.gather(1, ids)
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * scaling_factor
+    return ids, weights * scaling_factor + lost
+
+
+def _best(values: Tensor, count: int) -> Tensor:
+    """Ids of the largest of each row, best first, the lowest id first among equals, whose order `topk` leaves open."""
+    return values.sort(descending=True, stable=True).indices[:, :count]
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

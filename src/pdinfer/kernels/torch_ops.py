@@ -27,6 +27,7 @@ WEIGHT_BLOCK_BYTES = 8 << 20
 
 route = reference.route
 group_rows = reference.group_rows
+rms_norm = reference.rms_norm
 layer_norm = reference.layer_norm
 round_fp8 = reference.round_fp8
 round_int8 = reference.round_int8
@@ -35,12 +36,6 @@ round_int8 = reference.round_int8
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
     """None: eager torch runs on every device."""
     return None
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    if x_TD.dtype == torch.float32:
-        return F.rms_norm(x_TD, weight_D.shape, weight_D.float(), eps)
-    return reference.rms_norm(x_TD, weight_D, eps)
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -171,11 +166,19 @@ def _attend_causal(q_HTQ: Tensor, k_HQS: Tensor, v_HSV: Tensor, scale: float, ou
         stop = min(start + block, num_queries)
         visible = offset + stop
         scores = torch.bmm(q_HTQ[:, start:stop], k_HQS[..., :visible]).float().mul_(scale)
+        lost_HT1 = _lost(scores)
         # only the block's own columns can lie in the future of one of its rows
         own = scores[..., offset + start : visible]
         own.masked_fill_(torch.ones_like(own[0], dtype=torch.bool).triu_(1), -torch.inf)
+        scores[..., :1] += lost_HT1
         weights = scores.softmax(-1).to(v_HSV.dtype)
         out_THV[start:stop] = torch.bmm(weights, v_HSV[:, :visible]).transpose(0, 1)
+
+
+def _lost(scores: Tensor) -> Tensor:
+    """What to add to one score of each row, before others are masked: NaN for rows with one of -inf, to which a softmax
+    would give no weight, or NaN; 0 for others. It sees to +inf itself."""
+    return scores.amin(-1, keepdim=True) * 0
 
 
 def _attend_in_blocks(
@@ -194,6 +197,7 @@ def _attend_in_blocks(
         for start in range(max(0, position - offset), num_queries, query_block):
             part = slice(start, min(start + query_block, num_queries))
             scores = torch.bmm(q_HTQ[:, part], k_HQS).float().mul_(scale)
+            lost_HT1 = _lost(scores)
             if position + size > offset + start + 1:
                 at = torch.arange(offset + start, offset + part.stop, device=q_HTQ.device)
                 future = torch.arange(position, position + size, device=q_HTQ.device) > at[:, None]
@@ -202,7 +206,7 @@ def _attend_in_blocks(
             highest = torch.maximum(before, scores.amax(-1, keepdim=True))
             weights = scores.sub_(highest).exp_()
             kept = (before - highest).exp_()
-            total_HT1[:, part] = total_HT1[:, part] * kept + weights.sum(-1, keepdim=True)
+            total_HT1[:, part] = total_HT1[:, part] * kept + weights.sum(-1, keepdim=True) + lost_HT1
             value_HTV[:, part] = value_HTV[:, part] * kept + torch.bmm(weights.to(v_HSV.dtype), v_HSV).float()
             maximum_HT1[:, part] = highest
     out_THV.copy_((value_HTV / total_HT1).transpose(0, 1))
@@ -251,11 +255,15 @@ def mla_sparse(
 
 def _absorbed(q_latent_THC: Tensor, q_rope_THR: Tensor, cached_TSW: Tensor, none_TS: Tensor, scale: float) -> Tensor:
     """Attention of each token over cached rows of its own, but where `none_TS`; changes these rows."""
+    if not none_TS.numel():
+        return torch.full_like(q_latent_THC, torch.nan)
     # unused slots may hold NaN of an earlier owner, and 0 * NaN is NaN
     cached_TSW = cached_TSW.masked_fill_(none_TS[..., None], 0)
     q_THW = torch.cat((q_latent_THC, q_rope_THR), -1)
     scores_THS = torch.bmm(q_THW, cached_TSW.transpose(1, 2)).float().mul_(scale)
-    weights_THS = scores_THS.masked_fill_(none_TS[:, None, :], -torch.inf).softmax(-1).to(q_THW.dtype)
+    lost_TH1 = _lost(scores_THS)
+    scores_THS.masked_fill_(none_TS[:, None, :], -torch.inf)[..., :1] += lost_TH1
+    weights_THS = scores_THS.softmax(-1).to(q_THW.dtype)
     return torch.bmm(weights_THS, cached_TSW[..., : q_latent_THC.shape[-1]])
 
 
@@ -270,6 +278,7 @@ def index_topk(
     top_k: int,
 ) -> Tensor:
     q_TXY = packing.index_queries(q_TXY.float(), pages_PGY.dtype)
+    q_TXY = q_TXY + reference.not_finite(q_TXY)
     page_size, num_heads = pages_PGY.shape[1], q_TXY.shape[1]
     selected_TS = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
     first = 0
@@ -298,24 +307,26 @@ def index_topk(
 def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
     """Scores of every token for every row, float32 [T, S]."""
     keys_SY = packing.index_keys(rows_SY).float()
+    keys_SY = keys_SY + reference.not_finite(keys_SY)
     dots_TXS = (q_TXY.flatten(0, 1) @ keys_SY.T).view(*q_TXY.shape[:2], -1)
     return torch.bmm(weights_TX[:, None], dots_TXS.relu_())[:, 0]
 
 
 def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
     """The positions of the `count` largest scores of each row, ascending, of equal ones the lowest; -1 fills up where
-    row t sees fewer, which are those up to `own + t`. Changes the scores."""
+    row t sees fewer, which are those up to `own + t`, and where one of those is not finite. Changes the scores."""
     position_S = torch.arange(scores_TS.shape[1], dtype=torch.int32, device=scores_TS.device)
     last_T1 = torch.arange(own, own + len(scores_TS), device=scores_TS.device)[:, None]
-    # NaN ranks first, so that it is read and seen; what lies in the future may be anything
-    scores_TS.nan_to_num_(torch.inf, torch.inf, -torch.inf).masked_fill_(position_S > last_T1, -torch.inf)
+    future_TS = position_S > last_T1
+    lost_T1 = ~scores_TS.masked_fill_(future_TS, 0).isfinite().all(-1, keepdim=True)
+    scores_TS.masked_fill_(future_TS, -torch.inf)
     least_T1 = scores_TS.topk(count, -1).values[:, -1:]
     above_TS = scores_TS > least_T1
     equal_TS = scores_TS == least_T1
     room_T1 = count - above_TS.sum(-1, keepdim=True)
     taken_TS = above_TS | (equal_TS & (equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1))
     best_TS = torch.where(taken_TS, position_S, len(position_S)).topk(count, largest=False).values.long()
-    return best_TS.masked_fill_(best_TS > last_T1, -1)
+    return best_TS.masked_fill_((best_TS > last_T1) | lost_T1, -1)
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -1,0 +1,162 @@
+"""What is not finite in a page fails the requests that read it, by name, and nobody else; then nobody finds it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import pdinfer as pd
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.testing import random_model, tiny_config
+from tests.e2e.setups import Setup, by_request, collect, greedy, join, pool_of, prompt_of, tokens_of
+
+COUNT = 8
+PROMPT = prompt_of(11, seed=3)
+every_bad = pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+
+
+@functools.cache
+def model_of(dtype: torch.dtype) -> pd.Model:
+    """In bfloat16 native kernels run it where a CPU has them: its sizes fit them."""
+    return random_model(tiny_config(kv_lora_rank=32, qk_rope_head_dim=32, v_head_dim=64), dtype=dtype)
+
+
+def split(transport: str, dtype: torch.dtype = torch.float32) -> Setup:
+    model = model_of(dtype)
+    pools = [pool_of(model, page_size=4) for _ in range(2)]
+    return join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:])
+
+
+def request(name: str, prompt: tuple[int, ...] = PROMPT, **more: object) -> pd.Request:
+    return pd.Request(request_id=name, prompt=prompt, sampling=greedy(COUNT, ignore_eos=True, **more))
+
+
+def spoil(pool: pd.PagePool, page: int, layer: int, bad: float, *, offset: int = 0, column: int = -1) -> None:
+    """Puts a bad value into a token's latent, by default into the last element of its key."""
+    assert isinstance(pool.memory, PageMemory)
+    KVView.of(pool.memory).latents[layer][page, offset, column] = bad
+
+
+def run(
+    setup: Setup, *asked: pd.Request, while_they_run: Callable[[dict[str, list[int]]], None] | None = None
+) -> dict[str, list[pd.TokenEvent]]:
+    """Their events. `while_they_run` is called with the pages of each as soon as all of them decode."""
+    for one in asked:
+        setup.pairing.submit(one)
+    events = []
+    if while_they_run is not None:
+        decode = setup.decodes[0]
+        while len(decode._running) < len(asked):
+            assert setup.pairing.num_unfinished == len(asked), "one has ended before the last one runs"
+            events += setup.pairing.step()
+        while_they_run({sequence.request_id: sequence.pages for sequence in decode._running})
+    events += collect(setup.pairing)
+    setup.check_idle()
+    return by_request(events)
+
+
+def failed(stream: list[pd.TokenEvent]) -> bool:
+    """By name; the others ran to their length."""
+    last = stream[-1]
+    if last.finish_reason is pd.FinishReason.LENGTH:
+        return False
+    assert (last.finish_reason, type(last.error)) == (pd.FinishReason.FAILED, pd.PDInferError)
+    assert "the model's logits are not finite" in str(last.error)
+    assert all(event.logprob is None or math.isfinite(event.logprob) for event in stream)
+    return True
+
+
+@every_bad
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("column", [0, 31, 32, 63])
+def test_a_bad_latent_fails_its_request_and_no_other_of_the_batch(dtype: torch.dtype, column: int, bad: float) -> None:
+    asked = [request(str(n), prompt_of(5 + 3 * n, seed=n)) for n in range(3)]
+    with split("loopback", dtype) as setup:
+        expected = {name: tokens_of(stream) for name, stream in run(setup, *asked).items()}
+    with split("loopback", dtype) as setup:
+        pool = setup.decodes[0].channel.pool
+        streams = run(
+            setup, *asked, while_they_run=lambda pages: spoil(pool, pages["1"][0], 1, bad, offset=1, column=column)
+        )
+        assert [failed(streams[name]) for name in "012"] == [False, True, False]
+        assert [tokens_of(streams[name]) for name in "02"] == [expected[name] for name in "02"]
+        # its pages are known to nobody, and free
+        assert tokens_of(run(setup, asked[1])["1"]) == expected["1"]
+
+
+@every_bad
+@pytest.mark.parametrize("transport", ["shared", "loopback"])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten(transport: str, side: str, bad: float) -> None:
+    """Whoever shares it fails; who comes after them computes it anew."""
+    with split(transport) as setup:
+        expected = tokens_of(run(setup, request("first"))["first"])
+        engine = setup.prefills[0] if side == "prefill" else setup.decodes[0]
+        pool = engine.channel.pool
+        spoil(pool, pool.find(keys_of(pool))[0], 0, bad)
+        assert failed(run(setup, request("second"))["second"])
+        assert pool.find(keys_of(pool)) == ()
+        again = run(setup, request("third"))["third"]
+        assert not failed(again)
+        assert tokens_of(again) == expected
+
+
+def keys_of(pool: pd.PagePool) -> list[bytes]:
+    """Of the full pages of PROMPT."""
+    chain = pool.chain(b"")
+    chain.extend(PROMPT)
+    return chain.keys
+
+
+def mtp_setup() -> Setup:
+    model = random_model(tiny_config(num_nextn_predict_layers=1), mtp=True)
+    pools = [pool_of(model, page_size=4) for _ in range(2)]
+    return join(
+        model,
+        "loopback",
+        prefill_pools=pools[:1],
+        decode_pools=pools[1:],
+        engine=pd.EngineConfig(num_draft_tokens=2),
+    )
+
+
+@every_bad
+@pytest.mark.parametrize("layer", ["of the model", "that drafts"])
+def test_bad_pages_of_the_layer_that_drafts_change_no_token(layer: str, bad: float) -> None:
+    """They cost drafts; those of the model fail the request with drafts as without."""
+    with mtp_setup() as setup:
+        whole = run(setup, request("a"))["a"]
+    with mtp_setup() as setup:
+        pool, drafter = setup.decodes[0].channel.pool, setup.decodes[0].model.mtp
+        assert drafter is not None
+        at = drafter.layer if layer == "that drafts" else 0
+        stream = run(setup, request("a"), while_they_run=lambda pages: spoil(pool, pages["a"][0], at, bad))["a"]
+        assert failed(stream) == (layer == "of the model")
+        if layer == "that drafts":
+            assert tokens_of(stream) == tokens_of(whole)
+
+
+def test_a_logit_of_infinity_ends_a_request_that_may_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prefill and in decode: `min_new_tokens` forbids the token, and another one would be drawn in its place."""
+    head, model = pd.Model.head, model_of(torch.float32)
+    eos = model.config.eos_token_ids[0]
+    for at_call in (1, 3):
+        calls = []
+
+        def damaged(
+            model: pd.Model, state_TD: torch.Tensor, calls: list[int] = calls, at_call: int = at_call
+        ) -> torch.Tensor:
+            logits_BV = head(model, state_TD)
+            calls.append(len(state_TD))
+            if len(calls) == at_call:
+                logits_BV[0, eos] = torch.inf
+            return logits_BV
+
+        with split("loopback") as setup, monkeypatch.context() as patch:
+            patch.setattr(pd.Model, "head", damaged)
+            sampling = greedy(COUNT, min_new_tokens=COUNT)
+            assert failed(run(setup, pd.Request(request_id="a", prompt=PROMPT, sampling=sampling))["a"])
