@@ -17,34 +17,30 @@ from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
 from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.destinations import Destinations, Place
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
     BLOCK,
-    WHOLE,
     FloatWithBias,
-    FP8Blocks,
     Int8Static,
-    Shard,
     Stored,
     Weight,
     assign,
     columns_of,
     dequantize,
-    empty,
-    expert,
-    places,
     tensors_of,
 )
 from pdinfer.kv.view import DTYPES
 from pdinfer.layers import WeightSource
-from pdinfer.model import Model, device_memory_bytes
+from pdinfer.memory import device_memory_bytes
+from pdinfer.model import Model
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
-from pdinfer.schemes import FORMATS, Scheme, StoredWeights
+from pdinfer.schemes import Scheme, StoredWeights
 from pdinfer.topology import Topology
 
 Device = str | torch.device
@@ -61,88 +57,6 @@ OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
     }
 )
 """What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
-
-
-@attrs.frozen
-class Place:
-    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
-
-    weight: Weight
-    shape: tuple[int, ...]
-    shard: Shard
-
-
-@attrs.define
-class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where. Without `stored` every weight
-    is of floats; with it, those of a scheme in `kept` are held as they are stored. Raises ConfigError for a tensor that
-    a rank cannot have its part of."""
-
-    device: torch.device
-    dtype: torch.dtype
-    stored: StoredWeights | None = None
-    kept: frozenset[Scheme] = frozenset()
-    places: dict[str, Place] = attrs.field(factory=dict)
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
-        self._check_shard(name, shape, shard)
-        tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
-        self.places[name] = Place(tensor, shape, shard)
-        return tensor
-
-    def find(self, name: str, *shape: int) -> Tensor | None:
-        there = self.stored is not None and name in self.stored.files.tensors
-        return self.take(name, *shape) if there else None
-
-    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
-        for name in names:
-            self._check_shard(name, (rows, columns), shard)
-        kind = self._format(names)
-        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
-        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
-
-    def format(self, name: str) -> type:
-        scheme = self.scheme(name)
-        return FORMATS[scheme] if scheme in self.kept else Tensor
-
-    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        kind = self._format([name for parts in names for name in parts])
-        if kind is Int8Static:
-            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
-        return self._allocate(names, kind, rows, columns)
-
-    def _allocate(
-        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
-    ) -> Weight:
-        kept_rows, kept_columns = shard.shape((rows, columns))
-        shape = (len(names), len(names[0]), kept_rows, kept_columns)
-        ue8m0 = self.stored is not None and self.stored.ue8m0
-        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
-        self.places.update((name, Place(weight, (rows, columns), shard)) for name, weight in places(stack, names))
-        return stack
-
-    def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
-        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
-        unit = BLOCK if self.format(name) is FP8Blocks else 1
-        if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
-            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
-            raise ConfigError(
-                f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
-                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
-                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
-            )
-
-    def _format(self, names: Sequence[str]) -> type:
-        """The one format that these matrices, which lie in one tensor, can be held in."""
-        schemes = {self.scheme(name): name for name in names}
-        formats = {self.format(name) for name in names}
-        if len(formats) > 1:
-            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
-            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
-        return formats.pop()
-
-    def scheme(self, name: str) -> Scheme:
-        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)
 
 
 def load_model(
@@ -191,8 +105,7 @@ def load_model(
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
-        needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place.weight))
-        check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
+        check_fits(plan.num_bytes, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved)
@@ -272,7 +185,7 @@ def _slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
 def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[str]:
     """What becomes of quantized weights, a sentence for each scheme and outcome."""
     counts = Counter(
-        (plan.scheme(name), isinstance(place.weight, Tensor | FloatWithBias)) for name, place in plan.places.items()
+        (plan.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias)) for name, held in plan.places.items()
     )
     for scheme in OPS_OF_SCHEME:
         if counts[scheme, False]:
@@ -316,7 +229,7 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(stored: StoredWeights, expected: Mapping[str, Place], config: ModelConfig) -> list[TensorInfo]:
+def _matched(stored: StoredWeights, expected: Mapping[str, Sequence[Place]], config: ModelConfig) -> list[TensorInfo]:
     """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
     files = stored.files
     missing = [name for name in expected if name not in files.tensors]
@@ -325,7 +238,7 @@ def _matched(stored: StoredWeights, expected: Mapping[str, Place], config: Model
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
             + _without_mtp(missing, config)
         )
-    wrong = [complaint for name, place in expected.items() for complaint in stored.complaints(name, place.shape)]
+    wrong = [complaint for name, held in expected.items() for complaint in stored.complaints(name, held[0].shape)]
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
@@ -341,15 +254,16 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
 def _read_all(
     stored: StoredWeights,
     wanted: Sequence[TensorInfo],
-    where: Mapping[str, Place],
+    where: Mapping[str, Sequence[Place]],
     progress: Callable[[int, int], None] | None,
     ranks: InTouch,
 ) -> None:
     sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
     done, total = 0, sum(sizes)
     for info, size in zip(wanted, sizes, strict=True):
-        place = where[info.name]
-        _put(_part(stored, info.name, place), place.weight, info, stored.check_finite)
+        value = _part(stored, info.name, where[info.name][0])
+        for place in where[info.name]:
+            _put(value, place.weight, info, stored.check_finite)
         done += size
         if progress is not None:
             progress(done, total)

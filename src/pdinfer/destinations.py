@@ -1,0 +1,113 @@
+"""Where the tensors of a checkpoint go: a model is built of what this allocates, and every name keeps its places."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    WHOLE,
+    FloatWithBias,
+    FP8Blocks,
+    Int8Static,
+    Shard,
+    Weight,
+    empty,
+    expert,
+    places,
+    tensors_of,
+)
+from pdinfer.schemes import FORMATS, Scheme, StoredWeights
+
+
+@attrs.frozen
+class Place:
+    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    shard: Shard
+
+
+@attrs.define
+class Destinations:
+    """A WeightSource that allocates on `device` and remembers which name belongs where: in two places if a rank has an
+    expert twice. Without `stored` every weight is of floats; with it, those of a scheme in `kept` are held as they are
+    stored. Raises ConfigError for a tensor that a rank cannot have its part of."""
+
+    device: torch.device
+    dtype: torch.dtype
+    stored: StoredWeights | None = None
+    kept: frozenset[Scheme] = frozenset()
+    places: dict[str, list[Place]] = attrs.field(factory=dict)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        self._check_shard(name, shape, shard)
+        tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
+        self.places[name] = [Place(tensor, shape, shard)]
+        return tensor
+
+    def find(self, name: str, *shape: int) -> Tensor | None:
+        there = self.stored is not None and name in self.stored.files.tensors
+        return self.take(name, *shape) if there else None
+
+    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
+        for name in names:
+            self._check_shard(name, (rows, columns), shard)
+        kind = self._format(names)
+        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
+        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
+
+    def format(self, name: str) -> type:
+        scheme = self.scheme(name)
+        return FORMATS[scheme] if scheme in self.kept else Tensor
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        kind = self._format([name for parts in names for name in parts])
+        if kind is Int8Static:
+            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
+        return self._allocate(names, kind, rows, columns)
+
+    def _allocate(
+        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
+    ) -> Weight:
+        kept_rows, kept_columns = shard.shape((rows, columns))
+        shape = (len(names), len(names[0]), kept_rows, kept_columns)
+        ue8m0 = self.stored is not None and self.stored.ue8m0
+        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
+        for name, weight in places(stack, names):
+            self.places.setdefault(name, []).append(Place(weight, (rows, columns), shard))
+        return stack
+
+    def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
+        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
+        unit = BLOCK if self.format(name) is FP8Blocks else 1
+        if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
+            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
+            raise ConfigError(
+                f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
+                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
+                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
+            )
+
+    def _format(self, names: Sequence[str]) -> type:
+        """The one format that these matrices, which lie in one tensor, can be held in."""
+        schemes = {self.scheme(name): name for name in names}
+        formats = {self.format(name) for name in names}
+        if len(formats) > 1:
+            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
+            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
+        return formats.pop()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for held in self.places.values() for at in held for tensor in tensors_of(at.weight))
+
+    def scheme(self, name: str) -> Scheme:
+        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)
