@@ -98,6 +98,11 @@ class Model:
             mtp=MTP.build(source, config, ops, parallel, groups, tied, mtp_copies) if mtp else None,
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """For `explain_backends`."""
+        return self.experts.remarks
+
     def moe_layers(self) -> list[MoE]:
         """Those that route to experts, in the order of the rows of `experts.placement`."""
         blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)

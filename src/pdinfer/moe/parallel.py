@@ -66,7 +66,7 @@ class ExpertParallel:
         _check_same(group, placement, options, device)
         sizes = ExpertSizes(
             num_ranks=group.size,
-            num_experts=placement.num_slots,
+            num_experts=placement.num_slots if group.size > 1 else placement.num_logical_experts,
             hidden_size=config.hidden_size,
             top_k=config.num_experts_per_tok,
             dtype=dtype,
@@ -98,6 +98,17 @@ class ExpertParallel:
             recorder=recorder,
             two_batch_overlap=options.two_batch_overlap,
         )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is odd about the placement that runs, in sentences."""
+        if self.placement is None or self.replicas is None or not (count := int(self.placement.twins.sum())):
+            return ()
+        told = (
+            f"{count} of {self.placement.twins.size} expert slots hold an expert that is in another slot of their rank "
+            "too, which takes memory and evens out nothing; moe.solve_placement makes none of these"
+        )
+        return (told,)
 
     def experts_of(self, layer: int) -> list[int]:
         """The logical experts in this rank's slots."""
