@@ -130,6 +130,20 @@ class EngineConfig:
     rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
     rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
 
+    @property
+    def largest_decode_step(self) -> tuple[int, str]:
+        """The most tokens that a decode step has, drafts included, and why."""
+        requests, drafts = self.max_running_requests, self.num_draft_tokens
+        told = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
+        return requests * (1 + drafts), told
+
+    def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
+        """The most tokens that a prefill step has, and why."""
+        if self.chunked_prefill_size != -1:
+            return self.chunked_prefill_size, f"chunked_prefill_size = {self.chunked_prefill_size}"
+        most = max(self.max_prefill_tokens, max_position_embeddings)
+        return most, f"chunked_prefill_size = -1 runs prompts of up to {most} tokens whole"
+
 
 @attrs.frozen(kw_only=True)
 class ExpertConfig:

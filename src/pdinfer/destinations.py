@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
 from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.resolve import OpChoice, ResolvedOps
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     WHOLE,
@@ -22,7 +25,45 @@ from pdinfer.kernels.weight_formats import (
     places,
     tensors_of,
 )
-from pdinfer.schemes import FORMATS, Scheme, StoredWeights
+from pdinfer.schemes import FORMATS, Scheme
+
+OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
+    {
+        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
+        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
+        Scheme.INT8_STATIC: ("linear_int8_static",),
+    }
+)
+"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
+
+
+def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
+    """The schemes of weights that `load_model(weights=...)` holds as they are stored. Raises ConfigError for another
+    word."""
+    if weights not in ("auto", "stored", "float"):
+        raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
+    if weights == "auto":
+        return frozenset(scheme for scheme in OPS_OF_SCHEME if not slow_op(scheme, resolved))
+    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
+
+
+def slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
+    """The first op of a scheme that loses to floats."""
+    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
+    return next(slow, None)
+
+
+class Schemes(Protocol):
+    """How a checkpoint stores its tensors, as far as it matters where they go."""
+
+    @property
+    def ue8m0(self) -> bool:
+        """What the config says about the scales of FP8 activations."""
+
+    def scheme(self, name: str) -> Scheme: ...
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
 
 
 @attrs.frozen
@@ -42,18 +83,18 @@ class Destinations:
 
     device: torch.device
     dtype: torch.dtype
-    stored: StoredWeights | None = None
+    stored: Schemes | None = None
     kept: frozenset[Scheme] = frozenset()
     places: dict[str, list[Place]] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
         self._check_shard(name, shape, shard)
         tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
-        self.places[name] = [Place(tensor, shape, shard)]
+        self._remember(tensor, iter([(name, tensor)]), shape, shard)
         return tensor
 
     def find(self, name: str, *shape: int) -> Tensor | None:
-        there = self.stored is not None and name in self.stored.files.tensors
+        there = self.stored is not None and self.stored.holds(name)
         return self.take(name, *shape) if there else None
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
@@ -80,9 +121,15 @@ class Destinations:
         shape = (len(names), len(names[0]), kept_rows, kept_columns)
         ue8m0 = self.stored is not None and self.stored.ue8m0
         stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
-        for name, weight in places(stack, names):
-            self.places.setdefault(name, []).append(Place(weight, (rows, columns), shard))
+        self._remember(stack, places(stack, names), (rows, columns), shard)
         return stack
+
+    def _remember(
+        self, weight: Weight, named: Iterator[tuple[str, Weight]], shape: tuple[int, ...], shard: Shard
+    ) -> None:
+        """Of a `weight` that was just allocated, where its parts are by name; `shape` is that of each in the files."""
+        for name, part in named:
+            self.places.setdefault(name, []).append(Place(part, shape, shard))
 
     def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
         """Parts are equal, and of whole blocks where they are kept with a scale per block."""

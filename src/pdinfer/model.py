@@ -173,24 +173,9 @@ class Model:
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """What a page of this model holds. `kv_format` "auto" is the model's dtype, "fp8" fits any. Raises ConfigError
-        for another dtype and for sizes that "fp8" cannot pack."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        kv_format = dtype if cache.kv_format == "auto" else cache.kv_format
-        if kv_format not in (dtype, FP8):
-            raise ConfigError(
-                f'kv_format "{cache.kv_format}" was asked for and the model runs in {self.dtype}: load the model with '
-                'that dtype, or leave kv_format "auto"'
-            )
-        components = cache_components(self.config, kv_format, range(self.config.num_hidden_layers))
-        if self.mtp is not None:
-            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix="mtp.")
-        return KVLayout(
-            model_id=self.config.fingerprint,
-            weights_id=self.weights_id,
-            page_size=cache.page_size,
-            components=components,
-        )
+        """What a page of this model holds; see `kv_layout_of`."""
+        layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
+        return attrs.evolve(layout, weights_id=self.weights_id)
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
         """Zeroed memory for `num_pages` pages on this model's device; ConfigError when it cannot fit."""
@@ -233,3 +218,30 @@ def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
     """Of the tokens of all context-parallel ranks, in the order of their slots."""
     (state_AD,) = batch.gather(state_TD)
     return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
+
+
+def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
+    """What a page of a model in `dtype` holds, of weights without an id. `kv_format` "auto" is that dtype, "fp8" fits
+    any. Raises ConfigError for another dtype and for sizes that "fp8" cannot pack."""
+    name = str(dtype).removeprefix("torch.")
+    kv_format = name if cache.kv_format == "auto" else cache.kv_format
+    if kv_format not in (name, FP8):
+        raise ConfigError(
+            f'kv_format "{cache.kv_format}" was asked for and the model runs in {dtype}: load the model with that '
+            'dtype, or leave kv_format "auto"'
+        )
+    layers = config.num_hidden_layers
+    components = cache_components(config, kv_format, range(layers))
+    if mtp:
+        components += cache_components(config, kv_format, (layers,), prefix="mtp.")
+    return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
+
+
+def check_divides(config: ModelConfig, topology: Topology) -> None:
+    """Raises ConfigError with the values when ranks cannot have equal parts of the model."""
+    for count, what, size, name in (
+        (config.num_attention_heads, "num_attention_heads", topology.tp_size, "tp_size"),
+        (config.intermediate_size, "intermediate_size", topology.moe_dense_tp_size, "moe_dense_tp_size"),
+    ):
+        if count % size:
+            raise ConfigError(f"{name} {size} does not divide {what} = {count}; choose a divisor of it")

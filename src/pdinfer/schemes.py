@@ -127,6 +127,10 @@ class StoredWeights:
             return Scheme.FP8_BLOCKS
         return scheme
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.files.tensors
+
     def infos(self, name: str) -> list[TensorInfo]:
         """The tensors that a matrix is stored in, its numbers first."""
         return [self.files.tensors[part] for part in (name, *self._companions(name))]

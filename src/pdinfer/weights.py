@@ -3,11 +3,11 @@ and at no time is there more than the model and one tensor."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import attrs
 import torch
@@ -15,13 +15,12 @@ from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits
-from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
-from pdinfer.destinations import Destinations, Place
+from pdinfer.destinations import OPS_OF_SCHEME, Destinations, Place, kept_schemes, slow_op
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
+from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FloatWithBias,
@@ -36,27 +35,19 @@ from pdinfer.kernels.weight_formats import (
 from pdinfer.kv.view import DTYPES
 from pdinfer.layers import WeightSource
 from pdinfer.memory import device_memory_bytes
-from pdinfer.model import Model
+from pdinfer.model import Model, check_divides
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
 from pdinfer.schemes import Scheme, StoredWeights
 from pdinfer.topology import Topology
 
+_log = logging.getLogger("pdinfer")
+
 Device = str | torch.device
 DType = torch.dtype
 
 MAX_NAMED = 10
-
-
-OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
-    {
-        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
-        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
-        Scheme.INT8_STATIC: ("linear_int8_static",),
-    }
-)
-"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
 
 
 def load_model(
@@ -83,10 +74,9 @@ def load_model(
     `mtp` also loads the layer that drafts tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks
     each calls this; `experts` says how theirs are reached, `placement` which are where.
 
-    Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
+    The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
+    BackendUnavailable, all before large allocations except for bad values.
     """
-    if weights not in ("auto", "stored", "float"):
-        raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint)
     check_divides(config, topology)
@@ -94,18 +84,18 @@ def load_model(
     target = _checked_device(device)
     dtype = _checked_dtype(dtype or DTYPES[config.dtype])
     resolved = resolve_ops(target, dtype, forced=providers)
+    kept = kept_schemes(weights, resolved)
     asked = _Asked(
         config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
     )
 
     with Checkpoint.open(checkpoint) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
-        kept = _kept(weights, resolved)
         build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
-        check_fits(plan.num_bytes, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
+        _check_room(plan.num_bytes, topology, target, f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved)
@@ -169,17 +159,18 @@ def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
     return groups
 
 
-def _kept(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
-    """The schemes of weights that are held as they are stored."""
-    if weights == "auto":
-        return frozenset(scheme for scheme in OPS_OF_SCHEME if not _slow_op(scheme, resolved))
-    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
-
-
-def _slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
-    """The first op of a scheme that loses to floats."""
-    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
-    return next(slow, None)
+def _check_room(num_bytes: int, topology: Topology, device: torch.device, what: str) -> None:
+    """Says what this rank is about to allocate, and refuses what its device cannot have."""
+    available = device_memory_bytes(device)
+    _log.info(
+        "rank %d of %d loads %.2f GiB of weights onto %s, which has %.2f GiB",
+        topology.rank,
+        topology.world_size,
+        num_bytes / 2**30,
+        device,
+        available / 2**30,
+    )
+    check_fits(num_bytes, available, what)
 
 
 def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[str]:
@@ -191,7 +182,7 @@ def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[s
         if counts[scheme, False]:
             yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
         if counts[scheme, True]:
-            slow = _slow_op(scheme, resolved)
+            slow = slow_op(scheme, resolved)
             told = f": {slow.op} of {slow.provider} {slow.slow}" if weights == "auto" and slow else ""
             dtype = str(plan.dtype).removeprefix("torch.")
             yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{weights}"){told}'
