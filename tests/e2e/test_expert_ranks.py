@@ -171,6 +171,9 @@ def test_one_rank_holds_each_expert_once_whatever_its_placement_says(backend: st
     options = pd.ExpertConfig(num_redundant_experts=3, moe_a2a_backend=backend)
     model = pd.testing.random_model(tiny_config(), experts=options)
     assert expert_jobs.num_experts(model.moe_layers()[0].experts.down) == EXPERTS
+    dispatcher, no_ids_TK = model.experts.dispatcher, torch.zeros(0, 3, dtype=torch.int64)
+    arrived = dispatcher.dispatch_end(dispatcher.dispatch_begin(torch.zeros(0, 48), no_ids_TK, torch.zeros(0, 3)))
+    assert len(arrived.counts_E) == EXPERTS
     prompt = PROMPTS[0][0]
     assert torch.equal(model.logits(prompt), pd.testing.random_model(tiny_config()).logits(prompt))
 
