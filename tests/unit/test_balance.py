@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.moe import solve_placement
 from pdinfer.moe.migration import count_arrivals
+from pdinfer.moe.packing import Packing
 from pdinfer.moe.placement import Floats, Ints
+from pdinfer.moe.refine import Homes, part_twins
 
 # The example of https://github.com/deepseek-ai/EPLB: 12 experts, 16 replicas, 4 groups, 2 nodes, 8 GPUs.
 PUBLISHED = [
@@ -198,6 +200,17 @@ def test_an_expert_twice_on_a_rank_is_never_made_and_goes_as_moves_allow(
     per_layer = int(previous.twins[0].sum())
     repaired = num_layers if per_layer == 0 else min(num_layers, budget // per_layer)
     assert bounded.twins.sum() == (num_layers - repaired) * per_layer
+
+
+def test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first() -> None:
+    load = np.array([[1.0, 1, 1, 9], [1, 1, 1, 9]])
+    experts = np.array([[[0, 0, 0], [2, 3, 1]], [[0, 0, 1], [2, 3, 1]]])
+    homes = Homes(node_LE=np.array([[0, 0, 1, 1]] * 2), rank_node=np.array([0, 1]), weight=1.0)
+    packing = Packing.of(load, experts)
+    assert part_twins(packing, homes, 1) == 1
+    assert packing.experts.tolist() == [[[0, 0, 0], [2, 3, 1]], [[0, 3, 1], [2, 3, 1]]]
+    assert part_twins(packing, homes, None) == 2
+    assert packing.experts[0].tolist() == [[0, 1, 3], [2, 3, 1]]
 
 
 def test_loads_of_any_size_are_taken() -> None:

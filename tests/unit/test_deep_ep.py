@@ -14,6 +14,7 @@ import torch
 import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.groups import Group
+from pdinfer.moe.choose import choose_dispatcher
 from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.deep_ep_config import DeepEPChunks, DeepEPConfig
 from pdinfer.testing import random_model, tiny_config
@@ -70,6 +71,24 @@ def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
     dispatcher.live = 2
     with pytest.raises(ConfigError, match="holds 2 batches at once, a third was begun"):
         dispatcher.dispatch_begin(five[:1], torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8))
+
+
+def test_a_batch_that_came_back_makes_room() -> None:
+    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64, live=2)
+    dispatcher.combine_end(SimpleNamespace(hook=lambda: None, result=torch.zeros(1, 8)))
+    assert dispatcher.live == 1
+
+
+def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    for kind in (DeepEPNormal, DeepEPLowLatency):
+        monkeypatch.setattr(kind, "connect", lambda *given, **named: asked.append(given[-1]))
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}}))
+    for changes in ({"deepep_config": path}, {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96}):
+        options = pd.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
+        choose_dispatcher(Group("ep"), V3, options, OPS, torch.device("cuda"))
+    assert asked == [DeepEPConfig.read(path), 96]
 
 
 def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
