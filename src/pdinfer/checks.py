@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -87,11 +86,6 @@ def a_bool(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
     """An attrs validator: True or False. Raises ConfigError."""
     if not isinstance(value, bool):
         raise ConfigError(f"{attribute.name} must be true or false, got {clip(value)}")
-
-
-def physical_memory_bytes() -> int:
-    """Bytes of main memory of this machine, used or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_fits(required_bytes: int, available_bytes: int, what: str) -> None:

@@ -60,10 +60,13 @@ class CacheConfig:
     """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
 
     `kv_format` "auto" is the model's dtype; "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
-    instead of 1152). Pages are given by number (`num_pages`) or by share of the device's memory (`mem_fraction_static`,
-    weights included); with neither the pool decides. `memory` "shared" can be mapped by other processes of the host,
-    "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until their
-    room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
+    instead of 1152). Pages are given by number (`num_pages`) or by the fraction of the device's memory that weights and
+    pages take together (`mem_fraction_static`, as in SGLang); with neither the pool decides. A fraction gives pages
+    what it leaves beyond all that is in use when the pool is made: on a GPU what its driver says, on a CPU what the
+    kernel says of the machine or container. So the second pool of a process gets what a higher fraction adds to the
+    first, and ranks on one machine's CPU, which see the same memory, take equal parts. `memory` "shared" can be mapped
+    by other processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until
+    their room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
@@ -126,6 +129,20 @@ class EngineConfig:
     )
     rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
     rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
+
+    @property
+    def largest_decode_step(self) -> tuple[int, str]:
+        """The most tokens that a decode step has, drafts included, and why."""
+        requests, drafts = self.max_running_requests, self.num_draft_tokens
+        told = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
+        return requests * (1 + drafts), told
+
+    def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
+        """The most tokens that a prefill step has, and why."""
+        if self.chunked_prefill_size != -1:
+            return self.chunked_prefill_size, f"chunked_prefill_size = {self.chunked_prefill_size}"
+        most = max(self.max_prefill_tokens, max_position_embeddings)
+        return most, f"chunked_prefill_size = -1 runs prompts of up to {most} tokens whole"
 
 
 @attrs.frozen(kw_only=True)

@@ -66,7 +66,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_drafter(model, (config or EngineConfig()).num_draft_tokens)
+        asked = config or EngineConfig()
+        check_drafter(model, asked.num_draft_tokens)
+        model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []

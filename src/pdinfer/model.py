@@ -3,6 +3,7 @@ pool or request."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
 import attrs
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from pdinfer.batch import Batch, Row
 from pdinfer.block import Block
-from pdinfer.checks import check_fits, physical_memory_bytes
+from pdinfer.checks import check_fits
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.groups import Groups
@@ -20,6 +21,7 @@ from pdinfer.kv.formats import FP8, cache_components
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
+from pdinfer.memory import device_memory, device_memory_bytes
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.mtp import MTP, Tied
@@ -96,6 +98,11 @@ class Model:
             mtp=MTP.build(source, config, ops, parallel, groups, tied, mtp_copies) if mtp else None,
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """For `explain_backends`."""
+        return self.experts.remarks
+
     def moe_layers(self) -> list[MoE]:
         """Those that route to experts, in the order of the rows of `experts.placement`."""
         blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)
@@ -166,24 +173,9 @@ class Model:
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """What a page of this model holds. `kv_format` "auto" is the model's dtype, "fp8" fits any. Raises ConfigError
-        for another dtype and for sizes that "fp8" cannot pack."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        kv_format = dtype if cache.kv_format == "auto" else cache.kv_format
-        if kv_format not in (dtype, FP8):
-            raise ConfigError(
-                f'kv_format "{cache.kv_format}" was asked for and the model runs in {self.dtype}: load the model with '
-                'that dtype, or leave kv_format "auto"'
-            )
-        components = cache_components(self.config, kv_format, range(self.config.num_hidden_layers))
-        if self.mtp is not None:
-            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix="mtp.")
-        return KVLayout(
-            model_id=self.config.fingerprint,
-            weights_id=self.weights_id,
-            page_size=cache.page_size,
-            components=components,
-        )
+        """What a page of this model holds; see `kv_layout_of`."""
+        layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
+        return attrs.evolve(layout, weights_id=self.weights_id)
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
         """Zeroed memory for `num_pages` pages on this model's device; ConfigError when it cannot fit."""
@@ -191,13 +183,35 @@ class Model:
         return PageMemory(layout, num_pages, device=self.device, memory=memory)
 
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
-        """Pages of a pool whose size was not given: a fraction of the device's memory, or enough for
-        AUTO_POOL_SEQUENCES sequences of full length within AUTO_POOL_FRACTION of it."""
-        available = device_memory_bytes(self.device)
-        if mem_fraction_static is not None:
-            return max(1, int(available * mem_fraction_static) // layout.page_bytes)
-        wanted = AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings)
-        return max(1, min(wanted, int(available * AUTO_POOL_FRACTION) // layout.page_bytes))
+        """Pages of a pool whose size was not given: as many as bring what is in use of the device's memory, weights
+        included, to that fraction of it; or enough for AUTO_POOL_SEQUENCES sequences of full length within
+        AUTO_POOL_FRACTION of what is free.
+
+        A collective: all ranks get what the poorest of them can have, and those on one machine's CPU share its memory
+        evenly. Raises ConfigError, with the bytes, when that is not a page.
+        """
+        here, fraction = device_memory(self.device), mem_fraction_static
+        free = here.total - here.in_use
+        ours = int(free * AUTO_POOL_FRACTION if fraction is None else here.total * fraction - here.in_use)
+        room = self._least_room(here.shared_by, ours)
+        if room < layout.page_bytes:
+            raise ConfigError(
+                f"{'a pool of automatic size' if fraction is None else f'mem_fraction_static {fraction}'} leaves "
+                f"{room / 2**30:.2f} GiB for pages of {layout.page_bytes} bytes: {here.in_use / 2**30:.2f} of "
+                f"{here.total / 2**30:.2f} GiB of {self.device} are in use, weights included; allow a higher fraction, "
+                "or use more ranks or a device with more memory"
+            )
+        pages = room // layout.page_bytes
+        if fraction is not None:
+            return pages
+        return min(pages, AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings))
+
+    def _least_room(self, shared_by: int, room: int) -> int:
+        """The least bytes that any rank has for a pool: its `room`, or its part of one that it shares."""
+        ours = torch.tensor([[shared_by, room]], device=self.device)
+        rooms: list[tuple[int, int]] = self.groups.world.all_gather(ours).tolist()
+        ranks = Counter(shared for shared, _ in rooms)
+        return min(each // (ranks[shared] if shared else 1) for shared, each in rooms)
 
 
 def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
@@ -206,8 +220,28 @@ def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
     return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
 
 
-def device_memory_bytes(device: torch.device) -> int:
-    """Bytes of memory of the device that tensors on `device` live in, used or not."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return physical_memory_bytes()
+def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
+    """What a page of a model in `dtype` holds, of weights without an id. `kv_format` "auto" is that dtype, "fp8" fits
+    any. Raises ConfigError for another dtype and for sizes that "fp8" cannot pack."""
+    name = str(dtype).removeprefix("torch.")
+    kv_format = name if cache.kv_format == "auto" else cache.kv_format
+    if kv_format not in (name, FP8):
+        raise ConfigError(
+            f'kv_format "{cache.kv_format}" was asked for and the model runs in {dtype}: load the model with that '
+            'dtype, or leave kv_format "auto"'
+        )
+    layers = config.num_hidden_layers
+    components = cache_components(config, kv_format, range(layers))
+    if mtp:
+        components += cache_components(config, kv_format, (layers,), prefix="mtp.")
+    return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
+
+
+def check_divides(config: ModelConfig, topology: Topology) -> None:
+    """Raises ConfigError with the values when ranks cannot have equal parts of the model."""
+    for count, what, size, name in (
+        (config.num_attention_heads, "num_attention_heads", topology.tp_size, "tp_size"),
+        (config.intermediate_size, "intermediate_size", topology.moe_dense_tp_size, "moe_dense_tp_size"),
+    ):
+        if count % size:
+            raise ConfigError(f"{name} {size} does not divide {what} = {count}; choose a divisor of it")

@@ -93,6 +93,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        largest = (config or EngineConfig()).largest_prefill_step(model.config.max_position_embeddings)
+        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
         self._queue: list[_Prompt] = []

@@ -88,6 +88,11 @@ def quantize_checkpoint(
     _write_json(target / "config.json", {**read_json(source / "config.json"), **recipe.config_fields})
 
 
+def quantized_names(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
+    """Which tensors a checkpoint of that scheme holds quantized, by name. Raises ConfigError for another scheme."""
+    return _recipe(scheme, None, config).chosen
+
+
 def _recipe(scheme: str, scale_fmt: str | None, config: ModelConfig) -> Recipe:
     if scheme == "fp8" and scale_fmt in (None, "ue8m0"):
         fields: dict[str, object] = {

@@ -128,6 +128,10 @@ class StoredWeights:
             return Scheme.FP8_BLOCKS
         return scheme
 
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.files.tensors
+
     def parts(self, name: str) -> list[str]:
         """The names of the tensors that a matrix is stored in, its numbers first."""
         return [name, *self._companions(name)]

@@ -118,6 +118,17 @@ class Topology:
         """The same sizes as another rank sees them."""
         return attrs.evolve(self, rank=rank)
 
+    def apart(self) -> Groups:
+        """The groups of this rank with their ranks and its place in them, and nobody to talk to: for plans."""
+        return Groups(
+            world=Group("world", tuple(range(self.world_size)), self.rank),
+            attention=self._alone("attention", self.attention_size),
+            tp=self._alone("tp", self.tp_size),
+            cp=self._alone("cp", self.cp_size, stride=self.tp_size),
+            dense_tp=self._alone("dense_tp", self.moe_dense_tp_size),
+            ep=self._alone("ep", self.ep_size),
+        )
+
     def connect(self, device: str | torch.device = "cpu", *, timeout_s: float = 60.0) -> Groups:
         """Meets the other ranks and returns the groups of this one; a collective: every rank calls it.
 
@@ -160,17 +171,22 @@ class Topology:
             owns_backend=owns_backend,
         )
 
+    def _alone(self, name: str, size: int, *, stride: int = 1) -> Group:
+        """This rank's group of `size` ranks that are `stride` apart, before it meets them."""
+        at = self.rank // stride % size
+        first = self.rank - at * stride
+        return Group(name, tuple(range(first, first + size * stride, stride)), at)
+
     def _group(self, name: str, kind: str, size: int, *, stride: int = 1) -> Group:
-        """This rank's group of `size` ranks that are `stride` apart."""
+        """The same with the others."""
+        alone = self._alone(name, size, stride=stride)
         if size == 1:
-            return Group(name, (self.rank,))
+            return alone
         from torch.distributed.device_mesh import init_device_mesh  # takes long to import, and one rank needs none
 
         grid = (self.world_size // (size * stride), size, stride)
         mesh = init_device_mesh(kind, grid, mesh_dim_names=("others", name, "inner"))
-        at = self.rank // stride % size
-        first = self.rank - at * stride
-        return Group(name, tuple(range(first, first + size * stride, stride)), at, mesh.get_group(name))
+        return attrs.evolve(alone, process_group=mesh.get_group(name))
 
     def _compare(self, world: Group) -> None:
         """Ranks that were started with different sizes would wait for each other forever."""

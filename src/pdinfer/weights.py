@@ -3,11 +3,11 @@ and at no time is there more than the model and one tensor."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 
 import attrs
 import torch
@@ -15,135 +15,40 @@ from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import check_fits, clip
-from pdinfer.cluster import check_divides
 from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.destinations import OPS_OF_SCHEME, Destinations, Place, kept_schemes, slow_op
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.resolve import OpChoice, ResolvedOps, resolve_ops
+from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
 from pdinfer.kernels.weight_formats import (
     BLOCK,
-    WHOLE,
     FloatWithBias,
-    FP8Blocks,
     Int8Static,
-    Shard,
     Stored,
     Weight,
     assign,
     columns_of,
     dequantize,
-    empty,
-    expert,
-    places,
     tensors_of,
 )
 from pdinfer.kv.view import DTYPES
 from pdinfer.layers import WeightSource
-from pdinfer.model import Model, device_memory_bytes
+from pdinfer.memory import device_memory_bytes
+from pdinfer.model import Model, check_divides
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.mtp import copy_names
-from pdinfer.schemes import FORMATS, Scheme, StoredWeights
+from pdinfer.schemes import Scheme, StoredWeights
 from pdinfer.topology import Topology
 from pdinfer.unread import check_tied, refuse_unread
+
+_log = logging.getLogger("pdinfer")
 
 Device = str | torch.device
 DType = torch.dtype | str
 
 MAX_NAMED = 10
-
-
-OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
-    {
-        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
-        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
-        Scheme.INT8_STATIC: ("linear_int8_static",),
-    }
-)
-"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
-
-
-@attrs.frozen
-class Place:
-    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
-
-    weight: Weight
-    shape: tuple[int, ...]
-    shard: Shard
-
-
-@attrs.define
-class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where. Without `stored` every weight
-    is of floats; with it, those of a scheme in `kept` are held as they are stored. Raises ConfigError for a tensor that
-    a rank cannot have its part of."""
-
-    device: torch.device
-    dtype: torch.dtype
-    stored: StoredWeights | None = None
-    kept: frozenset[Scheme] = frozenset()
-    places: dict[str, Place] = attrs.field(factory=dict)
-
-    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
-        self._check_shard(name, shape, shard)
-        tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
-        self.places[name] = Place(tensor, shape, shard)
-        return tensor
-
-    def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
-        there = self.stored is not None and name in self.stored.files.tensors
-        return self.take(name, *shape, dtype=dtype) if there else None
-
-    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
-        for name in names:
-            self._check_shard(name, (rows, columns), shard)
-        kind = self._format(names)
-        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
-        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
-
-    def format(self, name: str) -> type:
-        scheme = self.scheme(name)
-        return FORMATS[scheme] if scheme in self.kept else Tensor
-
-    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        kind = self._format([name for parts in names for name in parts])
-        if kind is Int8Static:
-            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
-        return self._allocate(names, kind, rows, columns)
-
-    def _allocate(
-        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
-    ) -> Weight:
-        kept_rows, kept_columns = shard.shape((rows, columns))
-        shape = (len(names), len(names[0]), kept_rows, kept_columns)
-        ue8m0 = self.stored is not None and self.stored.ue8m0
-        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
-        self.places.update((name, Place(weight, (rows, columns), shard)) for name, weight in places(stack, names))
-        return stack
-
-    def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
-        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
-        unit = BLOCK if self.format(name) is FP8Blocks else 1
-        if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
-            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
-            raise ConfigError(
-                f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
-                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
-                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
-            )
-
-    def _format(self, names: Sequence[str]) -> type:
-        """The one format that these matrices, which lie in one tensor, can be held in."""
-        schemes = {self.scheme(name): name for name in names}
-        formats = {self.format(name) for name in names}
-        if len(formats) > 1:
-            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
-            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
-        return formats.pop()
-
-    def scheme(self, name: str) -> Scheme:
-        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)
 
 
 def load_model(
@@ -172,10 +77,9 @@ def load_model(
     reached, `placement` which are where. A tensor that the model does not read and that `unread` does not name is
     refused.
 
-    Raises ConfigError, CheckpointError or BackendUnavailable, all before large allocations except for bad values.
+    The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
+    BackendUnavailable, all before large allocations except for bad values.
     """
-    if weights not in ("auto", "stored", "float"):
-        raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint)
     check_divides(config, topology)
@@ -183,20 +87,19 @@ def load_model(
     target = _checked_device(device)
     dtype = _checked_dtype(config.dtype if dtype is None else dtype)
     resolved = resolve_ops(target, dtype, forced=providers)
+    kept = kept_schemes(weights, resolved)
     asked = _Asked(
         config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
     )
 
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes) as files:
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
-        kept = _kept(weights, resolved)
         build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
         build(plan, resolved)
         wanted = _matched(stored, plan.places, config)
         refuse_unread(stored, plan.places, config, mtp=mtp)
-        needed = sum(tensor.nbytes for place in plan.places.values() for tensor in tensors_of(place.weight))
-        check_fits(needed, device_memory_bytes(target), f"the weights of {os.fspath(checkpoint)} in {dtype}")
+        _check_room(plan.num_bytes, topology, target, f"the weights of {os.fspath(checkpoint)} in {dtype}")
         resolved = attrs.evolve(resolved, weights=tuple(_told(plan, resolved, weights)))
         destinations = Destinations(target, dtype, stored, kept)
         model = build(destinations, resolved)
@@ -260,29 +163,30 @@ def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
     return groups
 
 
-def _kept(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
-    """The schemes of weights that are held as they are stored."""
-    if weights == "auto":
-        return frozenset(scheme for scheme in OPS_OF_SCHEME if not _slow_op(scheme, resolved))
-    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
-
-
-def _slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
-    """The first op of a scheme that loses to floats."""
-    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
-    return next(slow, None)
+def _check_room(num_bytes: int, topology: Topology, device: torch.device, what: str) -> None:
+    """Says what this rank is about to allocate, and refuses what its device cannot have."""
+    available = device_memory_bytes(device)
+    _log.info(
+        "rank %d of %d loads %.2f GiB of weights onto %s, which has %.2f GiB",
+        topology.rank,
+        topology.world_size,
+        num_bytes / 2**30,
+        device,
+        available / 2**30,
+    )
+    check_fits(num_bytes, available, what)
 
 
 def _told(plan: Destinations, resolved: ResolvedOps, weights: str) -> Iterator[str]:
     """What becomes of quantized weights, a sentence for each scheme and outcome."""
     counts = Counter(
-        (plan.scheme(name), isinstance(place.weight, Tensor | FloatWithBias)) for name, place in plan.places.items()
+        (plan.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias)) for name, held in plan.places.items()
     )
     for scheme in OPS_OF_SCHEME:
         if counts[scheme, False]:
             yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
         if counts[scheme, True]:
-            slow = _slow_op(scheme, resolved)
+            slow = slow_op(scheme, resolved)
             told = f": {slow.op} of {slow.provider} {slow.slow}" if weights == "auto" and slow else ""
             dtype = str(plan.dtype).removeprefix("torch.")
             yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{weights}"){told}'
@@ -324,7 +228,7 @@ def _checked_device(device: Device) -> torch.device:
     return target
 
 
-def _matched(stored: StoredWeights, expected: Mapping[str, Place], config: ModelConfig) -> list[TensorInfo]:
+def _matched(stored: StoredWeights, expected: Mapping[str, Sequence[Place]], config: ModelConfig) -> list[TensorInfo]:
     """The tensors to load, in file order; raises with the first names that are missing or cannot be read."""
     files = stored.files
     missing = [name for name in expected if name not in files.tensors]
@@ -333,7 +237,7 @@ def _matched(stored: StoredWeights, expected: Mapping[str, Place], config: Model
             f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
             + _without_mtp(missing, config)
         )
-    wrong = [complaint for name, place in expected.items() for complaint in stored.complaints(name, place.shape)]
+    wrong = [complaint for name, held in expected.items() for complaint in stored.complaints(name, held[0].shape)]
     if wrong:
         raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
     return list(files.in_file_order(expected))
@@ -349,15 +253,16 @@ def _without_mtp(missing: list[str], config: ModelConfig) -> str:
 def _read_all(
     stored: StoredWeights,
     wanted: Sequence[TensorInfo],
-    where: Mapping[str, Place],
+    where: Mapping[str, Sequence[Place]],
     progress: Callable[[int, int], None] | None,
     ranks: InTouch,
 ) -> None:
     sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
     done, total = 0, sum(sizes)
     for info, size in zip(wanted, sizes, strict=True):
-        place = where[info.name]
-        _put(_part(stored, info.name, place), place.weight, info, stored.check_finite)
+        value = _part(stored, info.name, where[info.name][0])
+        for place in where[info.name]:
+            _put(value, place.weight, info, stored.check_finite)
         done += size
         if progress is not None:
             progress(done, total)

@@ -44,6 +44,7 @@ class OneCall:
     num_experts: int
     loose: bool
     max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
 
     @property
     def graph_safe(self) -> bool:

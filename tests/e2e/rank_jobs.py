@@ -13,10 +13,12 @@ import torch
 
 import pdinfer as pd
 from pdinfer import groups as groups_module
+from pdinfer import model as model_module
 from pdinfer import weights
 from pdinfer.batch import Batch, Row
 from pdinfer.groups import Group, Groups
 from pdinfer.kv.view import KVView
+from pdinfer.memory import DeviceMemory
 from pdinfer.runner import ModelRunner
 
 
@@ -110,3 +112,13 @@ def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]]
         batch = Batch.build(step, page_size=4, device=model.device, absorbed=True, cp=model.groups.cp)
         seen.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))).tolist())
     return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}
+
+
+def sized_pool(folder: str, pages_in_use: Sequence[int], fraction: float) -> int:
+    """The pages of a pool of each rank where its machine has room for 100, and so many in use."""
+    model = load(folder, {"tp_size": 1})
+    rank, page_bytes = model.topology.rank, model.kv_layout(pd.CacheConfig()).page_bytes
+    here = DeviceMemory(total=100 * page_bytes, in_use=pages_in_use[rank] * page_bytes, shared_by=7 + rank // 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_module, "device_memory", lambda _: here)
+        return pd.PagePool(model, pd.CacheConfig(mem_fraction_static=fraction)).num_pages

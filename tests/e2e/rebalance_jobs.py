@@ -24,16 +24,12 @@ TWO = {"dp_size": 2, "ep_size": 2}
 
 
 def scattered(running: pd.ExpertPlacement, seed: int) -> pd.ExpertPlacement:
-    """Any placement of these sizes but `running`; the same for a seed on every rank."""
+    """Any placement of these sizes but `running`, an expert twice on a rank included; the same for a seed on every
+    rank."""
     random = np.random.default_rng(seed)
     ranks, experts = running.num_ranks, running.num_logical_experts
-    rows: list[list[int]] = []
-    while len(rows) < running.num_layers:
-        more = random.integers(0, experts, running.num_slots - experts)
-        row = random.permutation(np.concatenate([np.arange(experts), more]))
-        if all(len(set(part)) == len(part) for part in row.reshape(ranks, -1).tolist()):
-            rows.append(row.tolist())
-    table = np.array(rows)
+    more = random.integers(0, experts, (running.num_layers, running.num_slots - experts))
+    table = np.array([random.permutation(np.concatenate([np.arange(experts), row])) for row in more])
     if np.array_equal(table, running.physical_to_logical_map):
         return scattered(running, seed + 1_000_000)
     return pd.ExpertPlacement(physical_to_logical_map=table, num_logical_experts=experts, num_ranks=ranks)

@@ -45,6 +45,14 @@ def scattered(num_ranks: int, num_slots: int, *, layers: int = MOE_LAYERS) -> li
     return rows
 
 
+def doubled(num_ranks: int, num_slots: int, *, layers: int = MOE_LAYERS) -> list[list[int]]:
+    """A placement whose slots beyond one per expert all hold the same expert: the last rank has it several times."""
+    free = num_slots - EXPERTS
+    rows = [np.concatenate([np.roll(np.arange(EXPERTS), layer), [layer] * free]) for layer in range(layers)]
+    assert any(len(set(row[-(num_slots // num_ranks) :].tolist())) < num_slots // num_ranks for row in rows)
+    return [row.tolist() for row in rows]
+
+
 CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "2": (2, "float", {}, {}),
     "4, copies, dynamic": (
@@ -73,6 +81,22 @@ CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
     "2, context parallel": (2, "float", {"cp_size": 2}, {"placement": scattered(2, 10)}),
     "2, FP8": (2, "fp8", {}, {"placement": scattered(2, 10), "weights": "stored"}),
     "4, INT8": (4, "w8a8_dynamic", {}, {"placement": scattered(4, 12), "weights": "stored"}),
+    "2, twice on a rank, dynamic, FP8": (
+        2,
+        "fp8",
+        {},
+        {"placement": doubled(2, 12), "weights": "stored", "experts": {"ep_dispatch_algorithm": "dynamic"}},
+    ),
+    "4, twice on a rank, nearest, MTP, two batches": (
+        4,
+        "float",
+        {},
+        {
+            "placement": doubled(4, 16, layers=MOE_LAYERS + 1),
+            "experts": {"ep_dispatch_algorithm": "nearest", "ranks_per_node": 2, "two_batch_overlap": True},
+            "next_token": NEXT_TOKEN,
+        },
+    ),
 }
 
 
@@ -119,7 +143,6 @@ def test_ranks_that_place_experts_differently_are_refused(
         (scattered(4, 12), {}, 2, r"num_ranks = 4, the model 2 ep_size"),
         (scattered(2, 10), {"num_redundant_experts": 4}, 2, "num_redundant_experts is 4 and the placement has 2"),
         (None, {"num_redundant_experts": 1}, 2, r"ep_size 2 does not divide .* = 8 \+ 1 = 9"),
-        (None, {"num_redundant_experts": 2}, 1, r"rank 0 of 1 holds expert 0 twice"),
     ],
 )
 def test_a_placement_that_does_not_fit_is_refused_before_ranks_meet(
@@ -141,6 +164,18 @@ def test_a_model_without_experts_has_nothing_to_place(tmp_path: Path) -> None:
     assert pd.load_model(tmp_path).experts.placement is None
     with pytest.raises(ConfigError, match="the model has no experts; leave it out"):
         pd.load_model(tmp_path, placement=pd.ExpertPlacement.trivial(1, 8, 1))
+
+
+@pytest.mark.parametrize("backend", ["auto", "local", "all_to_all"])
+def test_one_rank_holds_each_expert_once_whatever_its_placement_says(backend: str) -> None:
+    options = pd.ExpertConfig(num_redundant_experts=3, moe_a2a_backend=backend)
+    model = pd.testing.random_model(tiny_config(), experts=options)
+    assert expert_jobs.num_experts(model.moe_layers()[0].experts.down) == EXPERTS
+    dispatcher, no_ids_TK = model.experts.dispatcher, torch.zeros(0, 3, dtype=torch.int64)
+    arrived = dispatcher.dispatch_end(dispatcher.dispatch_begin(torch.zeros(0, 48), no_ids_TK, torch.zeros(0, 3)))
+    assert len(arrived.counts_E) == EXPERTS
+    prompt = PROMPTS[0][0]
+    assert torch.equal(model.logits(prompt), pd.testing.random_model(tiny_config()).logits(prompt))
 
 
 def test_one_rank_looks_nothing_up() -> None:

@@ -137,6 +137,13 @@ def test_ranks_wait_for_each_other_to_load(ranks: Ranks, folders: dict[str, str]
     assert rounds == tensors + 1
 
 
+def test_pools_of_a_fraction_are_alike_on_all_ranks(ranks: Ranks, folders: dict[str, str]) -> None:
+    """Ranks 0 and 1 share a machine, on which 10 pages' worth is in use, and 12 when the other one looks."""
+    assert ranks.run("tests.e2e.rank_jobs:sized_pool", 2, folders["v3"], [10, 12], 0.8) == [34, 34]
+    outcomes = ranks.outcomes("tests.e2e.rank_jobs:sized_pool", 2, folders["v3"], [10, 85], 0.8)
+    assert [outcome.error for outcome in outcomes] == ["ConfigError", "ConfigError"]
+
+
 def test_bfloat16_travels(ranks: Ranks, folders: dict[str, str]) -> None:
     (expected,) = rank_jobs.logits([folders["v3"]], {}, PROMPTS[-1:], dtype="bfloat16")
     for (got,) in ranks.run(LOGITS, 4, [folders["v3"]], Shape(2, 2, dense=2).sizes, PROMPTS[-1:], dtype="bfloat16"):

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer.moe import solve_placement
 from pdinfer.moe.migration import count_arrivals
+from pdinfer.moe.packing import Packing
 from pdinfer.moe.placement import Floats, Ints
+from pdinfer.moe.refine import Homes, part_twins
 
 # The example of https://github.com/deepseek-ai/EPLB: 12 experts, 16 replicas, 4 groups, 2 nodes, 8 GPUs.
 PUBLISHED = [
@@ -56,13 +58,22 @@ def problems(draw: st.DrawFn) -> tuple[Floats, dict[str, Any]]:
     least, most = -(-num_experts // num_ranks), num_experts // num_nodes
     slots = draw(st.integers(least, max(least, min(most, least + 3)))) * num_ranks
     weight = draw(st.sampled_from([0.0, 0.3, math.inf]))
-    seed, kind = draw(st.integers(0, 2**32)), draw(st.sampled_from(["even", "skewed", "zero", "sparse"]))
+    seed = draw(st.integers(0, 2**32))
+    kind = draw(st.sampled_from(["even", "skewed", "zero", "sparse", "apart", "huge", "tiny", "any"]))
     rng = np.random.default_rng(seed)
     load = np.ones((2, num_experts)) if kind == "even" else np.round(rng.pareto(1.0, (2, num_experts)) * 1000)
     if kind == "zero":
         load[0] = 0
     if kind == "sparse":
         load[:, 1:] = 0
+    if kind == "apart":
+        load[:, ::2] *= 1e18
+    if kind == "huge":
+        load = 1e305 * (1 + load / load.max())
+    if kind == "tiny":
+        load *= 5e-324
+    if kind == "any":
+        load = 10.0 ** rng.uniform(-300, 300, load.shape)
     return load, {
         "num_ranks": num_ranks,
         "num_redundant": slots - num_experts,
@@ -88,8 +99,8 @@ def test_groups_that_do_not_divide_over_nodes_are_balanced_globally() -> None:
         [10, 6, 10, 7, 0, 2, 11, 4, 5, 9, 5, 4, 8, 3, 1, 1],
         [1, 10, 2, 4, 5, 11, 5, 0, 6, 7, 6, 3, 8, 8, 9, 7],
     ]
-    with pytest.raises(pd.ConfigError, match="layer 0: rank 7 of 8 holds expert 1 twice"):
-        pd.ExpertPlacement(physical_to_logical_map=phy2log, num_logical_experts=12, num_ranks=8)
+    placement = pd.ExpertPlacement(physical_to_logical_map=phy2log, num_logical_experts=12, num_ranks=8)
+    assert np.argwhere(placement.twins).tolist() == [[0, 15], [1, 13]]  # as DeepSeek has it
 
 
 @given(problems())
@@ -111,6 +122,10 @@ def test_deepseeks_maps_are_inverses(problem: tuple[Floats, dict[str, Any]]) -> 
         ([[1, 2], [3, math.nan]], "layer 1, expert 1 has load nan"),
         ([[1, 2], [-1, 3]], "layer 1, expert 0 has load -1"),
         ([[math.inf, 2]], "layer 0, expert 0 has load inf"),
+        ([[1, 10**400]], "layer 0, expert 1 has load an int of 1329 bits"),
+        ([[-(10**30), 2]], "layer 0, expert 0 has load -1000000000000000000000000000000;"),
+        ([[None, 2]], "must be numbers"),
+        ([[True, False]], "must be numbers"),
         ([1, 2], r"shape \(2,\)"),
         ([[1, 2], [3]], "not a table"),
         ([["1", "2"]], "must be numbers"),
@@ -158,12 +173,62 @@ def test_deepseeks_sizes_are_checked() -> None:
 
 @given(problems())
 def test_a_solution_is_a_placement_of_all_load(problem: tuple[Floats, dict[str, Any]]) -> None:
-    """That it is a placement at all says that no expert is missing or doubled on a rank and that shares sum to one:
-    `ExpertPlacement` refuses anything else."""
+    """That it is a placement at all says that no expert is missing and that shares sum to one."""
     load, sizes = problem
     placement = solve_placement(load, **sizes)
+    assert not placement.twins.any()
     assert placement.num_slots == load.shape[1] + sizes["num_redundant"]
     assert rank_load(placement, load).sum(1) == pytest.approx(load.sum(1))
+
+
+@given(problems(), st.data())
+def test_an_expert_twice_on_a_rank_is_never_made_and_goes_as_moves_allow(
+    problem: tuple[Floats, dict[str, Any]], data: st.DataObject
+) -> None:
+    load, sizes = problem
+    num_layers, num_experts = load.shape
+    more = data.draw(st.lists(st.integers(0, num_experts - 1), min_size=(n := sizes["num_redundant"]), max_size=n))
+    row = np.random.default_rng(data.draw(st.integers(0, 99))).permutation([*range(num_experts), *more])
+    previous = pd.ExpertPlacement(
+        physical_to_logical_map=[row] * num_layers, num_logical_experts=num_experts, num_ranks=sizes["num_ranks"]
+    )
+    assert not solve_placement(load, previous=previous, **sizes).twins.any()
+    budget = data.draw(st.integers(0, 6))
+    bounded = solve_placement(load, previous=previous, max_moves=budget, **sizes)
+    arrivals = count_arrivals(by_rank(previous), by_rank(bounded)).sum()
+    assert arrivals <= budget
+    per_layer = int(previous.twins[0].sum())
+    repaired = num_layers if per_layer == 0 else min(num_layers, budget // per_layer)
+    assert bounded.twins.sum() == (num_layers - repaired) * per_layer
+
+
+def test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first() -> None:
+    load = np.array([[1.0, 1, 1, 9], [1, 1, 1, 9]])
+    experts = np.array([[[0, 0, 0], [2, 3, 1]], [[0, 0, 1], [2, 3, 1]]])
+    homes = Homes(node_LE=np.array([[0, 0, 1, 1]] * 2), rank_node=np.array([0, 1]), weight=1.0)
+    packing = Packing.of(load, experts)
+    assert part_twins(packing, homes, 1) == 1
+    assert packing.experts.tolist() == [[[0, 0, 0], [2, 3, 1]], [[0, 3, 1], [2, 3, 1]]]
+    assert part_twins(packing, homes, None) == 2
+    assert packing.experts[0].tolist() == [[0, 1, 3], [2, 3, 1]]
+
+
+def test_loads_of_any_size_are_taken() -> None:
+    """Only proportions matter: powers of two change nothing, whatever float32 or float64 can say."""
+    load = lognormal(2, 16)
+    ours, theirs = solve_placement(load, num_ranks=4, num_redundant=4), pd.rebalance_experts(load, 20, 4, 2, 4)
+    for factor in (2.0**-1000, 2.0**-140, 2.0**115, 2.0**1000):
+        assert solve_placement(load * factor, num_ranks=4, num_redundant=4) == ours
+        for got, expected in zip(pd.rebalance_experts(load * factor, 20, 4, 2, 4), theirs, strict=True):
+            assert (got == expected).all()
+    huge = [[10**30, 2**64, 3 * 10**30, 0]]
+    assert pd.rebalance_experts(huge, 6, 1, 1, 2)[2].tolist() == [[1, 1, 3, 1]]
+    assert solve_placement(np.array([[2**64 - 1, 5]], np.uint64), num_ranks=2).num_slots == 2
+
+
+def test_float32_sums_that_overflow_leave_no_expert_out() -> None:
+    phy2log, _, _ = pd.rebalance_experts(np.full((2, 256), 3e38), 288, 8, 4, 32)
+    assert [len(set(row)) for row in phy2log.tolist()] == [256, 256]
 
 
 def test_groups_stay_on_a_node_where_crossing_is_forbidden() -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 
+from pdinfer import weights as weights_module
 from pdinfer.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
-from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
-from pdinfer.errors import ConfigError, LayoutMismatch
-from pdinfer.testing import tiny_config_dict
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.destinations import Destinations
+from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
+from pdinfer.quantize import quantize_checkpoint
+from pdinfer.rank_weights import STORED
+from pdinfer.testing import tiny_config_dict, write_checkpoint
 from pdinfer.topology import Topology
+from pdinfer.weights import load_model
 
 V3_SIZES = {
+    "vocab_size": 129280,
     "num_hidden_layers": 61,
     "first_k_dense_replace": 3,
     "hidden_size": 7168,
@@ -44,6 +52,8 @@ V32 = ModelConfig.from_dict(tiny_config_dict("v32", **V3_SIZES, index_n_heads=64
         ("P4D9", 104, [9, 4], 32 * 72),
         ("P4D6", 80, [9, 6], 32 * 48),
         ("P2D2", 32, [18, 18], 16 * 16),
+        ("P4D2", 48, [9, 18], 32 * 16),
+        ("P2D4", 48, [18, 9], 16 * 32),
     ],
 )
 def test_the_deployments_fit(text: str, ranks: int, slots: list[int], pairs: int) -> None:
@@ -81,6 +91,10 @@ def test_context_parallel_prefill_writes_to_tensor_parallel_decode() -> None:
     assert plan.prefill[0].layout.token_bytes == 62 * (2 * 576 + 2 * 128)
 
 
+NORMAL = ExpertConfig(num_redundant_experts=32, moe_a2a_backend="deep_ep")
+LOW_LATENCY = attrs.evolve(NORMAL, deepep_mode="low_latency")
+
+
 def engine(**changes: Any) -> EnginePlan:
     values: dict[str, Any] = {"name": "P", "config": V3, "topology": Topology(world_size=8, dp_size=8, ep_size=8)}
     return EnginePlan(**values | changes)
@@ -105,15 +119,160 @@ def engine(**changes: Any) -> EnginePlan:
             {"topology": Topology(world_size=5, tp_size=5, moe_dense_tp_size=5)},
             "tp_size 5 does not divide num_attention_heads = 128",
         ),
+        ({"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
+        ({"device": None}, "device must be 'cpu' or 'cuda', got None"),
+        ({"weights": "best"}, 'P: weights must be "auto", "stored" or "float"'),
+        ({"stored": "int4"}, "P: stored must be one of float, fp8, w8a8_dynamic, got 'int4'"),
+        ({"device_bytes": 0}, "device_bytes must be an int from 1"),
+        ({"cache": CacheConfig(kv_format="float32")}, 'P: kv_format "float32" was asked for and the model runs in'),
+        ({"mtp": True, "config": attrs.evolve(V3, num_nextn_predict_layers=0)}, "P: mtp=True and the config has no"),
+        ({"engine": EngineConfig(num_draft_tokens=2)}, "P: num_draft_tokens is 2, which needs mtp=True"),
+        ({"experts": ExpertConfig(moe_a2a_backend="local")}, 'P: moe_a2a_backend "local" is for one rank .* over 8'),
         (
-            {"topology": Topology(), "experts": ExpertConfig(num_redundant_experts=1)},
-            "rank 0 of 1 holds expert 0 twice",
+            {"topology": Topology(world_size=72, dp_size=72, ep_size=72), "experts": NORMAL},
+            "P: DeepEP's normal kernels exist for 2, .* ranks, ep_size is 72",
+        ),
+        (
+            {"topology": Topology(world_size=12, dp_size=12, ep_size=12), "experts": LOW_LATENCY},
+            "P: DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is 12",
+        ),
+        (
+            {"config": attrs.evolve(V3, hidden_size=7000), "experts": LOW_LATENCY},
+            "P: DeepEP's low-latency kernels exist for hidden sizes .*, hidden_size is 7000",
+        ),
+        (
+            {"experts": attrs.evolve(LOW_LATENCY, num_max_dispatch_tokens_per_rank=512)},
+            "P: num_max_dispatch_tokens_per_rank must be from 1 to 511",
+        ),
+        (
+            {"config": attrs.evolve(V3, dtype="float16"), "experts": NORMAL},
+            "P: DeepEP carries rows of bfloat16, the model runs in torch.float16",
         ),
     ],
 )
 def test_an_engine_that_cannot_be_loaded_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         engine(**changes)
+
+
+def test_deep_ep_between_cpus_is_refused() -> None:
+    with pytest.raises(BackendUnavailable, match=r'P: moe_a2a_backend "deep_ep" carries rows .* device is cpu'):
+        engine(device="cpu", experts=LOW_LATENCY)
+
+
+@pytest.mark.parametrize("name", ["P9D4", "P2x9D4"])
+def test_a_cluster_without_kernels_for_its_size_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="P0: DeepEP's normal kernels exist for"):
+        h800_cluster(name, V3)
+
+
+GIB = 1 << 30
+MODES = [
+    # P2 and D2 of the study: 117 GiB as bfloat16, on cards of 80 GB
+    (16, "fp8", "stored", 61.75),
+    (16, "fp8", "auto", 117.72),  # no device multiplies FP8 here
+    (16, "fp8", "float", 117.72),
+    (16, "float", "stored", 117.72),
+    (72, "fp8", "stored", 28.44),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "stored", "weights", "gib"), MODES)
+def test_a_rank_needs_room_for_what_it_would_load(num_ranks: int, stored: str, weights: str, gib: float) -> None:
+    shape: dict[str, Any] = {
+        "topology": Topology(world_size=num_ranks, dp_size=num_ranks, ep_size=num_ranks),
+        "experts": ExpertConfig(num_redundant_experts=32),
+        "stored": stored,
+        "weights": weights,
+    }
+    plan = engine(**shape)
+    assert plan.weight_bytes / GIB == pytest.approx(gib, abs=0.005)
+    assert f"{gib} GiB of weights per rank" in str(plan)
+    page = plan.layout.page_bytes
+    least = plan.weight_bytes + page
+    assert engine(**shape, device_bytes=least).num_pages is None
+    assert engine(**shape, device_bytes=least + 4 * page, cache=CacheConfig(num_pages=5)).num_pages == 5
+    half = CacheConfig(mem_fraction_static=0.5)
+    assert engine(**shape, device_bytes=2 * least + 6 * page, cache=half).num_pages == 4
+    for changes, pages in (
+        ({"device_bytes": least - 1}, "1 page"),
+        ({"device_bytes": least + 4 * page - 1, "cache": CacheConfig(num_pages=5)}, "5 pages"),
+        ({"device_bytes": 2 * least - 2, "cache": half}, "1 page"),
+    ):
+        told = rf'P: {gib} GiB of weights per rank \(weights="{weights}", stored: {stored}.* and {pages} of KV, .* do'
+        with pytest.raises(ConfigError, match=told) as refused:
+            engine(**shape, **changes)
+        assert ('or weights="stored"' in str(refused.value)) == (stored == "fp8" and weights != "stored")
+
+
+def test_what_a_rank_holds_decides_and_not_what_the_files_hold() -> None:
+    assert h800_cluster("P2D2", V3).decode[0].num_pages == 1106
+    with pytest.raises(ConfigError, match=r"P0: 117\.72 GiB .*, do not fit into mem_fraction_static 0\.81 of 79\.10"):
+        h800_cluster("P2D2", V3, weights="auto")
+    with pytest.raises(ConfigError, match=r"P0: 104\.58 GiB .*use more ranks$"):
+        h800_cluster("P1D2", V3)  # the study too says that 2 nodes are the least
+
+
+@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize("weights", ["auto", "stored", "float"])
+def test_a_plan_knows_the_bytes_that_a_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stored: str, weights: str
+) -> None:
+    config = tiny_config_dict("v3", num_nextn_predict_layers=1)
+    write_checkpoint(tmp_path / "float", config, mtp=True)
+    if stored != "float":
+        quantize_checkpoint(tmp_path / "float", tmp_path / stored, scheme=stored)
+    made: list[Destinations] = []
+
+    def keep(*arguments: Any) -> Destinations:
+        made.append(Destinations(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(weights_module, "Destinations", keep)
+    with caplog.at_level(logging.INFO, "pdinfer"):
+        model = load_model(tmp_path / stored, weights=weights, mtp=True)
+    plan = engine(
+        config=ModelConfig.from_dict(config),
+        topology=Topology(),
+        stored=stored,
+        weights=weights,
+        mtp=True,
+        device="cpu",
+    )
+    assert plan.weight_bytes == made[0].num_bytes == made[1].num_bytes
+    assert plan.layout.components == model.kv_layout(plan.cache).components
+    assert f"rank 0 of 1 loads {plan.weight_bytes / GIB:.2f} GiB of weights onto cpu" in caplog.text
+
+
+GRIDS = [
+    {"tp_size": 2, "dp_size": 2, "ep_size": 4},
+    {"tp_size": 2, "cp_size": 2, "ep_size": 2, "moe_dense_tp_size": 2},
+]
+
+
+@pytest.mark.parametrize("sizes", GRIDS)
+def test_every_rank_holds_as_much(sizes: dict[str, int]) -> None:
+    config = ModelConfig.from_dict(tiny_config_dict("v3"))
+    held = {
+        engine(config=config, topology=Topology(**sizes, world_size=4, rank=rank)).weight_bytes for rank in range(4)
+    }
+    assert len(held) == 1
+    whole = engine(config=config, topology=Topology()).weight_bytes
+    assert whole / 4 < held.pop() < whole
+
+
+def test_steps_that_deep_ep_was_not_made_for_are_refused() -> None:
+    decode = engine(name="D", experts=LOW_LATENCY)
+    told = r"is 128, and a step may have 256 tokens on a rank: D: max_running_requests \* .* = 256 \* \(1 \+ 0\)"
+    with pytest.raises(ConfigError, match=told):
+        ClusterPlan(prefill=(engine(),), decode=(decode,))
+    fits = attrs.evolve(decode, engine=EngineConfig(max_running_requests=128))
+    ClusterPlan(prefill=(engine(),), decode=(fits,))
+    drafting = attrs.evolve(fits, mtp=True, engine=EngineConfig(max_running_requests=64, num_draft_tokens=2))
+    with pytest.raises(ConfigError, match=r"192 tokens on a rank: .* = 64 \* \(1 \+ 2\)"):
+        ClusterPlan(prefill=(engine(mtp=True),), decode=(drafting,))
+    with pytest.raises(ConfigError, match="4096 tokens on a rank: D: chunked_prefill_size = 4096"):
+        ClusterPlan(prefill=(fits,), decode=(fits,))
 
 
 def test_pages_of_different_bytes_are_refused() -> None:

@@ -11,10 +11,13 @@ import attrs
 import pytest
 import torch
 
+import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.groups import Group
+from pdinfer.moe.choose import choose_dispatcher
 from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.deep_ep_config import DeepEPChunks, DeepEPConfig
+from pdinfer.testing import random_model, tiny_config
 from tests.conformance.dispatch_suite import OPS
 
 V3 = ExpertSizes(num_ranks=32, num_experts=288, hidden_size=7168, top_k=8, dtype=torch.bfloat16)
@@ -68,6 +71,74 @@ def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
     dispatcher.live = 2
     with pytest.raises(ConfigError, match="holds 2 batches at once, a third was begun"):
         dispatcher.dispatch_begin(five[:1], torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8))
+
+
+def test_a_batch_that_came_back_makes_room() -> None:
+    dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64, live=2)
+    dispatcher.combine_end(SimpleNamespace(hook=lambda: None, result=torch.zeros(1, 8)))
+    assert dispatcher.live == 1
+
+
+def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    for kind in (DeepEPNormal, DeepEPLowLatency):
+        monkeypatch.setattr(kind, "connect", lambda *given, **named: asked.append(given[-1]))
+    path = tmp_path / "tuned.json"
+    path.write_text(json.dumps({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}}))
+    for changes in ({"deepep_config": path}, {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96}):
+        options = pd.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
+        choose_dispatcher(Group("ep"), V3, options, OPS, torch.device("cuda"))
+    assert asked == [DeepEPConfig.read(path), 96]
+
+
+def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
+    """An engine whose model dispatches at most 4 tokens per rank; `changes` are of its topology and experts."""
+    model = random_model(tiny_config(num_nextn_predict_layers=1), mtp=True)
+    model.experts.dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    model.experts.two_batch_overlap = bool(changes.get("two_batch_overlap", False))
+    tp_size = changes.get("tp_size", 1)
+    model = attrs.evolve(model, topology=pd.Topology(world_size=tp_size, tp_size=tp_size))
+    (channel,) = pd.KVChannel.loopback(pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=4)))
+    with kind(model, channel, config):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("running", "drafts", "changes", "told"),
+    [
+        (
+            5,
+            0,
+            {},
+            r"is 4, and a step may have 5 tokens on a rank: max_running_requests .* = 5 \* \(1 \+ 0\);",
+        ),
+        (2, 2, {}, r"may have 6 tokens on a rank: .* = 2 \* \(1 \+ 2\)"),
+        (9, 0, {"tp_size": 2}, "may have 5 tokens on a rank: "),
+        (9, 0, {"two_batch_overlap": True}, "may have 5 tokens on a rank in each of two batches"),
+        (17, 0, {"two_batch_overlap": True, "tp_size": 2}, "may have 5 tokens on a rank in each of two batches"),
+    ],
+)
+def test_an_engine_with_larger_steps_than_can_be_dispatched_is_refused(
+    running: int, drafts: int, changes: dict[str, object], told: str
+) -> None:
+    config = pd.EngineConfig(max_running_requests=running, num_draft_tokens=drafts)
+    with pytest.raises(ConfigError, match=told):
+        engine(pd.DecodeEngine, config, **changes)
+    engine(pd.DecodeEngine, attrs.evolve(config, max_running_requests=running - 1), **changes)
+
+
+def test_a_prefill_with_larger_steps_than_can_be_dispatched_is_refused() -> None:
+    engine(pd.PrefillEngine, pd.EngineConfig(chunked_prefill_size=4))
+    for config, told in (
+        (pd.EngineConfig(chunked_prefill_size=5), "5 tokens on a rank: chunked_prefill_size = 5"),
+        (
+            pd.EngineConfig(chunked_prefill_size=-1, max_prefill_tokens=4),
+            "512 tokens .* runs prompts of up to 512",
+        ),
+        (pd.EngineConfig(chunked_prefill_size=-1, max_prefill_tokens=600), "600 tokens"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            engine(pd.PrefillEngine, config)
 
 
 @pytest.mark.parametrize(

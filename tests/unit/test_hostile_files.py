@@ -19,10 +19,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pdinfer.checkpoint import Checkpoint
-from pdinfer.checks import check_fits, clip, physical_memory_bytes
+from pdinfer.checks import check_fits, clip
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import parse_json, read_json
+from pdinfer.memory import main_memory_bytes
 from pdinfer.tensor_header import HeaderSource, header_bytes, parse_header
 
 CONFIG: dict[str, Any] = {
@@ -189,7 +190,7 @@ def test_h13_model_code_is_ignored_with_one_warning(caplog: pytest.LogCaptureFix
 
 def test_h14_what_does_not_fit_is_refused_with_the_estimate() -> None:
     config = ModelConfig.from_dict(CONFIG | {"hidden_size": 2**20, "vocab_size": 2**24})
-    available = physical_memory_bytes()
+    available = main_memory_bytes()
     with pytest.raises(ConfigError) as caught:
         check_fits(config.weight_bytes * 1000, available, "this model")
     assert all(

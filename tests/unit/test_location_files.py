@@ -54,6 +54,35 @@ def test_a_placement_comes_back(
     assert len(every_layer) == num_dense_layers + 2
 
 
+EP_SIZES = (16, 18, 24, 32, 36, 48, 72)
+"""Between how many ranks 58 layers of 256 + 32 experts are divided, as DeepSeek-V3's deployments do."""
+
+
+def loads() -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    zipf = 1e6 / np.arange(1, 257)
+    return {
+        "lognormal": random.lognormal(0, 1, (58, 256)),
+        "zipf": random.permuted(np.tile(zipf, (58, 1)), axis=1),
+        "even": random.integers(900, 1100, (58, 256)),
+    }
+
+
+@pytest.mark.parametrize("num_ranks", EP_SIZES)
+def test_what_deepseeks_balancer_makes_is_a_placement_and_comes_back(tmp_path: Path, num_ranks: int) -> None:
+    num_nodes = num_ranks // 8 if num_ranks % 8 == 0 else 1
+    for name, load in loads().items():
+        slot_to_expert, _, counts = pd.rebalance_experts(load, 288, 8, num_nodes, num_ranks)
+        ours = pd.ExpertPlacement(physical_to_logical_map=slot_to_expert, num_logical_experts=256, num_ranks=num_ranks)
+        assert ours.twins.any() or name != "lognormal"
+        assert (ours.logical_replica_counts == counts).all()
+        for suffix in ("json", "safetensors"):
+            write_placement(tmp_path / f"map.{suffix}", ours, num_dense_layers=3)
+            found = read_expert_location(tmp_path / f"map.{suffix}", num_dense_layers=3)
+            again = attrs.evolve(ours, physical_to_logical_map=found.physical_to_logical_map)
+            assert again == ours
+
+
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 def test_counts_come_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"counts.{suffix}"

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from pdinfer import model as model_module
 from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
+from pdinfer.destinations import Destinations
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
@@ -24,7 +24,7 @@ from pdinfer.kv.view import KVView
 from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.topology import Topology
-from pdinfer.weights import DTYPES, Destinations, load_model
+from pdinfer.weights import DTYPES, load_model
 from tests.bounds import difference_of_models
 
 CPU = torch.device("cpu")
@@ -253,7 +253,7 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
         groups=Groups.single(),
         weights_id=b"",
     )
-    named = sum(tensor.nbytes for place in source.places.values() for tensor in tensors_of(place.weight))
+    named = source.num_bytes
     assert source.allocated == named == config.weight_bytes
 
 
@@ -265,26 +265,6 @@ def test_the_layout_knows_the_bytes_of_a_page(dtype: torch.dtype, page_size: int
     memory = model.allocate_pages(layout, 1)
     assert layout.page_bytes == memory.num_bytes == sum(pages.nbytes for pages in KVView.of(memory).latents.values())
     assert model.allocate_pages(layout, 7).num_bytes == 7 * layout.page_bytes
-
-
-def test_a_pool_without_a_size_holds_64_full_sequences_or_half_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_model(tiny_config(max_position_embeddings=100))
-    layout = model.kv_layout(CacheConfig(page_size=16))
-    wanted = 64 * 7
-    for pages_in_memory, expected in ((2 * wanted, wanted), (2 * wanted - 2, wanted - 1), (1, 1)):
-        num_bytes = pages_in_memory * layout.page_bytes
-        monkeypatch.setattr(model_module, "device_memory_bytes", lambda _, num_bytes=num_bytes: num_bytes)
-        assert model.auto_num_pages(layout, None) == expected
-
-
-@pytest.mark.parametrize(("fraction", "expected"), [(0.5, 50), (0.259, 25), (0.001, 1), (0.999, 99)])
-def test_a_pool_may_be_a_fraction_of_the_memory(
-    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = random_model()
-    layout = model.kv_layout(CacheConfig(page_size=16))
-    monkeypatch.setattr(model_module, "device_memory_bytes", lambda _: 100 * layout.page_bytes)
-    assert model.auto_num_pages(layout, fraction) == expected
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:

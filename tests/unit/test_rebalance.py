@@ -313,6 +313,6 @@ def test_a_packed_placement_is_itself_again() -> None:
         physical_to_logical_map=[[0, 1, 0]], num_logical_experts=2, num_ranks=3, slot_shares=shares
     )
     assert unpack_placement(msgspec.msgpack.encode(PackedPlacement.of(placement))) == placement
-    wrong = PackedPlacement([[0, 0]], 1, 1)
-    with pytest.raises(ConfigError, match="holds expert 0 twice"):
+    wrong = PackedPlacement([[0, 0]], 2, 1)
+    with pytest.raises(ConfigError, match="no slot for expert 1"):
         unpack_placement(msgspec.msgpack.encode(wrong))

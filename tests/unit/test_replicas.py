@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from pdinfer.kernels.resolve import explain_backends
 from pdinfer.moe.placement import DispatchRule, ExpertPlacement
 from pdinfer.moe.replicas import ReplicaTables
+from pdinfer.testing import random_model
 
 CPU = torch.device("cpu")
 # four ranks of three slots; experts 0 and 1 have three copies
@@ -54,6 +56,27 @@ def test_copies_get_their_shares_whichever_tokens_choose_the_expert(stride: int,
     assert slots_TK[:, 1].unique().tolist() == [4]
 
 
+def test_both_copies_on_a_rank_get_their_shares() -> None:
+    twins = ExpertPlacement(physical_to_logical_map=[[0, 0, 0, 1]], num_logical_experts=2, num_ranks=2)
+    ids_TK = torch.zeros(600, 1, dtype=torch.int64)
+    for rule, expected in ((DispatchRule.DYNAMIC, [200, 200, 200]), (DispatchRule.NEAREST, [300, 300])):
+        slots_TK = ReplicaTables.build(twins, rule, rank=0, ranks_per_node=None, device=CPU).of_layer(0)(ids_TK)
+        counts = torch.bincount(slots_TK.flatten())
+        torch.testing.assert_close(counts, torch.tensor(expected), rtol=0, atol=6)
+
+
+def test_a_model_tells_of_experts_that_are_twice_on_a_rank() -> None:
+    model = random_model()
+    assert "another slot" not in explain_backends(model)
+    table = [[0, 1, 2, 0, 3, 4, 4, 4, 5, 6, 7, 1], ROWS[1]]
+    model.experts.placement = attrs.evolve(PLACEMENT, physical_to_logical_map=table)
+    assert model.remarks == ()  # on one rank slots are names
+    model.experts.replicas = tables(DispatchRule.STATIC)
+    assert explain_backends(model).splitlines()[-1].startswith("1 of 24 expert slots hold an expert that is in another")
+    model.experts.placement = PLACEMENT
+    assert model.remarks == ()
+
+
 def test_ranks_with_one_token_each_use_all_copies() -> None:
     one_TK = torch.zeros(1, 1, dtype=torch.int64)
     used = {int(tables(DispatchRule.DYNAMIC, rank).of_layer(0)(one_TK)) for rank in range(4)}
@@ -79,7 +102,11 @@ def test_another_placement_is_put_in_place(rule: DispatchRule) -> None:
     most = ExpertPlacement(
         physical_to_logical_map=[[0, 1, 2, 3, 0, 4, 5, 3, 0, 6, 7, 3]] * 2, num_logical_experts=8, num_ranks=4
     )
-    for placement in (other, most, PLACEMENT):
+    # and on one rank more of them than there are ranks
+    heap = ExpertPlacement(
+        physical_to_logical_map=[[0, 1, 2, 4, 5, 6, 7, 3, 3, 3, 3, 3]] * 2, num_logical_experts=8, num_ranks=4
+    )
+    for placement in (other, most, heap, PLACEMENT):
         held.put(placement)
         fresh = tables(rule, placement=placement)
         assert torch.equal(layer.slots_EX, fresh.slots_LEX[0])

@@ -12,6 +12,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from pdinfer.checkpoint import Checkpoint
+from pdinfer.destinations import OPS_OF_SCHEME, Destinations
 from pdinfer.errors import ConfigError
 from pdinfer.groups import ALONE, InTouch
 from pdinfer.kernels.resolve import resolve_ops
@@ -20,7 +21,7 @@ from pdinfer.layers import Linear
 from pdinfer.quantize import quantize_checkpoint
 from pdinfer.schemes import StoredWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.weights import OPS_OF_SCHEME, Destinations, _read_all
+from pdinfer.weights import _read_all
 from tests.bounds import error_of_products, gamma
 
 CPU = torch.device("cpu")

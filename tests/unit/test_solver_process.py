@@ -105,8 +105,8 @@ def test_one_that_is_killed_or_says_nonsense_is_ended(harm: Callable[[SolverProc
 def test_an_impossible_answer_is_an_error() -> None:
     solver = SolverProcess(time.monotonic)
     solver.ask(LOAD, PREVIOUS)
-    body = msgspec.msgpack.encode(SolveAnswer(PackedPlacement([[0, 0]], 1, 1)))
+    body = msgspec.msgpack.encode(SolveAnswer(PackedPlacement([[0, 0]], 2, 1)))
     solver._received = FRAME.pack(len(body)) + body
-    with pytest.raises(ConfigError, match="holds expert 0 twice"):
+    with pytest.raises(ConfigError, match="no slot for expert 1"):
         solver.poll()
     solver.close()

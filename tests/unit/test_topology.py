@@ -101,3 +101,17 @@ def test_a_rank_outside_the_world_is_refused(monkeypatch: pytest.MonkeyPatch, ra
     monkeypatch.setenv("WORLD_SIZE", world)
     with pytest.raises(ConfigError, match="world_size"):
         Topology.from_env()
+
+
+def test_groups_of_a_plan_are_those_that_would_meet() -> None:
+    groups = Topology(rank=5, world_size=8, dp_size=1, cp_size=2, tp_size=4, ep_size=2, moe_dense_tp_size=2).apart()
+    assert {
+        name: (group.ranks, group.rank) for name, group in attrs.asdict(groups, recurse=False).items() if group
+    } == {
+        "world": (tuple(range(8)), 5),
+        "attention": (tuple(range(8)), 5),
+        "tp": ((4, 5, 6, 7), 1),
+        "cp": ((1, 5), 1),
+        "dense_tp": ((4, 5), 1),
+        "ep": ((4, 5), 1),
+    }

@@ -18,11 +18,12 @@ from torch import Tensor
 from pdinfer import weights
 from pdinfer.checkpoint import Checkpoint
 from pdinfer.config import ModelConfig
+from pdinfer.destinations import Destinations
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.topology import Topology
-from pdinfer.weights import Destinations, load_model
+from pdinfer.weights import load_model
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"

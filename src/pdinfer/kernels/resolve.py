@@ -87,14 +87,22 @@ class Resolved(Protocol):
     def resolved(self) -> ResolvedOps:
         """Its ops, and why they are what they are."""
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What else its host should know, in sentences."""
+
 
 def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
     """A table: op, the provider it would get on a device in a model of `dtype`, and a sentence for each provider passed
     over or slow.
 
-    For a `Model`: what it got, and what became of its quantized weights.
+    For a `Model`: what it got, what became of its quantized weights, and what is odd about where its experts are.
     """
-    resolved = resolve_ops(torch.device(where), dtype) if isinstance(where, str | torch.device) else where.resolved
+    remarks: tuple[str, ...] = ()
+    if isinstance(where, str | torch.device):
+        resolved = resolve_ops(torch.device(where), dtype)
+    else:
+        resolved, remarks = where.resolved, where.remarks
     width = max(len(choice.op) for choice in resolved.choices)
     lines = [f"{'op':<{width}}  provider"]
     for choice in resolved.choices:
@@ -102,4 +110,4 @@ def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.
         lines.extend(f"{'':<{width}}  not {refusal}" for refusal in choice.refusals)
         if choice.slow is not None:
             lines.append(f"{'':<{width}}  slow: {choice.slow}")
-    return "\n".join([*lines, *resolved.weights])
+    return "\n".join([*lines, *resolved.weights, *remarks])

@@ -47,7 +47,8 @@ class PagePool:
 
     `free + owned + granted + cached == num_pages` always holds, a page shared by several requests being owned once;
     every transition that does not fit raises and changes nothing. Whoever asks for pages gets free ones, and cached
-    ones when those run out. Raises ConfigError when the pool does not fit the device's memory.
+    ones when those run out. Raises ConfigError when the pool does not fit the device's memory. On several ranks
+    all make theirs together, unless `num_pages` says its size.
     """
 
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:

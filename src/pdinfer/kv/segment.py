@@ -9,6 +9,7 @@ import sys
 import weakref
 
 from pdinfer.errors import ConfigError, TransferError
+from pdinfer.memory import SEGMENT
 
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has memfds. Elsewhere nothing of this module may be called."""
@@ -25,7 +26,7 @@ class Segment:
     def __init__(self, num_bytes: int, name: str) -> None:
         self.num_bytes = num_bytes
         try:
-            self._descriptor = os.memfd_create(f"pdinfer-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._descriptor = os.memfd_create(f"{SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._close = weakref.finalize(self, os.close, self._descriptor)
             os.ftruncate(self._descriptor, num_bytes)
             # A peer that maps it must never meet the end of a file that shrank: that is a SIGBUS.

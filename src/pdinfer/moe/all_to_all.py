@@ -55,6 +55,7 @@ class AllToAllDispatcher:
     experts_per_rank: int
     ops: Ops
     max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = False
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Travelling:

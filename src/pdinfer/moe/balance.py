@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -10,25 +11,49 @@ from pdinfer.checks import clip, is_int
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement import MAX_EXPERTS, Floats, Ints
 
+FLOAT32_EXPONENT = 110
+"""The sum of MAX_EXPERTS = 2^16 loads below 2^110 is within float32, whose exponents end at 128, and there is as much
+room below as can be."""
+LEAST_LOAD = 2.0**-900
+"""Any part of it is a float64 of full precision."""
+
 
 def check_load(load: Any) -> Floats:
     """The load of experts as float64 [layers, experts]: nested lists, an array, or a tensor on the host; counts or any
-    other measure. Raises ConfigError for another shape, and naming layer and expert for a NaN, infinite or negative
-    load."""
+    other measure, as only the proportions within a layer matter. Raises ConfigError for another shape, and naming layer
+    and expert for a load that is NaN, negative, or infinite as a float64."""
     try:
         table = np.asarray(load)
     except (TypeError, ValueError, RuntimeError) as failure:
         raise ConfigError(f"load is not a table of [layers][experts] on the host: {clip(str(failure))}") from None
-    if table.ndim != 2 or 0 in table.shape or table.dtype.kind not in "iuf":
+    is_number = table.dtype.kind in "iuf" or (table.dtype.kind == "O" and all(map(is_int, table.flat)))
+    if table.ndim != 2 or 0 in table.shape or not is_number:
         raise ConfigError(
             f"load must be numbers [layers][experts], at least one of each, got {table.dtype} of shape {table.shape}"
         )
-    if (bad := np.argwhere(~(np.isfinite(table) & (table >= 0)))).size:
+    huge = table.dtype.kind == "O"  # ints beyond 64 bits
+    floats = np.vectorize(_as_float, otypes=[np.float64])(table) if huge else table.astype(np.float64)
+    if (bad := np.argwhere(~(np.isfinite(floats) & (floats >= 0)))).size:
         layer, expert = bad[0]
-        raise ConfigError(
-            f"layer {layer}, expert {expert} has load {table[layer, expert]}; loads are finite and not negative"
-        )
-    return table.astype(np.float64)
+        load_there = clip(table.item(layer, expert))
+        raise ConfigError(f"layer {layer}, expert {expert} has load {load_there}; loads are finite and not negative")
+    return floats
+
+
+def _as_float(value: int) -> float:
+    """Of an int of any size, one beyond all floats being infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def scaled(load_LE: Floats, exponent: int) -> Floats:
+    """Each layer's loads times the power of two that brings the highest to 2^(exponent - 1) at least and below
+    2^exponent. What is then below LEAST_LOAD, too far from the highest to change anything, becomes 0."""
+    _, highest = np.frexp(load_LE.max(1, keepdims=True))
+    scaled_LE = np.ldexp(load_LE, exponent - highest)
+    return np.where(scaled_LE < LEAST_LOAD, 0.0, scaled_LE)
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -48,15 +73,16 @@ def rebalance_experts(
 ) -> tuple[Ints, Ints, Ints]:
     """DeepSeek's expert-parallelism load balancer: its arguments, its policies, its results.
 
-    `weight` [layers, experts] is the load of each expert, as `check_load` takes it; arithmetic is in float32. Where
+    `weight` [layers, experts] is the load of each expert, as `check_load` takes it; arithmetic is in float32, on loads
+    times a power of two, so that no sum overflows and all else is as without it. Where
     `num_groups` divides evenly over `num_nodes`, groups are packed onto nodes and experts replicated within their node
     (hierarchical); otherwise nodes and groups are not looked at (global). Returns phy2log [L, num_replicas], log2phy
-    [L, E, most copies] padded with -1, logcnt [L, E], int64. Two copies may land on one GPU; `solve_placement` prevents
-    that. Raises ConfigError for sizes that do not divide and loads that are no loads.
+    [L, E, most copies] padded with -1, logcnt [L, E], int64. Two copies may land on one GPU; `solve_placement` never
+    puts them there. Raises ConfigError for sizes that do not divide and loads that are no loads.
 
     Source: https://github.com/deepseek-ai/EPLB, whose example is a test of ours.
     """
-    load_LE = check_load(weight).astype(np.float32)
+    load_LE = scaled(check_load(weight), FLOAT32_EXPONENT).astype(np.float32)
     num_layers, num_experts = load_LE.shape
     _check_sizes(num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
     _check_divides("num_gpus", num_gpus, num_replicas=num_replicas)

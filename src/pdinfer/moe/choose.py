@@ -9,9 +9,27 @@ from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.groups import Group
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.all_to_all import AllToAllDispatcher
-from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.deep_ep import DEFAULT_QP_DEPTH, DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
+
+
+def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:
+    """Raises ConfigError, with the values, where `options.moe_a2a_backend` cannot carry tokens between so many ranks or
+    of such sizes, and BackendUnavailable where it cannot between such devices."""
+    backend = options.moe_a2a_backend
+    if backend == "local" and sizes.num_ranks > 1:
+        raise ConfigError(
+            f'moe_a2a_backend "local" is for one rank and experts are spread over {sizes.num_ranks}; leave it "auto"'
+        )
+    if backend == "deep_ep" and device.type != "cuda":
+        raise BackendUnavailable(
+            f'moe_a2a_backend "deep_ep" carries rows between GPUs, the device is {device}; use "all_to_all"'
+        )
+    if backend == "deep_ep" and options.deepep_mode == "low_latency":
+        sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank, DEFAULT_QP_DEPTH)
+    elif backend == "deep_ep":
+        sizes.check_normal()
 
 
 def choose_dispatcher(
@@ -19,11 +37,8 @@ def choose_dispatcher(
 ) -> TokenDispatcher:
     """The one that `options.moe_a2a_backend` names; a collective. Raises BackendUnavailable where it cannot be had,
     ConfigError for sizes it cannot do."""
+    check_dispatcher(sizes, options, device)
     backend = options.moe_a2a_backend
-    if backend == "local" and group.size > 1:
-        raise ConfigError(
-            f'moe_a2a_backend "local" is for one rank and experts are spread over {group.size}; leave it "auto"'
-        )
     if backend == "deep_ep":
         return _deep_ep(group, sizes, options, ops, device)
     if backend == "local" or (backend == "auto" and group.size == 1):
@@ -34,10 +49,6 @@ def choose_dispatcher(
 def _deep_ep(
     group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
 ) -> DeepEPNormal | DeepEPLowLatency:
-    if device.type != "cuda":
-        raise BackendUnavailable(
-            f'moe_a2a_backend "deep_ep" carries rows between GPUs, the device is {device}; use "all_to_all"'
-        )
     if options.deepep_mode == "low_latency":
         return DeepEPLowLatency.connect(group, sizes, options.num_max_dispatch_tokens_per_rank, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)

@@ -130,6 +130,7 @@ class DeepEPNormal:
     dispatch_chunks: Any
     combine_chunks: Any
     max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = False
 
     @classmethod
@@ -227,6 +228,10 @@ class DeepEPLowLatency:
     live: int = 0
     max_live: ClassVar[int | None] = LOW_LATENCY_LIVE
     graph_safe: ClassVar[bool] = True
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.num_max_tokens
 
     @classmethod
     def connect(

@@ -56,6 +56,10 @@ class TokenDispatcher(Protocol):
         """How many batches may be between `dispatch_begin` and `combine_end` at once; None is any number."""
 
     @property
+    def max_tokens(self) -> int | None:
+        """How many tokens a rank may bring to one `dispatch_begin`; None is any number."""
+
+    @property
     def graph_safe(self) -> bool:
         """Whether all four halves can be captured in a CUDA graph: none of them waits for the device."""
 
@@ -86,6 +90,7 @@ class LocalDispatcher:
     num_experts: int
     ops: Ops
     max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = False
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:

@@ -27,7 +27,7 @@ class Experts:
 
     @classmethod
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
-        """`experts` are the logical ones in the slots of this rank, all different."""
+        """`experts` are the logical ones in the slots of this rank; one that is there twice is held twice."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
         of_expert = [f"{name}.{number}" for number in experts]
         into = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in of_expert]

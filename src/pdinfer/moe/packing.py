@@ -143,6 +143,9 @@ class Packing:
         sums = np.cumsum(np.sort(floor, 1), 1)
         level = ((part.sum(1, keepdims=True) + sums) / np.arange(1, sums.shape[1] + 1)).min(1, keepdims=True)
         new = np.maximum(level - floor, 0.0)
+        given = new.sum(1, keepdims=True)
+        # where the floor is so high that rounding swallows or invents load
+        new = np.where(given > 0, new * (part.sum(1, keepdims=True) / np.where(given > 0, given, 1.0)), part)
         row, copy = np.nonzero(real)
         where = (rows[row], at[1][row, copy], at[2][row, copy])
         self.parts[where] = new[row, copy]

@@ -14,7 +14,7 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.groups import Group
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.choose import choose_dispatcher
+from pdinfer.moe.choose import check_dispatcher, choose_dispatcher
 from pdinfer.moe.deep_ep import ExpertSizes
 from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.placement import DispatchRule, ExpertPlacement
@@ -47,6 +47,28 @@ class ExpertParallel:
         return cls(group=Group("ep"), layers=layers, placement=placement, replicas=None, dispatcher=dispatcher)
 
     @classmethod
+    def apart(
+        cls,
+        config: ModelConfig,
+        ops: Ops,
+        group: Group,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        mtp: bool,
+        options: ExpertConfig,
+        placement: ExpertPlacement | None,
+    ) -> ExpertParallel:
+        """What `connect` would give before it meets the others: for plans, to build on and not to run. See
+        `check_dispatcher`."""
+        if placement is None:
+            return cls.alone(config, ops, mtp=mtp)
+        check_dispatcher(_sizes(config, group, placement, dtype), options, device)
+        dispatcher = LocalDispatcher(placement.num_slots, ops)
+        layers = _moe_layers(config, mtp)
+        return cls(group=group, layers=layers, placement=placement, replicas=None, dispatcher=dispatcher)
+
+    @classmethod
     def connect(
         cls,
         config: ModelConfig,
@@ -64,14 +86,7 @@ class ExpertParallel:
         if placement is None:
             return cls.alone(config, ops, mtp=mtp)
         _check_same(group, placement, options, device)
-        sizes = ExpertSizes(
-            num_ranks=group.size,
-            num_experts=placement.num_slots,
-            hidden_size=config.hidden_size,
-            top_k=config.num_experts_per_tok,
-            dtype=dtype,
-        )
-        dispatcher = choose_dispatcher(group, sizes, options, ops, device)
+        dispatcher = choose_dispatcher(group, _sizes(config, group, placement, dtype), options, ops, device)
         replicas = recorder = None
         if options.expert_distribution_recorder_mode != "off":
             recorder = ExpertLoadRecorder(
@@ -99,10 +114,21 @@ class ExpertParallel:
             two_batch_overlap=options.two_batch_overlap,
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is odd about the placement that runs, in sentences."""
+        if self.placement is None or self.replicas is None or not (count := int(self.placement.twins.sum())):
+            return ()
+        told = (
+            f"{count} of {self.placement.twins.size} expert slots hold an expert that is in another slot of their rank "
+            "too, which takes memory and evens out nothing; moe.solve_placement makes none of these"
+        )
+        return (told,)
+
     def experts_of(self, layer: int) -> list[int]:
         """The logical experts in this rank's slots."""
         assert self.placement is not None
-        if self.replicas is None:
+        if self.group.size == 1:
             return list(range(self.placement.num_logical_experts))
         row = self.placement.physical_to_logical_map[self.layers.index(layer)]
         experts: list[int] = row[list(self.placement.slots_of(self.group.rank))].tolist()
@@ -112,6 +138,12 @@ class ExpertParallel:
         """What counts the choices of a layer's router."""
         return None if self.recorder is None else partial(self.recorder.record, self.layers.index(layer))
 
+    def check_step(self, num_tokens: int, told: str, *, tp_size: int) -> None:
+        """Raises ConfigError where a step of `num_tokens`, which `tp_size` ranks divide, has more on a rank than can be
+        dispatched; `told` names the options that make it so large."""
+        if self.dispatcher.max_tokens is not None:
+            check_step_fits(self.dispatcher.max_tokens, self.two_batch_overlap, num_tokens, told, tp_size=tp_size)
+
     def end_step(self) -> None:
         """Says that the layers have run once; what was recorded since is one step. Syncs nothing."""
         if self.recorder is not None:
@@ -120,6 +152,27 @@ class ExpertParallel:
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Where this rank sends the tokens of a layer."""
         return None if self.replicas is None else self.replicas.of_layer(self.layers.index(layer))
+
+
+def check_step_fits(max_tokens: int, two_batch_overlap: bool, num_tokens: int, told: str, *, tp_size: int) -> None:
+    """As `ExpertParallel.check_step`, for a dispatcher of `max_tokens`."""
+    on_rank = -(-num_tokens // tp_size)
+    in_batch = -(-on_rank // 2) if two_batch_overlap else on_rank
+    if in_batch > max_tokens:
+        raise ConfigError(
+            f"num_max_dispatch_tokens_per_rank is {max_tokens}, and a step may have {in_batch} tokens on a rank"
+            f"{' in each of two batches' if two_batch_overlap else ''}: {told}; raise the one or lower the other"
+        )
+
+
+def _sizes(config: ModelConfig, group: Group, placement: ExpertPlacement, dtype: torch.dtype) -> ExpertSizes:
+    return ExpertSizes(
+        num_ranks=group.size,
+        num_experts=placement.num_slots if group.size > 1 else placement.num_logical_experts,
+        hidden_size=config.hidden_size,
+        top_k=config.num_experts_per_tok,
+        dtype=dtype,
+    )
 
 
 def _moe_layers(config: ModelConfig, mtp: bool) -> list[int]:

@@ -1,7 +1,8 @@
 """Which slot of which rank holds which expert, and which copy of an expert a rank sends its tokens to.
 
 Ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first of
-rank r + 1. A logical expert (what the router chooses) lies in one slot or in several, each of another rank.
+rank r + 1. A logical expert (what the router chooses) lies in one slot or in several. Two of them on one rank
+are legal, and DeepSeek's balancer makes such maps: both are used, though they even out nothing.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class ExpertPlacement:
     `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied.
     `slot_shares`, float32 [L, P] and read-only, is the part of its expert's tokens that each slot is to be sent, which
     for the slots of an expert sum to 1; None is the same for all of them. Equal by value. Raises ConfigError, with the
-    values: slots that do not divide over ranks, experts out of range, an expert without a slot, an expert twice on one
-    rank, shares that do not fit.
+    values: slots that do not divide over ranks, experts out of range, an expert without a slot, shares that do not fit.
     """
 
     physical_to_logical_map: Ints = attrs.field(
@@ -97,13 +97,6 @@ class ExpertPlacement:
         if (missing := np.argwhere(self.logical_replica_counts == 0)).size:
             layer, expert = missing[0]
             raise ConfigError(f"layer {layer} has no slot for expert {expert}; each of {experts} experts needs one")
-        of_rank = np.sort(table.reshape(self.num_layers, ranks, -1), axis=2)
-        if (twice := np.argwhere(of_rank[:, :, 1:] == of_rank[:, :, :-1])).size:
-            layer, rank, place = twice[0]
-            raise ConfigError(
-                f"layer {layer}: rank {rank} of {ranks} holds expert {of_rank[layer, rank, place]} twice; copies of an "
-                "expert must lie on different ranks"
-            )
         if self.slot_shares is not None:
             self._check_shares(self.slot_shares)
 
@@ -152,6 +145,13 @@ class ExpertPlacement:
         """P / num_ranks."""
         return self.num_slots // self.num_ranks
 
+    @cached_property
+    def twins(self) -> Bools:
+        """The slots whose expert lies in an earlier slot of the same rank too: bool [L, P], read-only."""
+        found = find_twins(self.physical_to_logical_map.reshape(self.num_layers, self.num_ranks, -1))
+        found.flags.writeable = False
+        return found.reshape(self.num_layers, -1)
+
     def slots_of(self, rank: int) -> range:
         """The slots that lie on a rank. Raises ConfigError where there is no such rank."""
         _check_rank(rank, self)
@@ -179,6 +179,17 @@ def count_replicas(table: Ints, num_experts: int) -> Ints:
     num_layers = len(table)
     flat = table + np.arange(num_layers)[:, None] * num_experts
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
+
+
+def find_twins(table_LRS: Ints) -> Bools:
+    """Of a map [L, ranks, slots per rank]: whether the expert of a slot is in an earlier slot of that rank; bool."""
+    order = np.argsort(table_LRS, axis=2, kind="stable")
+    experts = np.take_along_axis(table_LRS, order, 2)
+    same = np.zeros(table_LRS.shape, np.bool_)
+    same[:, :, 1:] = experts[:, :, 1:] == experts[:, :, :-1]
+    found = np.empty_like(same)
+    np.put_along_axis(found, order, same, 2)
+    return found
 
 
 def slots_by_expert(table: Ints, counts: Ints) -> Ints:

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from pdinfer.moe.packing import Packing
-from pdinfer.moe.placement import Bools, Floats, Ints, count_replicas
+from pdinfer.moe.placement import Bools, Floats, Ints, count_replicas, find_twins
 
 SWAP_MOVES, COPY_MOVES = 2, 1
 PROGRESS = 1e-7  # what a step must gain at least, of the fullest rank's load
@@ -32,6 +32,11 @@ class Homes:
         if math.isinf(self.weight):
             return np.where(away > 0, math.inf, 0.0)
         return away * (self.weight / len(self.rank_node))
+
+    def at_home(self, layer: int, rank: int) -> Bools:
+        """Which experts a rank is the home of: [E]; all of them where it does not matter."""
+        at_home: Bools = (self.node_LE[layer] == self.rank_node[rank]) | (self.weight == 0)
+        return at_home
 
     def away(self, packing: Packing) -> Floats:
         """How much load is away from home, per layer: [L]."""
@@ -196,3 +201,26 @@ def adopt_counts(packing: Packing, counts_LE: Ints, homes: Homes) -> Packing:
         flat[done, others.argmin(1)[done]] = expert[done]
         stuck = np.setdiff1d(live, done)
         undone[stuck, expert[stuck]] = False
+
+
+def part_twins(packing: Packing, homes: Homes, max_moves: int | None) -> int:
+    """Where an expert is twice on a rank, puts a copy of another one, which the rank lacks, in the place of the second:
+    the one with most load per copy, of those at home there if there are any. Copies in such a layer then have even
+    shares. Layers with the fewest twins come first, as long as the moves last. Returns the moves made.
+    """
+    twins = find_twins(packing.experts)
+    cost = twins.sum((1, 2))
+    order = np.argsort(cost, kind="stable")
+    order = order[cost[order] > 0]
+    if max_moves is not None:
+        order = order[cost[order].cumsum() <= max_moves]
+    for layer in order:
+        experts, load = packing.experts[layer], packing.load_LE[layer]
+        for rank, slot in np.argwhere(twins[layer]):
+            counts = np.bincount(experts.ravel(), minlength=len(load))
+            rating = np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts
+            rating[experts[rank]] = -1.0
+            experts[rank, slot] = rating.argmax()
+    if len(order):
+        packing.put(order, Packing.of(packing.load_LE[order], packing.experts[order]))
+    return int(cost[order].sum())

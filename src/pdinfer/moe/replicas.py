@@ -55,7 +55,7 @@ class ReplicaTables:
         device: torch.device,
     ) -> ReplicaTables:
         """Raises ConfigError where nodes are uneven."""
-        most = min(placement.num_ranks, placement.num_slots - placement.num_logical_experts + 1)
+        most = placement.num_slots - placement.num_logical_experts + 1
         width = 1 if rule is DispatchRule.STATIC else most
         shape = (placement.num_layers, placement.num_logical_experts, width)
         tables = cls(

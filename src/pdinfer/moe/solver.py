@@ -18,11 +18,11 @@ import numpy as np
 
 from pdinfer.checks import clip, float_in, int_in, is_int
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance import check_load
+from pdinfer.moe.balance import check_load, scaled
 from pdinfer.moe.migration import count_arrivals, keep_slots
 from pdinfer.moe.packing import Packing, pack, replicate, swap_pairs
-from pdinfer.moe.placement import MAX_EXPERTS, MAX_RANKS, ExpertPlacement, Floats
-from pdinfer.moe.refine import Homes, adopt_counts, relieve
+from pdinfer.moe.placement import MAX_EXPERTS, MAX_RANKS, ExpertPlacement, Floats, find_twins
+from pdinfer.moe.refine import Homes, adopt_counts, part_twins, relieve
 
 EVEN = 0.9995  # balancedness at which a layer is left alone
 PAIR_ROUNDS = 8
@@ -82,8 +82,8 @@ def solve_placement(
 ) -> ExpertPlacement:
     """A placement of `experts + num_redundant` slots on which `load` falls evenly. Deterministic.
 
-    `load` [layers, experts] as `check_load` takes it. Copies of an expert lie on different ranks; where that evens out
-    ranks they take unequal shares (`slot_shares`).
+    `load` [layers, experts] as `check_load` takes it. Copies of an expert lie on different ranks, whatever the load;
+    where that evens out ranks they take unequal shares (`slot_shares`).
 
     `cross_node_weight`: experts come in `num_groups` groups, and a token is routed to few of them, so a group that
     stays on one node costs less traffic. The weight is what it would cost, in loads of a mean rank, if all load were
@@ -92,11 +92,12 @@ def solve_placement(
     `previous`: experts stay where they are as far as the fullest rank then has at most `tolerance`, in loads of a mean
     rank, more than in a layer laid out anew; other layers are laid out anew, on the ranks and slots that have most of
     their experts. `max_moves` bounds the experts that ranks must be sent (bytes over bytes of an expert); the worst
-    layers come first, and 0 changes shares alone.
+    layers come first, and 0 changes shares alone. Where it has an expert twice on a rank, a copy of another one takes
+    the place of the second, one move each; layers for which `max_moves` does not allow that stay as they are.
 
     Raises ConfigError for sizes that do not divide, loads that are no loads, and a previous placement of other sizes.
     """
-    load_LE = check_load(load)
+    load_LE = scaled(check_load(load), 0)
     sizes = _Sizes(
         num_ranks=num_ranks,
         num_redundant=num_redundant,
@@ -168,10 +169,19 @@ def _refine(packing: Packing, enough_L: Floats, sizes: _Sizes, max_moves: int | 
 
 
 def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
-    """The previous placement, changed as little as comes near enough to the one laid out anew: by single steps, else by
-    the replica counts of the new one, else by the new one itself."""
+    """The previous placement, changed as little as comes near enough to the one laid out anew."""
     table = previous.physical_to_logical_map.reshape(anew.experts.shape)
     start = Packing.of(anew.load_LE, table, previous.slot_shares)
+    moves = part_twins(start, _homes(start, sizes), max_moves)
+    fit = np.nonzero(~find_twins(start.experts).any((1, 2)))[0]
+    left = None if max_moves is None else max_moves - moves
+    start.put(fit, _improve(start.take(fit), anew.take(fit), sizes, left))
+    return start
+
+
+def _improve(start: Packing, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
+    """Layers that come near enough to those laid out anew: by single steps, else by the replica counts of the new one,
+    else by the new one itself."""
     enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
     kept = start.take(np.arange(start.num_layers))
     _refine(kept, enough, sizes, max_moves, may_copy=True)

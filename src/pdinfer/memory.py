@@ -1,0 +1,121 @@
+"""How much memory a device has and how much of it is in use, whoever uses it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import torch
+
+SEGMENT = "pdinfer-"
+"""What the names of this library's memfds begin with."""
+
+_BLOCK_BYTES = 512
+_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2_FILES = ("memory.max", "memory.current", "inactive_file")
+
+
+@attrs.frozen(kw_only=True)
+class DeviceMemory:
+    """Bytes: those that the device has for us, and those of them in use. `shared_by` is what ranks with the same
+    memory have in common: 0 for a GPU, which each has to itself."""
+
+    total: int
+    in_use: int
+    shared_by: int = 0
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """Of a GPU, what the driver says of all processes, without what torch's allocator keeps for later and gives back
+    here. Of a CPU, see `main_memory`."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total=total, in_use=total - free)
+    return main_memory()
+
+
+def device_memory_bytes(device: torch.device) -> int:
+    """Bytes of memory of the device that tensors on `device` live in, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return main_memory_bytes()
+
+
+def main_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of main memory that this process may have, used or not: those of the machine or, if they are fewer, of its
+    control groups."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(limit for limit, _ in _control_groups(root))])
+
+
+def main_memory(root: Path = Path("/")) -> DeviceMemory:
+    """The same with what is in use: by all processes that the kernel counts, without files that it can drop, and by the
+    pages of this process's pools that nobody has touched yet, which the kernel does not count.
+
+    Where control groups leave less than the machine does, the one that leaves least counts. Where there is no
+    /proc/meminfo, the most that this process ever had is in use.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text("ascii").splitlines()
+        fields = {name: int(value.split()[0]) << 10 for name, _, value in (line.partition(":") for line in lines)}
+        machine = (fields["MemTotal"], fields["MemTotal"] - fields["MemAvailable"])
+    except (OSError, ValueError, KeyError, IndexError):
+        unit = 1 if sys.platform == "darwin" else 1 << 10
+        machine = (main_memory_bytes(root), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    total, in_use = min([machine, *_control_groups(root)], key=lambda both: both[0] - both[1])
+    return DeviceMemory(total=total, in_use=in_use + _untouched_bytes(root), shared_by=_boot(root))
+
+
+def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, in use) of every control group around this process that has a limit."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")
+        folder = Path(path.lstrip("/"))
+        for at in (folder, *folder.parents):
+            found = _control_group(base / at, *(_V1_FILES if controllers else _V2_FILES))
+            if found is not None:
+                yield found
+
+
+def _control_group(folder: Path, limit: str, usage: str, droppable: str) -> tuple[int, int] | None:
+    """None where there is no limit, or no such group to be seen from inside a container."""
+    try:
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
+        used = int((folder / usage).read_text("ascii")) - int(stat.get(droppable, 0))
+        return int((folder / limit).read_text("ascii")), max(0, used)
+    except (OSError, ValueError):  # "max" is no number
+        return None
+
+
+def _untouched_bytes(root: Path) -> int:
+    """Bytes of this process's memfds that the kernel has not taken yet."""
+    sizes: dict[int, int] = {}
+    for descriptor in (root / "proc/self/fd").glob("*"):
+        try:
+            if os.readlink(descriptor).startswith(f"/memfd:{SEGMENT}"):
+                about = os.stat(descriptor)
+                sizes[about.st_ino] = max(0, about.st_size - about.st_blocks * _BLOCK_BYTES)
+        except OSError:  # closed meanwhile
+            continue
+    return sum(sizes.values())
+
+
+def _boot(root: Path) -> int:
+    """A number that ranks on one machine have in common, and others hardly; never 0."""
+    try:
+        return 1 + zlib.crc32((root / "proc/sys/kernel/random/boot_id").read_bytes())
+    except OSError:
+        return 1
