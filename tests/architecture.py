@@ -53,6 +53,7 @@ LAYERS = (
     ("groups",),
     ("checks",),
     ("types", "trace"),
+    ("bounds",),
     ("errors",),
 )
 
