@@ -21,6 +21,7 @@ MAX_TEXT_CHARACTERS = 4096
 MAX_PACKED_BYTES = 1 << 26
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for with each token."""
+SHOWN_CHARACTERS = 200
 LOGPROB_ROUNDING = 1e-3
 """How far above 0 a difference of float32 logits of some thousands may end."""
 PRINTABLE = (
@@ -72,5 +73,8 @@ def escaped(text: str) -> str:
 
 
 def broken_bound(error: Exception) -> str:
-    """What msgspec says of a message that it refuses, short: it quotes the value, and of text the whole pattern."""
-    return escaped(str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters"))[:200]
+    """What msgspec says of a message that it refuses, short: it quotes values, of text the whole pattern, and names the
+    field at the end."""
+    text = str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters")
+    half = SHOWN_CHARACTERS // 2
+    return escaped(text) if len(text) <= half else f"{escaped(text[:half])[:half]} … {escaped(text[-half:])[-half:]}"

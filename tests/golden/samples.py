@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+import msgspec
 
 from pdinfer import messages, rank_messages
 from pdinfer.batch import Row
@@ -205,7 +206,7 @@ CHANNEL: dict[str, wire.Message] = {
 }
 
 _PACKED = messages.PackedRequest.of(REQUEST), messages.PackedGrant.of(GRANT)
-SESSION: dict[str, messages.Command | messages.Report] = {
+COMMANDS: dict[str, messages.Command] = {
     "beat": messages.Beat(0.5),
     "connect": messages.Connect(DECODE, 10.0),
     "submit_prefill": messages.SubmitPrefill(*_PACKED),
@@ -213,6 +214,9 @@ SESSION: dict[str, messages.Command | messages.Report] = {
     "change_writers": messages.ChangeWriters("a", (PREFILL, DECODE)),
     "cancel": messages.Cancel("a"),
     "close": messages.Close(),
+}
+REPORTS: dict[str, messages.Report] = {
+    "beat of an engine": messages.Beat(0.5),
     "ready prefill": messages.Ready(
         PREFILL,
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
@@ -229,6 +233,7 @@ SESSION: dict[str, messages.Command | messages.Report] = {
         tokens=[LAST_TOKEN, FAILED],
     ),
 }
+SESSION: dict[str, messages.Command | messages.Report] = {**COMMANDS, **REPORTS}
 
 _ROW = rank_messages.PackedRow.of(Row([1, 2], 62, [4, 9], 3))
 RANKS: dict[str, rank_messages.Message] = {
@@ -267,10 +272,8 @@ def _encode_stream(sample: Any) -> bytes:
 
 
 def _decode_session(data: bytes) -> messages.Command | messages.Report:
-    try:
-        return messages.decode_command(data)
-    except TransferError:
-        return messages.decode_report(data)
+    tag = msgspec.msgpack.decode(data[: -messages.DIGEST_BYTES])["type"]
+    return (messages.decode_command if tag in COMMANDS else messages.decode_report)(data)
 
 
 def protocols() -> tuple[Protocol, ...]:
