@@ -212,6 +212,22 @@ def test_who_answers_must_be_who_was_asked_for(net: HandNet) -> None:
     assert not stranger.peer.connected(address)
 
 
+@pytest.mark.parametrize("dials", [True, False])
+def test_who_says_that_he_is_this_very_end_is_refused(net: HandNet, dials: bool) -> None:
+    victim, friend = linked(net)
+    stranger = Stranger(net, victim, dials=dials)
+    stranger.send(stranger.open)
+    said = wire.Hello if dials else wire.Welcome
+    stranger.say(said(victim.address, victim.pool.layout))
+    assert not victim.connected(victim.address)
+    assert [peer.address for peer in victim.stats.peers] == [friend.address]
+    assert are_linked(victim, friend)
+    if dials:
+        answer = wire.decode(stranger.side.other.sent[-1][:-8])
+        assert isinstance(answer, wire.Reject)
+        assert "this very end" in str(answer.error)
+
+
 def test_a_stranger_gets_no_further_than_one_frame_beyond_the_limit(net: HandNet) -> None:
     stranger = Stranger(net, net.end())
     stranger.send(b"x" * (MAX_UNTRUSTED_FRAME_BYTES + 1))
