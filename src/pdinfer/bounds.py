@@ -22,8 +22,8 @@ MAX_PACKED_BYTES = 1 << 26
 MAX_LOGPROBS = 20
 """The most alternatives that a request may ask for with each token."""
 SHOWN_CHARACTERS = 200
-LOGPROB_ROUNDING = 1e-3
-"""How far above 0 a difference of float32 logits of some thousands may end."""
+LOGPROB_ROUNDING = 1e-6
+"""How far above 0 others may end by rounding. Ours never do: a logsumexp is at least the greatest logit."""
 PRINTABLE = (
     r"\A[^\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
     r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]*\Z"

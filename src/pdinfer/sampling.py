@@ -135,7 +135,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         chosen = changed_BV if len(random) == len(draws) else changed_BV[rows]
         tokens_B[rows] = _draw(chosen, [draws[row] for row in random])
     normalizers_B = logits_BV.logsumexp(-1)
-    logprobs_B = (logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B).clamp_(max=0.0)  # rounding
+    logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
     tops = _top_logprobs(logits_BV, normalizers_B, draws)
     drawn = []
     for row, (token, logprob) in enumerate(zip(tokens_B.tolist(), logprobs_B.tolist(), strict=True)):
@@ -157,7 +157,7 @@ def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw
     keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device)
     best_BK = keys_BV.topk(min(max(wanted.values()), vocab)).values
     ids_BK = vocab - 1 - (best_BK & 0xFFFFFFFF)
-    logprobs_BK = (some_BV.gather(1, ids_BK) - normalizers_B[rows, None]).clamp_(max=0.0)
+    logprobs_BK = some_BV.gather(1, ids_BK) - normalizers_B[rows, None]
     tops = zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
     return {
         row: tuple(zip(ids[:count], logprobs[:count], strict=True))

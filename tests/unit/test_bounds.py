@@ -98,7 +98,7 @@ def check_sane(value: Any, name: str = "") -> None:
     elif isinstance(value, float):
         assert math.isfinite(value)
         assert "logprob" in name or value >= 0
-        assert "logprob" not in name or value < 0.01
+        assert "logprob" not in name or value <= 1e-6
         assert not name.endswith("_s") or value <= (1e15 if name == "mb_per_s" else 1e9)
 
 
