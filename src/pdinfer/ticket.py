@@ -186,6 +186,8 @@ class Ticket:
             reason = f"its usage counts {usage.prompt_tokens} tokens of its prompt of {len(self.request.prompt)}"
         elif usage is not None and usage.cached_tokens > len(self.request.prompt) + num_tokens:
             reason = f"its usage says that {usage.cached_tokens} of its tokens were cached"
+        elif usage is not None and usage.num_accepted_tokens > usage.num_draft_tokens:
+            reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were right"
         if reason is not None:
             raise TransferError(f"a decode said what cannot be of request {self.request_id!r}: {reason}")
 

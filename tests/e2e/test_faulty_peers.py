@@ -34,6 +34,7 @@ from tests.e2e.setups import (
     wait_until,
     watch,
 )
+from tests.golden.samples import GRANT
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -190,6 +191,7 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, output_tokens=2)}, "counts 2 tokens, and 1 came"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, prompt_tokens=8)}, "8 tokens of its prompt of 9"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, cached_tokens=11)}, "11 of its tokens were cached"),
+        ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, num_accepted_tokens=1)}, "1 of 0 drafts were right"),
     ],
 )
 def test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody(values: dict[str, Any], said: str) -> None:
@@ -350,6 +352,36 @@ def test_submits_count_on_top_of_a_load_until_it_includes_them(other: Other) -> 
     other.say(other.step(2))
     wait_until(lambda: other.client._mailman.loss is not None)
     assert "it has seen 2 of 3 submits, 3 before" in str(other.client._mailman.loss)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_served_engine_tells_how_many_submits_it_has_seen(setup: Setup, role: str) -> None:
+    engine: Any = getattr(setup, f"{role}s")[0]
+    ours, theirs = Pipe()
+    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), daemon=True)
+    thread.start()
+    packed = messages.PackedRequest.of(request())
+    for number in range(2):
+        send(
+            ours,
+            messages.SubmitPrefill(packed, stray_grant(setup))
+            if role == "prefill"
+            else messages.SubmitDecode(packed, ()),
+        )
+        num_seen = 0
+        while num_seen <= number:
+            report = messages.decode_report(ours.recv_bytes())
+            num_seen = report.num_seen if isinstance(report, Stepped) else 0
+        assert num_seen == number + 1
+    send(ours, messages.Close())
+    thread.join(30.0)
+    assert not thread.is_alive()
+    ours.close()
+
+
+def stray_grant(setup: Setup) -> messages.PackedGrant:
+    """For pages that nobody expects."""
+    return messages.PackedGrant.of(attrs.evolve(GRANT, writers=(setup.prefills[0].address,)))
 
 
 @pytest.mark.parametrize("refused", [True, False])
