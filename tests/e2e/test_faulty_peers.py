@@ -200,7 +200,7 @@ def test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody(values: dict[
         setup.pairing.submit(request())
         assert setup.pairing.step() == []
         setup.decodes[0].step = lambda: [attrs.evolve(EVENT, **values)]  # type: ignore[method-assign]
-        (last,) = collect(setup.pairing)
+        (last,) = collect(setup.pairing, timeout_s=15.0)
         assert (last.finish_reason, last.token, last.index) == (pd.FinishReason.FAILED, None, 0)
         assert isinstance(last.error, pd.TransferError)
         assert said in str(last.error)

@@ -161,6 +161,8 @@ FIELDS: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("reports", "stepped decode", ("granted", 0, 0, "grant", "writers"), []),
     ("reports", "stepped decode", ("granted", 0, 0, "pages"), b"\xff" * 12),
     ("reports", "stepped decode", ("granted", 0, 0, "pages"), b"\0" * 4),
+    ("reports", "stepped decode", ("granted", 0, 0, "generations"), b"\0" * 4),
+    ("commands", "submit_prefill", ("grant", "generations"), b"\xff" * 12),
     ("reports", "stepped decode", ("granted", 0, 0, "grant", "request_id"), "another"),
     ("reports", "stepped decode", ("granted", 0, 1, "prompt"), b"abc"),
     ("reports", "stepped decode", ("num_seen",), -1),
