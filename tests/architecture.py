@@ -57,6 +57,7 @@ LAYERS = (
     ("groups", "memory"),
     ("checks",),
     ("types", "trace"),
+    ("bounds",),
     ("errors",),
 )
 

@@ -179,14 +179,19 @@ class Broker:
     # -- what ports say ---------------------------------------------------------------------------------------------
 
     def step_port(self, address: PeerAddress, port: Port) -> None:
-        """Steps one port and acts on what it says; one that raises is lost, and the others go on."""
+        """Steps one port and acts on what it says; one that raises, or says what cannot be, is lost, and the others
+        go on."""
         try:
             events = port.step()
         except Exception as error:  # noqa: BLE001 - whatever a port raises
             self._lose(address, port, error)
             return
         for event in events:
-            self._handle(event, address)
+            try:
+                self._handle(event, address)
+            except TransferError as error:
+                self._lose(address, port, error)
+                return
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -214,7 +219,7 @@ class Broker:
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
-        if ticket.failure is not None:
+        if ticket.failure is not None or ticket.cancelled:
             return  # decode has been asked to end it
         self._num_retries += ticket.num_grants > 0
         ticket.granted(self._clock())

@@ -223,19 +223,16 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._tables.adopt(sequence)
         sequence.committed(words, self._clock())
         sequence.state = SequenceState.RUNNING
-        if sequence.first_token_at is None:  # what a resumed request finds is its own
-            sequence.cached_tokens = max(word.num_cached_tokens for word in words)
-        sequence.waited_s += max(word.queue_s for word in words)
         self._running.append(sequence)
-        first = next((word for word in words if word.token is not None), words[0])
-        vocab_size = self.model.config.vocab_size
-        if first.token is None or first.logprob is None or not 0 <= first.token < vocab_size:
-            self._end(sequence, FinishReason.FAILED, TransferError("the hand-off holds no token of this vocabulary"))
+        try:
+            first = sequence.first_token(words, self.model.config.vocab_size)
+        except TransferError as error:
+            self._end(sequence, FinishReason.FAILED, error)
             return
         if self.config.num_draft_tokens:
             sequence.draft = self._runner.draft([state for word in words for state in word.state])
         self._tables.keep(sequence)
-        self._append(sequence, Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs))
+        self._append(sequence, first)
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
         """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import attrs
 
+from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded, RequestError
 from pdinfer.inbox import Inbox
@@ -333,7 +334,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             "prefix_hit_tokens": self._prefix_hit_tokens,
             "placement_epoch": self._rebalancing.epoch,
             "is_placement_staged": self._rebalancing.is_staged,
-            "placement_error": self._rebalancing.error,
+            "placement_error": escaped(self._rebalancing.error),
             "transport": self.channel.transport.name,
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,

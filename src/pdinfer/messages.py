@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import attrs
 import msgspec
 import xxhash
+from msgspec import Meta
 
+from pdinfer.bounds import FEW, MANY, Count, Differences, Index, Name, Packed, Seconds, broken_bound
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
@@ -16,15 +18,25 @@ from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import DecodeLoad, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
 
+VERSION = 1
+"""Of what is said here; an engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
+Addresses = Annotated[tuple[PeerAddress, ...], FEW]
+MAX_EVENTS = 1 << 20
+"""Of one step: a token for each of its sequences, and those that were drafted."""
 
 
 class PackedRequest(msgspec.Struct):
     """A request with its token lists packed."""
 
     request: Request
-    prompt: bytes
-    output: bytes
+    prompt: Packed
+    output: Packed
+
+    def __post_init__(self) -> None:
+        """ValueError, which refuses the message, for lists that are none; the rest `schedule.check_request` judges."""
+        wire.check_packed("prompt", self.prompt)
+        wire.check_packed("output", self.output)
 
     @classmethod
     def of(cls, request: Request) -> PackedRequest:
@@ -60,14 +72,14 @@ def _ageless(load: AnyLoad) -> AnyLoad:
 class Beat(msgspec.Struct, tag="beat"):
     """A sign of life of a process, in both directions; an engine's tells how many seconds ago its last step ended."""
 
-    step_age_s: float | None = None
+    step_age_s: Seconds | None = None
 
 
 class Connect(msgspec.Struct, tag="connect"):
     """Open the channel to a peer; Connected answers, other messages may come before."""
 
     peer: PeerAddress
-    timeout_s: float
+    timeout_s: Seconds
 
 
 class SubmitPrefill(msgspec.Struct, tag="submit_prefill"):
@@ -81,20 +93,20 @@ class SubmitDecode(msgspec.Struct, tag="submit_decode"):
     """A request and who will prefill it."""
 
     request: PackedRequest
-    writers: tuple[PeerAddress, ...]
+    writers: Addresses
 
 
 class ChangeWriters(msgspec.Struct, tag="change_writers"):
     """Another prefill for a request that decode holds."""
 
-    request_id: str
-    writers: tuple[PeerAddress, ...]
+    request_id: Name
+    writers: Addresses
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
     """The request is not wanted any more."""
 
-    request_id: str
+    request_id: Name
 
 
 class Close(msgspec.Struct, tag="close"):
@@ -105,12 +117,14 @@ Command = Beat | Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message: who the engine is, with the addresses of all ranks behind this one port."""
+    """The first message: who the engine is, with the addresses of all ranks behind this one port; `version` is the
+    VERSION it speaks, 1 where it says none."""
 
     address: PeerAddress
     limits: RequestLimits
     load: Load
-    addresses: tuple[PeerAddress, ...] = ()
+    addresses: Addresses = ()
+    version: Index = 1
 
 
 class Connected(msgspec.Struct, tag="connected"):
@@ -118,17 +132,23 @@ class Connected(msgspec.Struct, tag="connected"):
 
     peer: PeerAddress
     error: PDInferError | None = None
-    fields: tuple[tuple[str, str, str], ...] = ()
+    fields: Differences = ()
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
     """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
 
-    num_seen: int
+    num_seen: Count
     load: Load
-    granted: list[tuple[PackedGrant, PackedRequest]] = []
-    refused: list[Refused] = []
-    tokens: list[TokenEvent] = []
+    granted: Annotated[list[tuple[PackedGrant, PackedRequest]], MANY] = []
+    refused: Annotated[list[Refused], MANY] = []
+    tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
+
+    def __post_init__(self) -> None:
+        """ValueError, which refuses the message, for pages granted to another request than the one beside them."""
+        for grant, request in self.granted:
+            if grant.grant.request_id != request.request.request_id:
+                raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
 
 
 Report = Beat | Ready | Connected | Stepped
@@ -150,7 +170,7 @@ def decode_command(data: bytes) -> Command:
     try:
         return _commands.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"a client sent something that is not a command: {str(error)[:200]}") from error
+        raise TransferError(f"a client sent something that is not a command: {broken_bound(error)}") from error
 
 
 def decode_report(data: bytes) -> Report:
@@ -158,7 +178,7 @@ def decode_report(data: bytes) -> Report:
     try:
         return _reports.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise TransferError(f"an engine sent something that is not a report: {str(error)[:200]}") from error
+        raise TransferError(f"an engine sent something that is not a report: {broken_bound(error)}") from error
 
 
 def digested(body: bytes) -> bytes:

@@ -215,7 +215,9 @@ class Pairing:
 
     def add(self, port: PrefillPort | DecodePort) -> None:
         """Connects a port to every port of the other side and puts it to use. LayoutMismatch or TransferError when a
-        pair cannot be connected; then it does not join."""
+        pair cannot be connected, ConfigError when it says that it is one which is here; then it does not join."""
+        if port.address in (known.address for known in self._roster.all):
+            raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
         if isinstance(port.load(), PrefillLoad):
             for address, decode in list(self._roster.decodes.items()):
                 self._connect(port, decode, address, decode)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
+from pdinfer import rank_messages
 from pdinfer.errors import ConfigError, RankLost, RequestError
 from pdinfer.follower import Follower, SharedSampler
 from pdinfer.groups import Groups
@@ -44,7 +45,7 @@ class Ranks:
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
-        compare(groups.world, limits)
+        compare(groups.world, {**limits, "the version of rank messages": rank_messages.VERSION})
         attention = groups.attention
         told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
         self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)

@@ -113,7 +113,11 @@ class _Host:
 
     def run(self) -> None:
         """Steps until the client is done with the engine or lost."""
-        self.mailman.post(Ready(self.engine.address, self.engine.limits, Load.of(self.engine), self.engine.addresses))
+        self.mailman.post(
+            Ready(
+                self.engine.address, self.engine.limits, Load.of(self.engine), self.engine.addresses, messages.VERSION
+            )
+        )
         while True:
             commands = self.inbox.take()
             for command in commands:
@@ -193,7 +197,8 @@ class _Client:
         self._lock = threading.Lock()
         self._events: list[Event] = []
         self._lost = False
-        self._num_submitted = 0
+        self._num_submitted = self._num_seen = 0
+        self._ready: Ready | None = None
         self._unseen: list[tuple[int, int]] = []
         self._load = Load()
         self._step_age_s, self._told_at = 0.0, time.monotonic()
@@ -263,13 +268,39 @@ class _Client:
             return
         if isinstance(report, Ready | Stepped):
             with self._lock:
-                num_seen = report.num_seen if isinstance(report, Stepped) else 0
+                self._check(report)
                 self._load = report.load
-                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > num_seen]
+                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
             self._inbox.wake()
         else:
             self._inbox.put(report)
+
+    def _check(self, report: Ready | Stepped) -> None:
+        """TransferError for what the engine that said Ready cannot say now: it is given up. Its load is what policies
+        go by."""
+        if isinstance(report, Ready):
+            if self._ready is not None or report.address not in (report.addresses or (report.address,))[:1]:
+                raise TransferError("it says who it is twice, or in two ways")
+            if report.version != messages.VERSION:
+                raise TransferError(f"it speaks version {report.version}, this end speaks {messages.VERSION}")
+            self._ready = report
+        ready, load = self._ready, getattr(report.load, self.role)
+        if ready is None or (load is not None and load.address != ready.address):
+            raise TransferError("it tells the load of another engine than it said it is")
+        if isinstance(report, Ready):
+            return
+        if load is None:
+            raise TransferError(f"it tells of no load of a {self.role} engine")
+        if not self._num_seen <= report.num_seen <= self._num_submitted:
+            raise TransferError(
+                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
+            )
+        self._num_seen = report.num_seen
+        for event in report.tokens:
+            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
+            if max(ids) >= ready.limits.vocab_size:
+                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
 
     def _read(self, report: Report | None) -> None:
         if report is None:

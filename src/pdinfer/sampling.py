@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdinfer.bounds import TopLogprobs
 from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
-from pdinfer.types import SamplingParams, TopLogprobs
+from pdinfer.types import SamplingParams
 
 _log = logging.getLogger("pdinfer")
 

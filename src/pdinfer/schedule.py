@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from itertools import groupby
+from typing import Annotated
 
 import attrs
+from msgspec import Meta
 
+from pdinfer.bounds import FEW, MAX_LOGPROBS, Count, Name
 from pdinfer.checks import clip, is_int
 from pdinfer.config import MAX_DEADLINE_S
 from pdinfer.errors import ConfigError, RequestError
@@ -18,7 +21,6 @@ MAX_SALT_BYTES = 256
 MAX_STOP_TOKENS = 1024
 
 MAX_BIASED_TOKENS = 1024
-MAX_LOGPROBS = 20
 MAX_ARGUMENT_BYTES = 1 << 16
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -46,10 +48,10 @@ class RequestLimits:
     """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`, and the logits
     processors it was given."""
 
-    name: str
-    vocab_size: int
-    max_tokens: int
-    logits_processors: tuple[str, ...] = ()
+    name: Name
+    vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
+    max_tokens: Count
+    logits_processors: Annotated[tuple[Name, ...], FEW] = ()
 
 
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import attrs
 
-from pdinfer.errors import PDInferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.prefix import PrefixChain
 from pdinfer.sampling import Drawn, LogitsProcessor
 from pdinfer.schedule import RESUME_TOKENS, due_at
@@ -103,6 +103,23 @@ class Sequence:
             last_byte_s=max(last, default=None),
             committed_s=now - self.submitted_at,
         )
+
+    def first_token(self, words: Seq[Handoff], vocab_size: int) -> Drawn:
+        """The token that a hand-off brings; what prefill found in its pages is noted unless the request is a resumed
+        one, which finds its own. TransferError for what cannot be so, whatever the words say."""
+        first = next((word for word in words if word.token is not None), words[0])
+        ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
+        if first.token is None or first.logprob is None or not all(0 <= token < vocab_size for token in ids):
+            raise TransferError("the hand-off holds no token of this vocabulary")
+        if len(first.top_logprobs) > (self.request.sampling.logprobs or 0):
+            raise TransferError(f"the hand-off holds {len(first.top_logprobs)} log-probabilities that nobody asked for")
+        found = max(word.num_cached_tokens for word in words)
+        if not 0 <= found <= self.num_tokens:
+            raise TransferError(f"the hand-off says that {found} of {self.num_tokens} tokens were cached")
+        if self.first_token_at is None:
+            self.cached_tokens = found
+        self.waited_s += max(word.queue_s for word in words)
+        return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
         """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""

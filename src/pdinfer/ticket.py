@@ -7,7 +7,7 @@ from functools import cached_property
 
 import attrs
 
-from pdinfer.errors import PDInferError
+from pdinfer.errors import PDInferError, TransferError
 from pdinfer.schedule import due_at
 from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
@@ -17,6 +17,8 @@ DEADLINE_GRACE_S = 0.1
 """How much later than its deadline a request may be ended by the decode that has it; then the Pairing does."""
 CANCEL_GRACE_S = 0.05
 """The same for one that is not wanted any more."""
+
+TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
 
 @attrs.define(eq=False)
@@ -149,7 +151,9 @@ class Ticket:
         self.landed = False
 
     def passed_on(self, event: TokenEvent, now: float) -> TokenEvent:
-        """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours."""
+        """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours.
+        TransferError for one that cannot come now."""
+        self._check(event)
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
         if event.token is not None and self.first_token_s is None:
@@ -164,6 +168,28 @@ class Ticket:
             usage, queue_s=usage.queue_s + self.line_s, ttft_s=ttft_s, timeline=self._timeline(usage.timeline)
         )
         return attrs.evolve(event, usage=usage)
+
+    def _check(self, event: TokenEvent) -> None:
+        """Events of one request come in order, with what it asked for and has."""
+        usage = event.usage
+        num_tokens = self.num_tokens + (event.token is not None)
+        reason = None
+        if event.index != self.num_tokens:
+            reason = f"token {event.index} came where token {self.num_tokens} was due"
+        elif (event.token is None) != (event.finish_reason in TOKENLESS):
+            reason = f"a token of {event.token} came with {event.finish_reason}"
+        elif len(event.top_logprobs) > (self.request.sampling.logprobs or 0):
+            reason = f"{len(event.top_logprobs)} log-probabilities came that nobody asked for"
+        elif usage is not None and usage.output_tokens != num_tokens:
+            reason = f"its usage counts {usage.output_tokens} tokens, and {num_tokens} came"
+        elif usage is not None and usage.prompt_tokens != len(self.request.prompt):
+            reason = f"its usage counts {usage.prompt_tokens} tokens of its prompt of {len(self.request.prompt)}"
+        elif usage is not None and usage.cached_tokens > len(self.request.prompt) + num_tokens:
+            reason = f"its usage says that {usage.cached_tokens} of its tokens were cached"
+        elif usage is not None and usage.num_accepted_tokens > usage.num_draft_tokens:
+            reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were right"
+        if reason is not None:
+            raise TransferError(f"a decode said what cannot be of request {self.request_id!r}: {reason}")
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
         """The end of a request that decode never accepted, does not answer for, or that is lost with it."""

@@ -1,4 +1,5 @@
 """The values that travel: requests, grants, hand-offs and events. All frozen, none holds a tensor.
+Bounds in their types hold for what a peer sends (`pdinfer.bounds`); a request is checked when it is submitted.
 
 One request's life in these types:
 
@@ -9,13 +10,32 @@ One request's life in these types:
 from __future__ import annotations
 
 import enum
+from typing import Annotated
 
 import attrs
 
+from pdinfer.bounds import (
+    FEW,
+    MANY,
+    SOME,
+    Count,
+    Digest,
+    EngineId,
+    Epoch,
+    Index,
+    Indexes,
+    Logprob,
+    Name,
+    Packed,
+    PageSize,
+    Positive,
+    Rate,
+    Room,
+    Seconds,
+    Text,
+    TopLogprobs,
+)
 from pdinfer.errors import PDInferError
-
-TopLogprobs = tuple[tuple[int, float], ...]
-"""(token id, log-probability) pairs, the best first."""
 
 
 class FinishReason(enum.Enum):
@@ -100,10 +120,10 @@ class Request:
 class PeerAddress:
     """Who an end of a channel is and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
 
-    engine_id: bytes
-    epoch: int
-    rank: int
-    endpoints: tuple[str, ...] = ()
+    engine_id: EngineId
+    epoch: Epoch
+    rank: Index
+    endpoints: Annotated[tuple[Name, ...], FEW] = ()
 
     def __str__(self) -> str:
         """For messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
@@ -120,25 +140,25 @@ class PageGrant:
     `pages[i]` holds tokens [tokens.start + i * page_size, …) on every destination; `generations` date them.
     """
 
-    room: bytes
-    request_id: str
-    writers: tuple[PeerAddress, ...]
-    destinations: tuple[PeerAddress, ...]
+    room: Room
+    request_id: Name
+    writers: Annotated[tuple[PeerAddress, ...], SOME]
+    destinations: Annotated[tuple[PeerAddress, ...], SOME]
     tokens: range
-    pages: tuple[int, ...]
-    generations: tuple[int, ...]
-    layout_id: bytes
+    pages: Indexes
+    generations: Indexes
+    layout_id: Digest
 
 
 @attrs.frozen(kw_only=True)
 class NamedState:
     """A tensor that travels beside the pages, e.g. "mtp.hidden"; receivers drop optional names they do not know."""
 
-    name: str
-    version: int
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
+    name: Name
+    version: Index
+    dtype: Name
+    shape: Indexes
+    data: Packed
 
 
 @attrs.frozen(kw_only=True)
@@ -148,19 +168,19 @@ class Handoff:
     `first_byte_s` and `last_byte_s` count from the grant; decode's own end of the channel fills them in.
     """
 
-    room: bytes
+    room: Room
     writer: PeerAddress
     status: HandoffStatus
     error: PDInferError | None = None
-    token: int | None = None
-    logprob: float | None = None
+    token: Index | None = None
+    logprob: Logprob | None = None
     top_logprobs: TopLogprobs = ()
-    state: tuple[NamedState, ...] = ()
-    num_cached_tokens: int = 0
-    queue_s: float = 0.0
-    compute_s: float = 0.0
-    first_byte_s: float | None = None
-    last_byte_s: float | None = None
+    state: Annotated[tuple[NamedState, ...], FEW] = ()
+    num_cached_tokens: Index = 0
+    queue_s: Seconds = 0.0
+    compute_s: Seconds = 0.0
+    first_byte_s: Seconds | None = None
+    last_byte_s: Seconds | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -175,7 +195,7 @@ class Granted:
 class Refused:
     """Decode cannot take the request; nothing is held."""
 
-    request_id: str
+    request_id: Name
     error: PDInferError
 
 
@@ -185,12 +205,12 @@ class Timeline:
     stage it did not reach, or of which the author of the event does not know. Granted to committed are those of the
     last attempt, queued (decode has it) and the first token those of the request."""
 
-    queued_s: float | None = None
-    granted_s: float | None = None
-    first_byte_s: float | None = None
-    last_byte_s: float | None = None
-    committed_s: float | None = None
-    first_token_s: float | None = None
+    queued_s: Seconds | None = None
+    granted_s: Seconds | None = None
+    first_byte_s: Seconds | None = None
+    last_byte_s: Seconds | None = None
+    committed_s: Seconds | None = None
+    first_token_s: Seconds | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -199,24 +219,24 @@ class Usage:
     `cached_tokens` of the prompt in its pages and did not compute them. Of `num_draft_tokens` proposed for it,
     `num_accepted_tokens` were the model's own."""
 
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    queue_s: float
-    ttft_s: float | None
+    prompt_tokens: Count
+    output_tokens: Count
+    cached_tokens: Count
+    queue_s: Seconds
+    ttft_s: Seconds | None
     timeline: Timeline | None = None
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
 
 
 @attrs.frozen(kw_only=True)
 class TokenEvent:
     """One token of one request, or its end, or both. `index` counts output tokens from 0."""
 
-    request_id: str
-    token: int | None
-    index: int
-    logprob: float | None = None
+    request_id: Name
+    token: Index | None
+    index: Index
+    logprob: Logprob | None = None
     top_logprobs: TopLogprobs = ()
     finish_reason: FinishReason | None = None
     error: PDInferError | None = None
@@ -235,28 +255,28 @@ class PeerStats:
 
     address: PeerAddress
     connected: bool = False
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    mb_per_s: float = 0.0
-    inflight_bytes: int = 0
-    window_bytes: int = 0
-    retries: int = 0
-    frames_dropped: int = 0
-    step_age_s: float | None = None
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    mb_per_s: Rate = 0.0
+    inflight_bytes: Count = 0
+    window_bytes: Count = 0
+    retries: Count = 0
+    frames_dropped: Count = 0
+    step_age_s: Seconds | None = None
 
 
 @attrs.frozen(kw_only=True)
 class ChannelStats:
     """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
 
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    writes_sent: int = 0
-    writes_received: int = 0
-    receive_s: float = 0.0
-    frames_dropped: int = 0
-    writes_damaged: int = 0
-    peers: tuple[PeerStats, ...] = ()
+    bytes_sent: Count = 0
+    bytes_received: Count = 0
+    writes_sent: Count = 0
+    writes_received: Count = 0
+    receive_s: Seconds = 0.0
+    frames_dropped: Count = 0
+    writes_damaged: Count = 0
+    peers: Annotated[tuple[PeerStats, ...], MANY] = ()
 
 
 @attrs.frozen(kw_only=True)
@@ -270,21 +290,21 @@ class EngineLoad:
     dropped."""
 
     address: PeerAddress
-    num_free_pages: int
-    num_total_pages: int
-    page_size: int
-    num_tokens: int
-    busy_s: float
-    transport: str
-    providers: tuple[tuple[str, str], ...]
+    num_free_pages: Count
+    num_total_pages: Positive
+    page_size: PageSize
+    num_tokens: Count
+    busy_s: Seconds
+    transport: Name
+    providers: Annotated[tuple[tuple[Name, Name], ...], FEW]
     kv: ChannelStats
-    step_age_s: float | None = None
-    num_cached_pages: int = 0
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    placement_epoch: int = 0
+    step_age_s: Seconds | None = None
+    num_cached_pages: Count = 0
+    prefix_query_tokens: Count = 0
+    prefix_hit_tokens: Count = 0
+    placement_epoch: Count = 0
     is_placement_staged: bool = False
-    placement_error: str = ""
+    placement_error: Text = ""
 
     @property
     def num_available_pages(self) -> int:
@@ -301,9 +321,9 @@ class EngineLoad:
 class PrefillLoad(EngineLoad):
     """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
 
-    num_queued_requests: int
-    num_queued_tokens: int
-    unsent_bytes: int
+    num_queued_requests: Count
+    num_queued_tokens: Count
+    unsent_bytes: Count
 
 
 @attrs.frozen(kw_only=True)
@@ -312,14 +332,14 @@ class DecodeLoad(EngineLoad):
     `num_draft_tokens` proposed since the engine was made `num_accepted_tokens` were the model's own; the last step
     brought a sequence `accept_length` tokens on average (1 without drafts, 0 before the first step)."""
 
-    num_waiting_requests: int
-    num_waiting_tokens: int
-    num_granted_requests: int
-    num_running_requests: int
-    num_running_tokens: int
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accept_length: float = 0.0
+    num_waiting_requests: Count
+    num_waiting_tokens: Count
+    num_granted_requests: Count
+    num_running_requests: Count
+    num_running_tokens: Count
+    num_draft_tokens: Count = 0
+    num_accepted_tokens: Count = 0
+    accept_length: Rate = 0.0
 
 
 @attrs.frozen(kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, Masked, TokenDispatcher
-from tests.bounds import gamma
+from tests.rounding import gamma
 
 OPS = resolve_ops(torch.device("cpu"), torch.float32).ops
 MAX_TOKENS = 6

@@ -19,7 +19,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import explain_backends, native, reference, resolve, resolve_ops, torch_ops
 from pdinfer.kernels.ops import OP_NAMES
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, expert, map_tensors
-from tests.bounds import (
+from tests.rounding import (
     assert_within,
     error_of_attention,
     error_of_mlp,

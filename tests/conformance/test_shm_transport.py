@@ -235,6 +235,41 @@ def test_memory_that_is_not_what_it_says_is_not_mapped(open_end: Callable[..., E
     assert num_maps() == maps
 
 
+def keeps_writers_out() -> bool:
+    """Whether this kernel has F_SEAL_FUTURE_WRITE (Linux 5.1)."""
+    descriptor = os.memfd_create("probe", os.MFD_ALLOW_SEALING)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, 0x10)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def test_who_is_shown_a_pool_reads_all_of_it_and_writes_none() -> None:
+    """Also not by opening the descriptor anew, which the mode of a memfd allows to any account."""
+    segment = Segment(SIZE, "pool")
+    segment.view[:4] = b"ours"
+    shown = segment.readable()
+    assert os.pread(shown, SIZE, 0) == bytes(segment.view)
+    with pytest.raises(OSError, match=r"(?i)not permitted|bad file descriptor|denied"):
+        os.pwrite(shown, b"evil", 0)
+    with pytest.raises(OSError, match=r"(?i)not permitted|denied"):
+        mmap.mmap(shown, SIZE)
+    assert os.fstat(shown).st_mode & 0o377 == 0
+    with contextlib.suppress(PermissionError):  # root may open it all the same
+        writable = os.open(f"/proc/self/fd/{shown}", os.O_RDWR)
+        for write in (lambda: os.pwrite(writable, b"evil", 0), lambda: mmap.mmap(writable, SIZE)):
+            with pytest.raises(PermissionError) if keeps_writers_out() else contextlib.nullcontext():
+                write()
+        os.close(writable)
+    segment.view[4:8] = b"mine"
+    assert os.pread(shown, 8, 0)[4:] == b"mine"
+    os.close(shown)
+    segment.close()
+
+
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
 def test_other_descriptors_than_two_are_closed(open_end: Callable[..., End], count: int) -> None:
     end = open_end()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdinfer.batch import Batch, Row
 from pdinfer.kernels import packing, reference, torch_ops
-from tests.bounds import assert_within, error_of_attention, error_of_norm
+from tests.rounding import assert_within, error_of_attention, error_of_norm
 from tests.conformance.test_ops import (
     ATTENTION,
     CPU,

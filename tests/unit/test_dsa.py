@@ -18,7 +18,7 @@ from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model import Model
 from pdinfer.testing import RandomWeights, random_model, tiny_config
-from tests.bounds import difference_of_models, gamma
+from tests.rounding import difference_of_models, gamma
 
 CPU = torch.device("cpu")
 NAME = "model.layers.0.self_attn.indexer"

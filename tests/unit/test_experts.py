@@ -27,7 +27,7 @@ from pdinfer.moe.dispatch import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.layer import MoE
 from pdinfer.testing import random_model, tiny_config
-from tests.bounds import difference_of_models
+from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
 OPS = resolve_ops(CPU, torch.float32).ops

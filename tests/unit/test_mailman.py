@@ -214,3 +214,15 @@ def test_the_beat_tells_what_it_is_asked_to() -> None:
     made = Mailman(theirs, messages.decode_report, lambda _: None, lambda: Beat(1.5))
     assert messages.decode_report(ours.recv_bytes()) == Beat(1.5)
     made.close()
+
+
+def test_what_has_left_does_not_count_as_waiting(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every connection ends after so many bytes, however fast they are read."""
+    monkeypatch.setattr(mailman, "MAX_UNSENT_BYTES", 1 << 20)
+    for number in range(64):
+        office.mailman.post(Cancel(str(number).ljust(256)))
+        office.mailman.post(Cancel("x" * (1 << 16)))
+        assert office.hear() == Cancel(str(number).ljust(256))
+        office.ours.recv_bytes()
+    assert not office.lost.is_set()
+    assert office.mailman.loss is None

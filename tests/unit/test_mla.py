@@ -15,7 +15,7 @@ from pdinfer.kernels import resolve_ops
 from pdinfer.layers import Rotary
 from pdinfer.mla import MLA
 from pdinfer.testing import RandomWeights, tiny_config
-from tests.bounds import difference_of_models
+from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
 NAME = "model.layers.0.self_attn"

@@ -25,7 +25,7 @@ from pdinfer.model import Model
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.topology import Topology
 from pdinfer.weights import DTYPES, load_model
-from tests.bounds import difference_of_models
+from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 5

@@ -15,7 +15,7 @@ from pdinfer.layers import RMSNorm
 from pdinfer.mtp import copy_names
 from pdinfer.speculation import Draft, pack_state, unpack_state
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
-from tests.bounds import difference_of_models
+from tests.rounding import difference_of_models
 
 CONFIG = tiny_config_dict(num_nextn_predict_layers=1)
 LAYER = "model.layers.3"

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pdinfer.bounds import escaped
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import connection, peers, protocol, wire
 from pdinfer.kv.channel import KVChannel
@@ -211,6 +212,22 @@ def test_who_answers_must_be_who_was_asked_for(net: HandNet) -> None:
     assert not stranger.peer.connected(address)
 
 
+@pytest.mark.parametrize("dials", [True, False])
+def test_who_says_that_he_is_this_very_end_is_refused(net: HandNet, dials: bool) -> None:
+    victim, friend = linked(net)
+    stranger = Stranger(net, victim, dials=dials)
+    stranger.send(stranger.open)
+    said = wire.Hello if dials else wire.Welcome
+    stranger.say(said(victim.address, victim.pool.layout))
+    assert not victim.connected(victim.address)
+    assert [peer.address for peer in victim.stats.peers] == [friend.address]
+    assert are_linked(victim, friend)
+    if dials:
+        answer = wire.decode(stranger.side.other.sent[-1][:-8])
+        assert isinstance(answer, wire.Reject)
+        assert "this very end" in str(answer.error)
+
+
 def test_a_stranger_gets_no_further_than_one_frame_beyond_the_limit(net: HandNet) -> None:
     stranger = Stranger(net, net.end())
     stranger.send(b"x" * (MAX_UNTRUSTED_FRAME_BYTES + 1))
@@ -229,7 +246,7 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
             decoded = wire.decode(wire.rejection(error, again=True))
             assert isinstance(decoded, wire.Reject)
             assert type(decoded.error) is type(error)
-            assert reason.startswith(str(decoded.error))
+            assert escaped(reason).startswith(str(decoded.error))
 
 
 def test_nothing_that_another_thread_says_overtakes_the_welcome(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -649,7 +666,7 @@ def test_what_is_read_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("tcp")
     prefill, decode = case.pair()
     big = TransferError("no" * 40_000)
-    monkeypatch.setattr(wire, "MAX_ERROR_CHARACTERS", 80_000)
+    monkeypatch.setattr(wire, "MAX_TEXT_CHARACTERS", 80_000)
     for number in range(40):
         say(decode, prefill, wire.Abort(number.to_bytes(16, "big"), big))
         until(lambda: decode.stats.frames_dropped > number)  # noqa: B023 - asked at once; each answer is as long

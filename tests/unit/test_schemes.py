@@ -17,7 +17,7 @@ from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static
 from pdinfer.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from pdinfer.weights import load_model
-from tests.bounds import error_of_products, gamma
+from tests.rounding import error_of_products, gamma
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 SIZES = {"hidden_size": 150, "intermediate_size": 170, "moe_intermediate_size": 136, "kv_lora_rank": 130}

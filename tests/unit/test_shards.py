@@ -22,7 +22,7 @@ from pdinfer.quantize import quantize_checkpoint
 from pdinfer.schemes import StoredWeights
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from pdinfer.weights import _read_all
-from tests.bounds import error_of_products, gamma
+from tests.rounding import error_of_products, gamma
 
 CPU = torch.device("cpu")
 OPS = resolve_ops(CPU, torch.float32, forced="reference").ops

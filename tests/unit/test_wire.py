@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdinfer import messages
+from pdinfer import bounds, messages
 from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
@@ -33,12 +33,15 @@ from pdinfer.types import (
     Usage,
 )
 
-texts = st.text(max_size=12)
-blobs = st.binary(max_size=16)
+texts = st.text(st.just(" ") | st.characters(exclude_categories=("C", "Z")), max_size=12)
+blobs = st.binary(min_size=1, max_size=16)
 ints = st.integers(-(2**63), 2**64 - 1)
-counts = st.integers(0, 2**31)
-ids = st.integers(0, 2**31 - 1)
+counts = st.integers(0, bounds.MAX_COUNT)
+ids = st.integers(0, bounds.MAX_INDEX)
+positives = st.integers(1, 1 << 20)
 floats = st.floats(allow_nan=False)
+seconds = st.floats(0.0, bounds.MAX_SECONDS)
+logprobs = st.floats(-3e38, 0.0)
 errors = st.one_of(
     st.builds(lambda code, text: BY_CODE[code](text), st.sampled_from(sorted(BY_CODE)), texts),
     st.builds(lambda text, seconds: Overloaded(text, retry_after_s=seconds), texts, st.floats(0, 1e9)),
@@ -46,8 +49,8 @@ errors = st.one_of(
 maybe_errors = st.none() | errors
 
 
-def tuples(of: st.SearchStrategy[Any], size: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.lists(of, max_size=size).map(tuple)
+def tuples(of: st.SearchStrategy[Any], *, least: int = 0) -> st.SearchStrategy[tuple[Any, ...]]:
+    return st.lists(of, min_size=least, max_size=3).map(tuple)
 
 
 @st.composite
@@ -60,31 +63,34 @@ def values(kind: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[An
     return st.builds(kind, **fields)
 
 
-addresses = values(PeerAddress, engine_id=blobs, epoch=ints, rank=ints, endpoints=tuples(texts))
+addresses = values(PeerAddress, engine_id=blobs, epoch=st.integers(0, 2**64 - 1), rank=ids, endpoints=tuples(texts))
 components = values(
-    KVComponent, name=texts, format=texts, dtype=texts, width=ints, token_bytes=ints, layers=tuples(ints)
+    KVComponent, name=texts, format=texts, dtype=texts, width=ids, token_bytes=positives, layers=tuples(ids)
 )
-layouts = values(KVLayout, model_id=blobs, weights_id=blobs, page_size=ints, components=tuples(components))
-states = values(NamedState, name=texts, version=ints, dtype=texts, shape=tuples(ints), data=blobs)
-tops = tuples(st.tuples(ints, floats))
+layouts = values(
+    KVLayout, model_id=blobs, weights_id=blobs, page_size=positives, components=tuples(components, least=1)
+)
+states = values(NamedState, name=texts, version=ids, dtype=texts, shape=tuples(ids), data=blobs)
+tops = tuples(st.tuples(ids, logprobs))
+biases = tuples(st.tuples(ints, floats))
 handoffs = values(
     Handoff,
     room=blobs,
     writer=addresses,
     status=st.sampled_from(HandoffStatus),
     error=maybe_errors,
-    token=st.none() | ints,
-    logprob=st.none() | floats,
+    token=st.none() | ids,
+    logprob=st.none() | logprobs,
     top_logprobs=tops,
     state=tuples(states),
-    num_cached_tokens=ints,
-    queue_s=floats,
-    compute_s=floats,
-    first_byte_s=st.none() | floats,
-    last_byte_s=st.none() | floats,
+    num_cached_tokens=ids,
+    queue_s=seconds,
+    compute_s=seconds,
+    first_byte_s=st.none() | seconds,
+    last_byte_s=st.none() | seconds,
 )
 fields = tuples(st.tuples(texts, texts, texts))
-versions = st.tuples(ints, ints)
+versions = st.tuples(ids, ids)
 wire_messages = st.one_of(
     values(wire.Open, version=versions, nonce=st.binary(min_size=16, max_size=16), keyed=st.booleans()),
     values(wire.Hello, address=addresses, layout=layouts, required=tuples(texts)),
@@ -93,7 +99,7 @@ wire_messages = st.one_of(
     values(wire.Data, room=blobs, layers=spans(), tokens=spans()),
     values(wire.Finish, handoff=handoffs),
     values(wire.Abort, room=blobs, error=errors),
-    values(wire.Beat, step_age_s=floats),
+    values(wire.Beat, step_age_s=seconds),
 )
 
 samplings = values(
@@ -102,7 +108,7 @@ samplings = values(
     min_new_tokens=ints,
     temperature=floats,
     repetition_penalty=floats,
-    logit_bias=tops,
+    logit_bias=biases,
     seed=st.none() | ints,
     stop_token_ids=tuples(ints),
     ignore_eos=st.booleans(),
@@ -124,22 +130,22 @@ grants = values(
     PageGrant,
     room=blobs,
     request_id=texts,
-    writers=tuples(addresses),
-    destinations=tuples(addresses),
+    writers=tuples(addresses, least=1),
+    destinations=tuples(addresses, least=1),
     tokens=spans(),
-    pages=tuples(ids),
-    generations=tuples(ids),
+    pages=st.tuples(ids, ids),
+    generations=st.tuples(ids, ids),
     layout_id=blobs,
 )
 usages = values(
-    Usage, prompt_tokens=ints, output_tokens=ints, cached_tokens=ints, queue_s=floats, ttft_s=st.none() | floats
+    Usage, prompt_tokens=counts, output_tokens=counts, cached_tokens=counts, queue_s=seconds, ttft_s=st.none() | seconds
 )
 token_events = values(
     TokenEvent,
     request_id=texts,
-    token=st.none() | ints,
-    index=ints,
-    logprob=st.none() | floats,
+    token=st.none() | ids,
+    index=ids,
+    logprob=st.none() | logprobs,
     top_logprobs=tops,
     finish_reason=st.none() | st.sampled_from(FinishReason),
     error=maybe_errors,
@@ -147,53 +153,61 @@ token_events = values(
 )
 shared = {
     "address": addresses,
-    "num_free_pages": ints,
-    "num_total_pages": ints,
-    "page_size": ints,
-    "num_tokens": ints,
-    "busy_s": floats,
+    "num_free_pages": counts,
+    "num_total_pages": positives,
+    "page_size": positives,
+    "num_tokens": counts,
+    "busy_s": seconds,
     "transport": texts,
     "providers": tuples(st.tuples(texts, texts)),
-    "kv": values(ChannelStats, bytes_sent=ints, receive_s=floats),
+    "kv": values(ChannelStats, bytes_sent=counts, receive_s=seconds),
 }
 loads = values(
     messages.Load,
     prefill=st.none()
-    | values(PrefillLoad, num_queued_requests=ints, num_queued_tokens=ints, unsent_bytes=ints, **shared),
+    | values(PrefillLoad, num_queued_requests=counts, num_queued_tokens=counts, unsent_bytes=counts, **shared),
     decode=st.none()
     | values(
         DecodeLoad,
-        num_waiting_requests=ints,
-        num_waiting_tokens=ints,
-        num_granted_requests=ints,
-        num_running_requests=ints,
-        num_running_tokens=ints,
+        num_waiting_requests=counts,
+        num_waiting_tokens=counts,
+        num_granted_requests=counts,
+        num_running_requests=counts,
+        num_running_tokens=counts,
         **shared,
     ),
 )
 packed_requests = requests.map(messages.PackedRequest.of)
 packed_grants = grants.map(messages.PackedGrant.of)
 commands = st.one_of(
-    values(messages.Connect, peer=addresses, timeout_s=floats),
+    values(messages.Connect, peer=addresses, timeout_s=seconds),
     values(messages.SubmitPrefill, request=packed_requests, grant=packed_grants),
     values(messages.ChangeWriters, request_id=texts, writers=tuples(addresses)),
     values(messages.SubmitDecode, request=packed_requests, writers=tuples(addresses)),
     values(messages.Cancel, request_id=texts),
     st.just(messages.Close()),
 )
+granted = st.builds(
+    lambda grant, request: (
+        messages.PackedGrant.of(grant),
+        messages.PackedRequest.of(attrs.evolve(request, request_id=grant.request_id)),
+    ),
+    grants,
+    requests,
+)
 reports = st.one_of(
     values(
         messages.Ready,
         address=addresses,
-        limits=values(RequestLimits, name=texts, vocab_size=ints, max_tokens=ints),
+        limits=values(RequestLimits, name=texts, vocab_size=positives, max_tokens=counts),
         load=loads,
     ),
     values(messages.Connected, peer=addresses, error=maybe_errors, fields=fields),
     values(
         messages.Stepped,
-        num_seen=ints,
+        num_seen=counts,
         load=loads,
-        granted=st.lists(st.tuples(packed_grants, packed_requests), max_size=2),
+        granted=st.lists(granted, max_size=2),
         refused=st.lists(values(Refused, request_id=texts, error=errors), max_size=2),
         tokens=st.lists(token_events, max_size=2),
     ),

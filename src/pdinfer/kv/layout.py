@@ -14,9 +14,12 @@ import hashlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import Annotated
 
 import attrs
+from msgspec import Meta
 
+from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
 
 Spans = list[tuple[int, int]]
@@ -35,12 +38,12 @@ class KVComponent:
     """One kind of cached value. `format` names dtype, widths and rope pairing, so that equal text means equal bytes.
     `layers` are global ids, ascending."""
 
-    name: str
-    format: str
-    dtype: str
-    width: int
-    token_bytes: int
-    layers: tuple[int, ...]
+    name: Name
+    format: Name
+    dtype: Name
+    width: Index
+    token_bytes: Annotated[int, Meta(ge=1, le=MAX_INDEX)]
+    layers: Annotated[tuple[Index, ...], MANY]
 
     def part_of(self, layers: range) -> range:
         """Which of its layers, by position, are in `layers`; they ascend."""
@@ -55,10 +58,10 @@ class KVLayout:
     shape and mean nothing. Layers are global ids, so that ends holding different slices still agree.
     """
 
-    model_id: bytes
-    weights_id: bytes
-    page_size: int
-    components: tuple[KVComponent, ...]
+    model_id: Digest
+    weights_id: Digest
+    page_size: PageSize
+    components: Annotated[tuple[KVComponent, ...], SOME]
 
     @cached_property
     def layout_id(self) -> bytes:

@@ -18,6 +18,8 @@ import math
 import threading
 from collections.abc import Callable, Mapping
 
+import attrs
+
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVLayout
@@ -57,7 +59,7 @@ class Peers:
     ) -> None:
         check_key(key)
         self._transport = transport
-        self._layout = layout
+        self._layout = attrs.evolve(layout)  # without what a layout keeps of itself once asked: that would travel too
         self._changed = changed
         self._key = key
         self._clock = clock
@@ -311,6 +313,8 @@ class Peers:
             raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
         if peer.dialled and peer.asked_for is None:
             raise TransferError("a Welcome frame came before this end said who it is")
+        if peer_key(message.address) == peer_key(self.us):
+            raise TransferError("the peer says that it is this very end; an engine id is made anew for every end")
         unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
         if unknown:
             raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")

@@ -1,8 +1,10 @@
-"""Host memory that another process can be given: a memfd, sealed so that it never changes its size."""
+"""Host memory that another process can be given to read: a memfd, sealed so that it never changes its size and nobody
+else can write it."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import sys
@@ -17,6 +19,9 @@ CAN_SHARE = sys.platform == "linux"
 if sys.platform == "linux":
     import fcntl
 
+F_SEAL_FUTURE_WRITE = 0x10
+"""Of linux/fcntl.h; Python's fcntl does not name it."""
+
 
 class Segment:
     """`num_bytes` of zeroed memory behind a descriptor. The kernel takes a page when it is first touched, and gives it
@@ -29,16 +34,14 @@ class Segment:
             self._descriptor = os.memfd_create(f"{SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._close = weakref.finalize(self, os.close, self._descriptor)
             os.ftruncate(self._descriptor, num_bytes)
-            # A peer that maps it must never meet the end of a file that shrank: that is a SIGBUS.
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, seals)
             self.map = mmap.mmap(self._descriptor, num_bytes)
+            _seal(self._descriptor)
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot share {num_bytes} bytes of memory between processes: {error}") from error
         self.view = memoryview(self.map)
 
     def readable(self) -> int:
-        """A new descriptor that can be mapped for reading only; the caller closes it."""
+        """A new descriptor of all of it, for reading only; the caller closes it."""
         try:
             return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -50,6 +53,20 @@ class Segment:
         with contextlib.suppress(BufferError):
             self.map.close()
         self._close()
+
+
+def _seal(descriptor: int) -> None:
+    """No size of it changes, and nobody writes it but through a map that is there already. A peer that maps it must
+    never meet the end of a file that shrank: that is a SIGBUS. And who is given a descriptor for reading could open it
+    anew for writing, as any account, since memfds are made with mode 0777."""
+    os.fchmod(descriptor, 0o400)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals | F_SEAL_FUTURE_WRITE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)  # Linux before 5.1: other accounts are kept out by the mode
 
 
 class PeerSegment:

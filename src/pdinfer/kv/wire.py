@@ -6,7 +6,6 @@ understand goes into `Hello.required`. Long lists of ints travel as packed littl
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,6 +13,20 @@ import attrs
 import msgspec
 import numpy as np
 
+from pdinfer.bounds import (
+    FEW,
+    MAX_SECONDS,
+    MAX_TEXT_CHARACTERS,
+    Differences,
+    Index,
+    Name,
+    Packed,
+    Room,
+    Seconds,
+    broken_bound,
+    escaped,
+)
+from pdinfer.checks import clip
 from pdinfer.errors import (
     ConfigError,
     LayoutMismatch,
@@ -31,19 +44,15 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 MAJOR, MINOR = 2, 0
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours this version understands; a peer that requires another one is refused."""
-MAX_ERROR_CHARACTERS = 4096
-"""How much of an error's text travels: one that came from a peer is passed on, and must still fit in our own frame."""
 MAX_REASON_BYTES = 320
 """How much of a reason for refusing travels as text; differences also travel one by one."""
-Room = Annotated[bytes, msgspec.Meta(max_length=16)]
-"""A peer's rooms are remembered, so they must not be larger than rooms are."""
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Open(msgspec.Struct, tag="open"):
     """First frame of either end, the only one without a tag: what the tags of this session are made of."""
 
-    version: tuple[int, int]
+    version: tuple[Index, Index]
     nonce: Nonce
     keyed: bool
 
@@ -53,7 +62,7 @@ class Hello(msgspec.Struct, tag="hello"):
 
     address: PeerAddress
     layout: KVLayout
-    required: tuple[str, ...] = ()
+    required: Annotated[tuple[Name, ...], FEW] = ()
 
 
 class Welcome(msgspec.Struct, tag="welcome"):
@@ -67,7 +76,7 @@ class Reject(msgspec.Struct, tag="reject"):
     """The answer that refuses it; `fields` as in LayoutMismatch. With `again`, what speaks against it passes soon."""
 
     error: PDInferError
-    fields: tuple[tuple[str, str, str], ...] = ()
+    fields: Differences = ()
     again: bool = False
 
 
@@ -96,7 +105,7 @@ class Beat(msgspec.Struct, tag="beat"):
     """Sent by either end all the time: a link without them is dead. `step_age_s` is how long ago the engine behind
     this end looked at its channel, so that a host that hangs can be told from one that is gone."""
 
-    step_age_s: float
+    step_age_s: Seconds
 
 
 Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat
@@ -117,12 +126,32 @@ def unpack_ints(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
+def check_packed(name: str, data: bytes) -> None:
+    """Raises ValueError, by which a message is refused, unless `data` is a packed list of ints."""
+    if len(data) % 4:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
+
+
+def check_ids(name: str, data: bytes) -> None:
+    """The same, and unless none of the ints is negative."""
+    check_packed(name, data)
+    if data and np.frombuffer(data, dtype="<i4").min() < 0:
+        raise ValueError(f"{name} holds an id below 0")
+
+
 class PackedGrant(msgspec.Struct):
     """A grant with its page lists packed."""
 
     grant: PageGrant
-    pages: bytes
-    generations: bytes
+    pages: Packed
+    generations: Packed
+
+    def __post_init__(self) -> None:
+        """ValueError, which refuses the message, unless there is a generation for every page."""
+        check_ids("pages", self.pages)
+        check_ids("generations", self.generations)
+        if len(self.pages) != len(self.generations):
+            raise ValueError(f"{len(self.pages) // 4} pages have {len(self.generations) // 4} generations")
 
     @classmethod
     def of(cls, grant: PageGrant) -> PackedGrant:
@@ -138,26 +167,26 @@ def to_builtin(value: object) -> object:
     if isinstance(value, range):
         return (value.start, value.stop)
     if isinstance(value, PDInferError):
-        described = (value.code, str(value)[:MAX_ERROR_CHARACTERS])
+        described = (value.code, str(value)[:MAX_TEXT_CHARACTERS])
         retry_after_s = value.retry_after_s if isinstance(value, Overloaded) else None
         return described if retry_after_s is None else (*described, retry_after_s)
     raise NotImplementedError(f"cannot encode a {type(value).__name__}")
 
 
 def from_builtin(kind: type, value: Any) -> object:
-    """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked."""
+    """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked, and an error's text escaped."""
     if kind is range:
         match value:
             case [int(start), int(stop)] if 0 <= start <= stop < 2**31 and bool not in (type(start), type(stop)):
                 return range(start, stop)
-        raise ValueError(f"{str(value)[:64]} is no range of tokens or layers")
+        raise ValueError(f"{clip(value)} is no range of tokens or layers")
     if issubclass(kind, PDInferError):
         match value:
             case [str(code), str(message)]:
-                return error_from_code(code, message)
-            case [Overloaded.code, str(message), float(retry_after_s)] if 0 <= retry_after_s < math.inf:
-                return error_from_code(Overloaded.code, message, retry_after_s)
-        raise ValueError(f"{str(value)[:64]} is no error")
+                return error_from_code(code, escaped(message))
+            case [Overloaded.code, str(message), float(retry_after_s)] if 0 <= retry_after_s <= MAX_SECONDS:
+                return error_from_code(Overloaded.code, escaped(message), retry_after_s)
+        raise ValueError(f"{clip(value)} is no error")
     raise NotImplementedError(f"cannot decode a {kind.__name__}")
 
 
@@ -192,4 +221,4 @@ def decode(frame: bytes) -> Message:
     try:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError, attrs.exceptions.FrozenInstanceError) as error:
-        raise TransferError(f"a peer sent a frame that is not a message: {str(error)[:200]}") from error
+        raise TransferError(f"a peer sent a frame that is not a message: {broken_bound(error)}") from error

@@ -1,0 +1,80 @@
+"""What a value may be that comes from a peer: the bounds that stand in the types of every message, and how its text is
+shown.
+
+msgspec checks them when it decodes, and names the field that breaks one: `Expected `int` >= 0 - at `$.load.kv.…`. They
+keep out what cannot be so, whoever says it (a count below zero, a time that is not a number, text that moves a
+terminal's cursor). What a value may be here and now is for the object to check that knows: a grant's pages, a token of
+this vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_COUNT = 2**53
+MAX_INDEX = 2**31 - 1
+MAX_SECONDS = 1e9
+MAX_NAME_CHARACTERS = 256
+MAX_TEXT_CHARACTERS = 4096
+MAX_PACKED_BYTES = 1 << 26
+MAX_LOGPROBS = 20
+"""The most alternatives that a request may ask for with each token."""
+SHOWN_CHARACTERS = 200
+LOGPROB_ROUNDING = 1e-6
+"""How far above 0 others may end by rounding. Ours never do: a logsumexp is at least the greatest logit."""
+PRINTABLE = (
+    r"\A[^\x00-\x1f\x7f-\x9f\xad\u0600-\u0605\u061c\u06dd\u070f\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f"
+    r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]*\Z"
+)
+"""Text without control characters, line separators, and what is invisible or turns the direction of writing."""
+
+FEW = Meta(max_length=1024)
+"""Items of a list: peers, ranks, names."""
+SOME = Meta(min_length=1, max_length=1024)
+MANY = Meta(max_length=1 << 16)
+"""Pages of a request, requests of a step."""
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""Tokens, pages, bytes, requests: exact as a float too."""
+Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+Index = Annotated[int, Meta(ge=0, le=MAX_INDEX)]
+"""An id or a position that fits in 32 bits: of a token, a layer, a rank."""
+Indexes = Annotated[tuple[Index, ...], MANY]
+PageSize = Annotated[int, Meta(ge=1, le=1 << 20)]
+Epoch = Annotated[int, Meta(ge=0)]
+"""Up to 64 bits."""
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
+"""A duration, up to 30 years; a NaN is none."""
+Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
+Logprob = Annotated[float, Meta(ge=-3.5e38, le=LOGPROB_ROUNDING)]
+"""Of a float32; not minus infinity, which would be a token that cannot come."""
+TopLogprobs = Annotated[tuple[tuple[Index, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]
+"""(token id, log-probability) pairs, the best first."""
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS, pattern=PRINTABLE)]
+"""Of a request, an op, a dtype, an endpoint; may be empty."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS, pattern=PRINTABLE)]
+Digest = Annotated[bytes, Meta(max_length=64)]
+Room = Annotated[bytes, Meta(min_length=1, max_length=16)]
+"""A peer's rooms are remembered, so they must not be larger than rooms are."""
+EngineId = Annotated[bytes, Meta(min_length=1, max_length=16)]
+Packed = Annotated[bytes, Meta(max_length=MAX_PACKED_BYTES)]
+"""A list of ints, see `kv.wire.pack_ints`."""
+Differences = Annotated[tuple[tuple[Name, Text, Text], ...], FEW]
+"""(name, ours, theirs) of each field in which two layouts differ."""
+
+
+def escaped(text: str) -> str:
+    """`text` as it may stand in a log, an event or an error: of at most MAX_TEXT_CHARACTERS, and what is not printable
+    spelled out, a line feed as backslash and n."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text[:MAX_TEXT_CHARACTERS]
+
+
+def broken_bound(error: Exception) -> str:
+    """What msgspec says of a message that it refuses, short: it quotes values, of text the whole pattern, and names the
+    field at the end."""
+    text = str(error).replace(f"matching regex {PRINTABLE!r}", "of printable characters")
+    half = SHOWN_CHARACTERS // 2
+    return escaped(text) if len(text) <= half else f"{escaped(text[:half])[:half]} … {escaped(text[-half:])[-half:]}"

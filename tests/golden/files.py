@@ -1,0 +1,58 @@
+"""The committed bytes: one file per protocol and version, which never changes once it is there.
+
+python -m tests.golden        writes the files that are missing: those of a new version
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from pdinfer.kv import framing, wire
+from tests.golden import samples, session
+
+FOLDER = Path(__file__).parent
+KEY = bytes(range(32))
+
+
+def current() -> dict[str, dict[str, object]]:
+    """By file name, what the sources make of every sample now."""
+    files: dict[str, dict[str, object]] = {
+        f"{protocol.name}-{protocol.version}.json": dict(protocol.encoded()) for protocol in samples.protocols()
+    }
+    link = f"link-{wire.MAJOR}.{wire.MINOR}-{framing.VERSION}.json"
+    files[link] = {"without a key": session.record(None), "with a key": session.record(KEY)}
+    return files
+
+
+def committed(name: str) -> dict[str, object] | None:
+    """What the file of that name holds; None when there is none."""
+    path = FOLDER / name
+    return json.loads(path.read_text("utf-8")) if path.exists() else None
+
+
+def problem(name: str, now: dict[str, object]) -> str | None:
+    """What is wrong with the file of that name, and what to do; None when the sources make the same bytes."""
+    golden = committed(name)
+    if golden is None:
+        return f"tests/golden/{name} is missing: write it with `python -m tests.golden` and commit it"
+    changed = sorted(what for what in {**golden, **now} if golden.get(what) != now.get(what))
+    if not changed:
+        return None
+    constants = ", ".join(f"{p.constant} for {p.name}" for p in samples.protocols())
+    return (
+        f"the bytes of {', '.join(changed)} are not those of tests/golden/{name}, and peers of that version are about: "
+        f"undo the change, or raise the version ({constants}), run `python -m tests.golden`, which writes a new file "
+        f"beside this one, commit it, and say so in CHANGELOG.md"
+    )
+
+
+def write_missing() -> list[str]:
+    """Writes the files of versions that have none, and says what is wrong with the others."""
+    problems = []
+    for name, now in current().items():
+        if committed(name) is None:
+            (FOLDER / name).write_text(json.dumps(now, indent=1) + "\n", "utf-8")
+        elif (said := problem(name, now)) is not None:
+            problems.append(said)
+    return problems

@@ -1,0 +1,294 @@
+"""One value of every message that leaves a process, and the functions that make it bytes and read it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import msgspec
+
+from pdinfer import messages, rank_messages
+from pdinfer.batch import Row
+from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferError
+from pdinfer.kv import framing, lending, ring, wire
+from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.schedule import RequestLimits
+from pdinfer.types import (
+    ChannelStats,
+    DecodeLoad,
+    FinishReason,
+    Handoff,
+    HandoffStatus,
+    NamedState,
+    PageGrant,
+    PeerAddress,
+    PeerStats,
+    PrefillLoad,
+    Refused,
+    Request,
+    SamplingParams,
+    Timeline,
+    TokenEvent,
+    Usage,
+)
+
+
+@attrs.frozen
+class Protocol:
+    """A set of messages that change together. `constant` is where its version stands."""
+
+    name: str
+    constant: str
+    version: str
+    samples: Mapping[str, Any]
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes], Any]
+
+    def encoded(self) -> dict[str, str]:
+        """Hexadecimal bytes of every sample by name."""
+        return {name: self.encode(sample).hex() for name, sample in self.samples.items()}
+
+
+ROOM = bytes(range(16))
+PREFILL = PeerAddress(b"prefill engine 0", 7, 0, ("tcp://10.0.0.1:4000", "unix:///run/kv.sock"))
+DECODE = PeerAddress(b"decode engine 0.", 2**55 + 1, 3, ("tcp://[::1]:65535",))
+LAYOUT = KVLayout(
+    model_id=b"m" * 32,
+    weights_id=b"w" * 32,
+    page_size=64,
+    components=(
+        KVComponent(name="latent", format="mla.512+64", dtype="bfloat16", width=576, token_bytes=1152, layers=(0, 1)),
+        KVComponent(name="index", format="dsa", dtype="uint8", width=132, token_bytes=132, layers=(1,)),
+    ),
+)
+STATE = NamedState(name="mtp.hidden", version=1, dtype="float32", shape=(2,), data=b"\0\0\x80?\0\0\0@")
+TOPS = ((5, -0.5), (6, -1.25))
+LANDED = Handoff(
+    room=ROOM,
+    writer=PREFILL,
+    status=HandoffStatus.LANDED,
+    token=5,
+    logprob=-0.5,
+    top_logprobs=TOPS,
+    state=(STATE,),
+    num_cached_tokens=3,
+    queue_s=0.25,
+    compute_s=1.5,
+    first_byte_s=0.125,
+    last_byte_s=2.0,
+)
+ABORTED = Handoff(room=ROOM, writer=PREFILL, status=HandoffStatus.ABORTED, error=Overloaded("full", retry_after_s=4.0))
+REQUEST = Request(
+    request_id="a",
+    prompt=(1, 2, 129279),
+    output=(7,),
+    sampling=SamplingParams(
+        max_new_tokens=9,
+        min_new_tokens=1,
+        temperature=0.5,
+        top_k=40,
+        top_p=0.75,
+        min_p=0.125,
+        repetition_penalty=1.5,
+        presence_penalty=0.25,
+        frequency_penalty=-0.25,
+        logit_bias=((3, -100.0),),
+        seed=2**64 - 1,
+        stop_token_ids=(8, 9),
+        ignore_eos=True,
+        logprobs=2,
+        logits_processor="json",
+        logits_processor_argument='{\n"type": "object"}',
+    ),
+    priority=-1,
+    deadline_s=30.5,
+    cache_salt=b"tenant",
+)
+GRANT = PageGrant(
+    room=ROOM,
+    request_id="a",
+    writers=(PREFILL,),
+    destinations=(DECODE,),
+    tokens=range(64, 200),
+    pages=(9, 2, 4),
+    generations=(0, 1, 70000),
+    layout_id=b"l" * 32,
+)
+KV_STATS = ChannelStats(
+    bytes_sent=1,
+    bytes_received=2,
+    writes_sent=3,
+    writes_received=4,
+    receive_s=0.5,
+    frames_dropped=6,
+    writes_damaged=7,
+    peers=(
+        PeerStats(
+            address=DECODE,
+            connected=True,
+            bytes_sent=1,
+            bytes_received=2,
+            mb_per_s=2.5,
+            inflight_bytes=4,
+            window_bytes=5,
+            retries=6,
+            frames_dropped=7,
+            step_age_s=0.0625,
+        ),
+    ),
+)
+COMMON: dict[str, Any] = {
+    "num_free_pages": 10,
+    "num_total_pages": 16,
+    "page_size": 64,
+    "num_tokens": 1000,
+    "busy_s": 2.5,
+    "transport": "tcp",
+    "providers": (("mla_decode", "native"),),
+    "kv": KV_STATS,
+    "step_age_s": 0.5,
+    "num_cached_pages": 3,
+    "prefix_query_tokens": 100,
+    "prefix_hit_tokens": 40,
+    "placement_epoch": 2,
+    "is_placement_staged": True,
+    "placement_error": "no",
+}
+PREFILL_LOAD = PrefillLoad(address=PREFILL, num_queued_requests=1, num_queued_tokens=64, unsent_bytes=4096, **COMMON)
+DECODE_LOAD = DecodeLoad(
+    address=DECODE,
+    num_waiting_requests=1,
+    num_waiting_tokens=2,
+    num_granted_requests=3,
+    num_running_requests=4,
+    num_running_tokens=5,
+    num_draft_tokens=6,
+    num_accepted_tokens=3,
+    accept_length=1.5,
+    **COMMON,
+)
+TIMELINE = Timeline(
+    queued_s=0.0, granted_s=0.125, first_byte_s=0.25, last_byte_s=0.5, committed_s=0.75, first_token_s=1.0
+)
+USAGE = Usage(
+    prompt_tokens=3,
+    output_tokens=2,
+    cached_tokens=1,
+    queue_s=0.125,
+    ttft_s=1.0,
+    timeline=TIMELINE,
+    num_draft_tokens=6,
+    num_accepted_tokens=3,
+)
+LAST_TOKEN = TokenEvent(
+    request_id="a",
+    token=5,
+    index=1,
+    logprob=-0.5,
+    top_logprobs=TOPS,
+    finish_reason=FinishReason.STOP,
+    usage=USAGE,
+)
+FAILED = TokenEvent(request_id="b", token=None, index=0, finish_reason=FinishReason.FAILED, error=RequestError("bad"))
+DIFFERENCES = (("page_size", "64", "32"),)
+
+CHANNEL: dict[str, wire.Message] = {
+    "open": wire.Open((2, 0), bytes(range(16)), keyed=True),
+    "hello": wire.Hello(PREFILL, LAYOUT, ("feature",)),
+    "welcome": wire.Welcome(DECODE, LAYOUT),
+    "reject": wire.Reject(LayoutMismatch("they differ"), DIFFERENCES, again=True),
+    "data": wire.Data(ROOM, range(2, 5), range(64, 200)),
+    "finish": wire.Finish(LANDED),
+    "finish aborted": wire.Finish(ABORTED),
+    "abort": wire.Abort(ROOM, TransferError("not wanted – any more")),
+    "beat": wire.Beat(0.5),
+}
+
+_PACKED = messages.PackedRequest.of(REQUEST), messages.PackedGrant.of(GRANT)
+COMMANDS: dict[str, messages.Command] = {
+    "beat": messages.Beat(0.5),
+    "connect": messages.Connect(DECODE, 10.0),
+    "submit_prefill": messages.SubmitPrefill(*_PACKED),
+    "submit_decode": messages.SubmitDecode(_PACKED[0], (PREFILL,)),
+    "change_writers": messages.ChangeWriters("a", (PREFILL, DECODE)),
+    "cancel": messages.Cancel("a"),
+    "close": messages.Close(),
+}
+REPORTS: dict[str, messages.Report] = {
+    "beat of an engine": messages.Beat(0.5),
+    "ready prefill": messages.Ready(
+        PREFILL,
+        RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
+        messages.Load(prefill=PREFILL_LOAD),
+        (PREFILL,),
+        version=1,
+    ),
+    "connected": messages.Connected(DECODE, LayoutMismatch("they differ"), DIFFERENCES),
+    "stepped decode": messages.Stepped(
+        3,
+        messages.Load(decode=DECODE_LOAD),
+        granted=[_PACKED[::-1]],
+        refused=[Refused(request_id="b", error=Overloaded("full", retry_after_s=4.0))],
+        tokens=[LAST_TOKEN, FAILED],
+    ),
+}
+SESSION: dict[str, messages.Command | messages.Report] = {**COMMANDS, **REPORTS}
+
+_ROW = rank_messages.PackedRow.of(Row([1, 2], 62, [4, 9], 3))
+RANKS: dict[str, rank_messages.Message] = {
+    "connect": rank_messages.Connect(DECODE),
+    "expect": rank_messages.Expect(_PACKED[1]),
+    "abort": rank_messages.Abort(ROOM, TransferError("no")),
+    "accept": rank_messages.Accept(_PACKED[1]),
+    "finish": rank_messages.Finish(ROOM, TransferError("no")),
+    "prefill": rank_messages.Prefill([_ROW], [ROOM], [range(62, 64)]),
+    "decode": rank_messages.Decode([_ROW], [4], [1], [wire.pack_ints([7])]),
+    "keep_draft": rank_messages.KeepDraft(4, [STATE]),
+    "drop_draft": rank_messages.DropDraft(4),
+    "settled": rank_messages.Settled(ROOM, TransferError("no")),
+    "stopped": rank_messages.Stopped(ROOM, TransferError("no")),
+    "sent": rank_messages.Sent(ROOM),
+    "linked": rank_messages.Linked([PREFILL, DECODE]),
+}
+
+_WRITES = (framing.Kind.WRITE, framing.Kind.MAPPED)
+STREAM: dict[str, Any] = {
+    **{f"header {kind.name}": framing.Header(kind, 300) for kind in framing.Kind},
+    **{f"header {kind.name} with a payload": framing.Header(kind, 300, 2**33, digested=True) for kind in _WRITES},
+    "spans": [(0, 100), (2**40, 64)],
+    "ring offer": ring.Offer("10.0.0.1:12345", 2**47, 1 << 22, 8),
+    "ring landed": ring.Landed(2**33, 1 << 22, 7, 2**64 - 1),
+    "ring landed without a digest": ring.Landed(100, 64, 1, None),
+    "ring credit": ring.Credit(7),
+    **{f"ring {kind.name}": kind for kind in ring.Kind},
+}
+
+
+def _encode_stream(sample: Any) -> bytes:
+    if isinstance(sample, list):
+        return lending.packed_spans(sample)
+    return bytes([sample]) if isinstance(sample, ring.Kind) else bytes(sample.packed())
+
+
+def _decode_session(data: bytes) -> messages.Command | messages.Report:
+    tag = msgspec.msgpack.decode(data[: -messages.DIGEST_BYTES])["type"]
+    return (messages.decode_command if tag in COMMANDS else messages.decode_report)(data)
+
+
+def protocols() -> tuple[Protocol, ...]:
+    """All of them."""
+    version = f"{wire.MAJOR}.{wire.MINOR}"
+    return (
+        Protocol("channel", "kv.wire.MINOR (or MAJOR)", version, CHANNEL, wire.encode, wire.decode),
+        Protocol("session", "messages.VERSION", str(messages.VERSION), SESSION, messages.encode, _decode_session),
+        Protocol(
+            "ranks",
+            "rank_messages.VERSION",
+            str(rank_messages.VERSION),
+            RANKS,
+            lambda message: rank_messages.encode([message]),
+            lambda data: rank_messages.decode(data)[0],
+        ),
+        Protocol("stream", "kv.framing.VERSION", str(framing.VERSION), STREAM, _encode_stream, lambda data: data),
+    )

@@ -1,0 +1,107 @@
+"""A small hand-off whose every byte is known: two ends with fixed random bytes, a clock that stands still, one key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.framing import Header, Kind
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.payloads import InlinePayloads, Message
+from pdinfer.kv.transport import Link, Transfer
+from pdinfer.types import PageGrant
+from tests.unit.channels import ABORTED, LAYERS, pool_of, word
+
+TOKENS = range(4, 7)
+
+
+class _Recorded(LoopbackTransport):
+    """Notes what a socket would carry for each message, in order."""
+
+    def __init__(self, hub: LoopbackHub) -> None:
+        super().__init__(hub)
+        self.sent: list[bytes] = []
+
+    def send(self, link: Link, frame: bytes) -> None:
+        self.sent.append(Header(Kind.FRAME, len(frame)).packed() + frame)
+        super().send(link, frame)
+
+    def write(
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        assert self._owned is not None
+        memory, receiver = self._owned
+        transfer = Transfer(sum(length for _, length in source))
+        self.sent.append(b"")
+        for part in InlinePayloads(link, memory, receiver, digest=True).outgoing(
+            Message(frame, None, source), transfer
+        ):
+            assert part is not None
+            views, num_bytes = part.batch()
+            self.sent[-1] += b"".join(views)
+            part.advance(num_bytes)
+        return super().write(link, frame, source, ready=ready, then=then)
+
+
+def _counting(first: int) -> Callable[[int], bytes]:
+    """Random bytes that are not: each call gives another byte, over and over."""
+    calls = iter(range(first, 256))
+    return lambda count: bytes([next(calls)]) * count
+
+
+def record(key: bytes | None) -> dict[str, list[str]]:
+    """What each end says, in hexadecimal: both handshakes, a beat each, a room that lands and one that is aborted."""
+    hub = LoopbackHub()
+    transports = _Recorded(hub), _Recorded(hub)
+    prefill, decode = (
+        KVChannel(pool_of(), transport, key=key, clock=lambda: 100.0, random_bytes=_counting(first))
+        for transport, first in zip(transports, (0x10, 0x80), strict=True)
+    )
+    prefill.connect(decode.address)
+    prefill.tick()
+    decode.tick()
+    pages = prefill.pool.own(2)
+    buffer = prefill.pool.memory.buffer
+    buffer.copy_(torch.arange(len(buffer)) % 251)
+    for room in (b"room that lands.", b"room that aborts"):
+        grant = _expect(decode, prefill, room)
+        prefill.accept(grant)
+        if room == b"room that aborts":
+            decode.abort(grant, TransferError("not wanted any more"))
+            prefill.finish(grant, word(grant, prefill, ABORTED))
+        else:
+            for layer in LAYERS:
+                prefill.push(grant, layers=range(layer, layer + 1), tokens=TOKENS, pages=pages)
+            prefill.finish(grant, word(grant, prefill, token=7, logprob=-0.5))
+    statuses = [settled.status.value for settled in decode.poll()]
+    assert statuses == ["landed", "aborted"], statuses
+    prefill.close()
+    decode.close()
+    names = "from prefill", "from decode"
+    return {name: [part.hex() for part in transport.sent] for name, transport in zip(names, transports, strict=True)}
+
+
+def _expect(decode: KVChannel, prefill: KVChannel, room: bytes) -> PageGrant:
+    pages = decode.pool.grant(1)
+    grant = PageGrant(
+        room=room,
+        request_id="r",
+        writers=(prefill.address,),
+        destinations=(decode.address,),
+        tokens=TOKENS,
+        pages=pages,
+        generations=decode.pool.generations(pages),
+        layout_id=decode.pool.layout.layout_id,
+    )
+    decode.expect(grant)
+    return grant
