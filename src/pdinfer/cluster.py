@@ -15,7 +15,7 @@ from pdinfer.checks import clip
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.formats import cache_components
-from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.layout import MTP_PREFIX, KVLayout
 from pdinfer.kv.plan import even_slices, plan_writers
 from pdinfer.moe.parallel import checked_placement
 from pdinfer.moe.placement import ExpertPlacement
@@ -65,7 +65,7 @@ class EnginePlan:
         layers = self.config.num_hidden_layers
         components = cache_components(self.config, kv_format, range(layers))
         if self.mtp:
-            components += cache_components(self.config, kv_format, (layers,), prefix="mtp.")
+            components += cache_components(self.config, kv_format, (layers,), prefix=MTP_PREFIX)
         return KVLayout(
             model_id=self.config.fingerprint, weights_id=b"", page_size=self.cache.page_size, components=components
         )

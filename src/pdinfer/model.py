@@ -17,7 +17,7 @@ from pdinfer.errors import ConfigError, RequestError
 from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.formats import FP8, cache_components
-from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.layout import MTP_PREFIX, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.moe.layer import MoE
@@ -177,7 +177,7 @@ class Model:
             )
         components = cache_components(self.config, kv_format, range(self.config.num_hidden_layers))
         if self.mtp is not None:
-            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix="mtp.")
+            components += cache_components(self.config, kv_format, (self.mtp.layer,), prefix=MTP_PREFIX)
         return KVLayout(
             model_id=self.config.fingerprint,
             weights_id=self.weights_id,

@@ -11,14 +11,15 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.page_tables import PageTables
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.speculation import Draft
-from pdinfer.testing import random_model
+from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import Request, SamplingParams
 
+DRAFTING = random_model(tiny_config("v3"), mtp=True)
 PAGE_SIZE = 2
 
 
 def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables]:
-    pool = PagePool(random_model(), CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
+    pool = PagePool(DRAFTING, CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
     return pool, PageTables(pool, EngineConfig(num_draft_tokens=3, **more))
 
 
@@ -159,7 +160,7 @@ def test_without_a_state_nothing_is_drafted() -> None:
     assert tables.extend_for_drafts(sequence) == 0
 
 
-def test_with_drafts_a_page_is_full_one_token_later() -> None:
+def test_with_an_mtp_layer_a_page_is_full_one_token_later() -> None:
     pool, tables = tables_of(8)
     sequence = running(pool, 4)
     tables.keep(sequence)
