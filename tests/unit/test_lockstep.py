@@ -19,7 +19,7 @@ from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
 from pdinfer.rebalance import Rebalancing
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.thread_groups import TIMEOUT_S, groups_of, on_ranks
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
@@ -89,7 +89,7 @@ def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pyt
         assert not woken[1].is_set()
         with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
         with_work.start()
-        assert woken[1].wait(20)
+        assert woken[1].wait(TIMEOUT_S)
         assert made[1].due_in_s() == 0
         agreement = made[1].agree()
         with_work.join()
@@ -125,6 +125,35 @@ def test_a_rank_that_left_a_common_step_says_so_ever_after() -> None:
         with pytest.raises(RankLost, match=told):
             made[1].agree(num_rows=1)
         assert made[1].due_in_s() == 0
+
+
+def test_a_rank_that_is_lost_to_a_collective_is_lost_ever_after() -> None:
+    """The first reason is kept, and nobody is waited for again."""
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        groups[0].world.meeting.barrier.abort()  # type: ignore[attr-defined]
+        with pytest.raises(RankLost, match="a thread did not come"):
+            made[0].agree(num_rows=1)
+        first = made[0].lost
+        for _ in range(2):
+            with pytest.raises(RankLost) as raised:
+                made[0].agree(num_rows=1)
+            assert raised.value is first
+        with pytest.raises(RankLost, match="another"), made[0].together():
+            raise RankLost("another")
+        with pytest.raises(RankLost, match="a thread did not come"), made[0].together():
+            raise ValueError("odd")
+        assert made[0].lost is first
+        assert made[0].due_in_s() == 0
+
+
+def test_a_host_that_is_interrupted_in_a_common_step_has_left_it() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        with pytest.raises(KeyboardInterrupt), made[1].together():
+            raise KeyboardInterrupt
+        with pytest.raises(RankLost, match=r"rank 1 left a step .*\(KeyboardInterrupt: \)"):
+            made[1].agree()
 
 
 def test_ranks_that_step_different_engines_are_told() -> None:

@@ -16,7 +16,7 @@ from pdinfer.errors import RankLost
 from pdinfer.groups import Group, Groups
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 180.0
 
 
 @attrs.frozen(eq=False, kw_only=True)
