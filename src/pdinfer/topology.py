@@ -164,13 +164,18 @@ class Topology:
         """This rank's group of `size` ranks that are `stride` apart."""
         if size == 1:
             return Group(name, (self.rank,))
-        from torch.distributed.device_mesh import init_device_mesh  # takes long to import, and one rank needs none
-
-        grid = (self.world_size // (size * stride), size, stride)
-        mesh = init_device_mesh(kind, grid, mesh_dim_names=("others", name, "inner"))
-        at = self.rank // stride % size
-        first = self.rank - at * stride
-        return Group(name, tuple(range(first, first + size * stride, stride)), at, mesh.get_group(name))
+        if size == self.world_size:
+            return Group(name, tuple(range(size)), self.rank, dist.group.WORLD)
+        block = size * stride
+        every = [
+            [*range(at, at + block, stride)]
+            for first in range(0, self.world_size, block)
+            for at in range(first, first + stride)
+        ]
+        # without a timeout of their own groups get torch's, which is half an hour
+        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=_world_timeout(kind))  # type: ignore[no-untyped-call]
+        ranks = next(ranks for ranks in every if self.rank in ranks)
+        return Group(name, tuple(ranks), ranks.index(self.rank), ours)
 
     def _compare(self, world: Group) -> None:
         """Ranks that were started with different sizes would wait for each other forever."""
@@ -179,3 +184,10 @@ class Topology:
             for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
                 if value != other:
                     raise ConfigError(f"{name} is {value} on rank {self.rank} and {other} on rank {rank}")
+
+
+def _world_timeout(kind: str) -> timedelta:
+    """How long a collective of all ranks may take, as whoever began the backend said."""
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    return timeout

@@ -110,3 +110,13 @@ def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]]
         batch = Batch.build(step, page_size=4, device=model.device, absorbed=True, cp=model.groups.cp)
         seen.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))).tolist())
     return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}
+
+
+def timeouts(sizes: dict[str, int]) -> dict[str, float]:
+    """How long a collective of each group of several ranks may take, in seconds."""
+    groups = attrs.astuple(pd.Topology.from_env(**sizes).connect(), recurse=False)
+    return {
+        group.name: group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups
+        if isinstance(group, Group) and group.process_group is not None
+    }
