@@ -228,7 +228,7 @@ def test_drafts_are_those_of_their_numbers() -> None:
 def test_all_ranks_go_on_with_the_tokens_that_the_leader_drew() -> None:
     """A row that cannot be drawn from is an error on all of them."""
     groups = groups_of(tp_size=3)
-    logits_BV = torch.randn(3, 11, generator=torch.Generator().manual_seed(0))
+    logits_BV = 30 * torch.randn(3, 11, generator=torch.Generator().manual_seed(0))  # more than the noise
     logits_BV[1] = float("nan")
     draws = [Draw(sampling=SamplingParams(seed=seed), prompt=(1,), output=()) for seed in range(3)]
 
