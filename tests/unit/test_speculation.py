@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.model import Model
 from pdinfer.mtp import MTP
 from pdinfer.runner import ModelRunner
-from pdinfer.sampling import Draw
+from pdinfer.sampling import Draw, Drawn, sample
 from pdinfer.speculation import Draft, num_passes
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import SamplingParams
@@ -66,3 +67,27 @@ def test_passes_that_others_need_run_without_rows(
     draw = Draw(sampling=SamplingParams(temperature=0.0), prompt=tokens, output=(7,))
     runner.decode([Row((7,), 3, (0, 1))], [draw], [draft], num_passes=wanted)
     assert seen == sizes
+
+
+def test_each_draft_is_drawn_behind_those_before_it(model: Model) -> None:
+    """With their positions, and so with the noise that the model's own token will have."""
+    layout = model.kv_layout(CacheConfig(page_size=4))
+    runner = ModelRunner(model, model.allocate_pages(layout, 4))
+    tokens = (3, 4, 5)
+    for _ in runner.prefill([Row(tokens, 0, (0, 1))]):
+        pass
+    draft = runner.draft(runner.states([0])[0])
+    draft.num_tokens = 3
+    outputs: list[list[tuple[int, ...]]] = []
+    drawn: list[int] = []
+
+    def watched(logits_BV: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+        outputs.append([tuple(draw.output) for draw in draws])
+        new = sample(logits_BV, draws)
+        drawn.append(new[0].token)
+        return new
+
+    runner.sample_with(watched)
+    runner.decode([Row((7,), 3, (0, 1))], [Draw(sampling=SamplingParams(seed=1), prompt=tokens, output=(7,))], [draft])
+    behind = [(7, *drawn[:count]) for count in range(4)]
+    assert outputs == [behind[:1], behind[1:2], behind[2:3], behind]
