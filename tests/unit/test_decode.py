@@ -200,7 +200,9 @@ def test_only_what_transfers_lose_is_tried_again(error: pd.PDInferError, num_gra
     with bench(max_attempts=3) as made:
         events = made.submit(request())
         rooms = []
-        while isinstance(events[-1], pd.Granted):
+        for _ in range(4):
+            if not isinstance(events[-1], pd.Granted):
+                break
             grant = events[-1].grant
             rooms.append(grant.room)
             made.prefill.accept(grant)
