@@ -216,3 +216,21 @@ def test_only_what_transfers_lose_is_tried_again(error: pd.PDInferError, num_gra
         assert isinstance(end, pd.TokenEvent)
         assert end.finish_reason is pd.FinishReason.FAILED
         assert str(error) in str(end.error)
+
+
+def test_a_retracted_request_is_granted_again_with_its_tokens_so_far() -> None:
+    with bench() as made:
+        (granted,) = made.submit(request())
+        assert isinstance(granted, pd.Granted)
+        pool = made.decode.channel.pool
+        rest = pool.own(pool.num_free)
+        events = made.hand_off(granted.grant, token=5, logprob=-0.5)
+        for _ in range(3):
+            events += made.decode.step()
+        tokens = [event.token for event in events if isinstance(event, pd.TokenEvent)]
+        assert tokens[0] == 5
+        pool.release(rest)
+        (again,) = made.decode.step()
+        assert isinstance(again, pd.Granted)
+        assert again.request.output == tuple(tokens)
+        assert again.grant.tokens.stop == len(again.request.prompt) + len(tokens)

@@ -10,6 +10,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transport import Transfer
 from pdinfer.sampling import Drawn
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus
@@ -227,3 +228,15 @@ def test_no_more_tokens_are_held_than_allowed() -> None:
             prefill.step()
             most = max(most, ours.pool.num_owned)
         assert most == 4, "both were in six pages, or none"
+
+
+def test_pages_are_held_until_they_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = bench.prefill.channel
+    sending = Transfer(0)
+    monkeypatch.setattr(ours, "finish", lambda grant, word: sending)
+    bench.prefill.submit(request(), bench.grant())
+    bench.run()
+    assert (ours.pool.num_owned, bench.prefill.num_unfinished) == (5, 1)
+    sending.complete()
+    bench.run(1)
+    assert (ours.pool.num_owned, bench.prefill.num_unfinished) == (0, 0)
