@@ -124,7 +124,7 @@ def main() -> None:
     with Listener((name, int(port)), backlog=2 * options.ranks, authkey=KEY) as listener:
         if port == "0":
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "pdinfer"])
+            context.set_forkserver_preload(["torch", "torch.distributed", "pdinfer"])
             for role in ("prefill", "decode"):
                 meeting = free_port()
                 for rank in range(options.ranks):

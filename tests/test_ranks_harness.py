@@ -50,8 +50,8 @@ def test_what_a_rank_raises_is_told(ranks: Ranks) -> None:
 
 
 def test_a_rank_that_dies_or_hangs_is_named_and_replaced(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(f"{HERE}:die", 2, 1, collective_s=1.0)
+    outcomes = ranks.outcomes(f"{HERE}:die", 2, 1)
     assert [outcome.error for outcome in outcomes] == ["RankLost", "Died"]
-    with pytest.raises(AssertionError, match=r"sleep did not end in 0.5 s on ranks 1\nrank 1:(.|\n)*in sleep"):
-        ranks.outcomes(f"{HERE}:sleep", 2, 1, deadline_s=0.5)
+    with pytest.raises(AssertionError, match=r"sleep did not end in 4.0 s on ranks 1\nrank 1:(.|\n)*in sleep"):
+        ranks.outcomes(f"{HERE}:sleep", 2, 1, deadline_s=4.0)
     assert ranks.run(f"{HERE}:gathered", 2, "again") == [["again", [0, 1]]] * 2

@@ -225,11 +225,12 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             limits=self.limits,
             clock=self._clock,
         )
-        with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
-            steps = tuple(self._warm_up(run))
-        if self._rebalancing.recorder is not None:
-            self._rebalancing.recorder.reset()
-        return WarmUp(steps=steps)
+        try:
+            with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
+                return WarmUp(steps=tuple(self._warm_up(run)))
+        finally:
+            if self._rebalancing.recorder is not None:
+                self._rebalancing.recorder.reset()
 
     @abstractmethod
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:

@@ -18,7 +18,7 @@ from pdinfer.errors import ConfigError, RequestError
 from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.formats import FP8, cache_components
-from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.layout import MTP_PREFIX, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
 from pdinfer.memory import device_memory, device_memory_bytes
@@ -233,7 +233,7 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *,
     layers = config.num_hidden_layers
     components = cache_components(config, kv_format, range(layers))
     if mtp:
-        components += cache_components(config, kv_format, (layers,), prefix="mtp.")
+        components += cache_components(config, kv_format, (layers,), prefix=MTP_PREFIX)
     return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
 
 

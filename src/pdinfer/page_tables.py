@@ -96,13 +96,12 @@ class PageTables:
 
     def keep(self, sequence: Sequence) -> None:
         """Lets other sequences find the pages that are full. Call it when the model has run all tokens of the sequence,
-        to finite logits: then nobody writes these pages any more, and what they hold is good. With drafting a page is
-        full one token later, since the MTP layer's entry of a token needs the one behind it."""
-        num_whole = sequence.num_tokens - (self._num_draft_tokens > 0)
-        full = num_whole // self._pool.layout.page_size
+        to finite logits: then nobody writes these pages any more, and what they hold is good. With an MTP layer a page
+        is full one token later, since the layer's entry of a token needs the one behind it."""
+        full = sequence.chain.num_full(sequence.num_tokens)
         if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
-            sequence.pages[:full] = self._pool.keep(sequence.keys(num_whole), sequence.pages[:full])
+            sequence.pages[:full] = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full])
 
     def forget(self, sequence: Sequence) -> None:
         """What the sequence's pages hold is in doubt: nobody else shall find them."""
@@ -168,4 +167,4 @@ class PageTables:
     def _known(self, sequence: Sequence) -> tuple[int, ...]:
         """The pages that hold the sequence's beginning already, short of its last token: prefill must run that one to
         draw the next, and its page with it, since a shared page is not written again."""
-        return self._pool.find(sequence.keys(sequence.num_tokens - 1))
+        return self._pool.find(sequence.chain.keys[: (sequence.num_tokens - 1) // self._pool.layout.page_size])

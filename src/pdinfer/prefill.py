@@ -181,8 +181,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
                 self._finish(prompt, error=error)
                 continue
             chain = self.channel.pool.chain(request.cache_salt)
-            # an entry of the MTP layer is only right once the token behind it is known
-            chain.extend(request.tokens if self.model.mtp is None else request.tokens[:-1])
+            chain.extend(request.tokens)
             prompt.keys = chain.keys
             self._queue.append(prompt)
         self._queue.sort(key=lambda prompt: prompt.order)

@@ -81,12 +81,8 @@ class Sequence:
 
     def extend_chain(self) -> None:
         """Adds the keys of pages that are full by now."""
-        if (len(self.chain.keys) + 1) * self.chain.page_size <= self.num_tokens:
+        if len(self.chain.keys) < self.chain.num_full(self.num_tokens):
             self.chain.extend((*self.request.prompt, *self.output))
-
-    def keys(self, num_tokens: int) -> list[bytes]:
-        """Of the pages that its first `num_tokens` tokens fill, as far as the chain goes."""
-        return self.chain.keys[: num_tokens // self.chain.page_size]
 
     def granted(self, now: float) -> None:
         """An attempt begins, and with it its part of the timeline."""

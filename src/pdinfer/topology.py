@@ -182,11 +182,17 @@ class Topology:
         alone = self._alone(name, size, stride=stride)
         if size == 1:
             return alone
-        from torch.distributed.device_mesh import init_device_mesh  # takes long to import, and one rank needs none
-
-        grid = (self.world_size // (size * stride), size, stride)
-        mesh = init_device_mesh(kind, grid, mesh_dim_names=("others", name, "inner"))
-        return attrs.evolve(alone, process_group=mesh.get_group(name))
+        if size == self.world_size:
+            return attrs.evolve(alone, process_group=dist.group.WORLD)
+        block = size * stride
+        every = [
+            [*range(at, at + block, stride)]
+            for first in range(0, self.world_size, block)
+            for at in range(first, first + stride)
+        ]
+        # without a timeout of their own groups get torch's, which is half an hour
+        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=_world_timeout(kind))  # type: ignore[no-untyped-call]
+        return attrs.evolve(alone, process_group=ours)
 
     def _compare(self, world: Group) -> None:
         """Ranks that were started with different sizes would wait for each other forever."""
@@ -195,3 +201,10 @@ class Topology:
             for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
                 if value != other:
                     raise ConfigError(f"{name} is {value} on rank {self.rank} and {other} on rank {rank}")
+
+
+def _world_timeout(kind: str) -> timedelta:
+    """How long a collective of all ranks may take, as whoever began the backend said."""
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    return timeout

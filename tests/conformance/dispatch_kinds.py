@@ -16,9 +16,9 @@ from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.deep_ep_config import DeepEPConfig
 from pdinfer.moe.dispatch import Contiguous, LocalDispatcher
 from pdinfer.topology import Topology
-from tests.rounding import gamma
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
+from tests.rounding import gamma
 
 NORMAL_WIDTH, LOW_LATENCY_WIDTH = 16, 2048
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pdinfer.batch import Batch, Row
 from pdinfer.kernels import packing, reference, torch_ops
-from tests.rounding import assert_within, error_of_attention, error_of_norm
 from tests.conformance.test_ops import (
     ATTENTION,
     CPU,
@@ -27,6 +26,7 @@ from tests.conformance.test_ops import (
     op_of,
     query_lens_of,
 )
+from tests.rounding import assert_within, error_of_attention, error_of_norm
 
 every_page_format = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 

@@ -122,3 +122,13 @@ def sized_pool(folder: str, pages_in_use: Sequence[int], fraction: float) -> int
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_module, "device_memory", lambda _: here)
         return pd.PagePool(model, pd.CacheConfig(mem_fraction_static=fraction)).num_pages
+
+
+def timeouts(sizes: dict[str, int]) -> dict[str, float]:
+    """How long a collective of each group of several ranks may take, in seconds."""
+    groups = attrs.astuple(pd.Topology.from_env(**sizes).connect(), recurse=False)
+    return {
+        group.name: group.process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for group in groups
+        if isinstance(group, Group) and group.process_group is not None
+    }

@@ -44,14 +44,13 @@ def serve_rank(
     prefill: dict[str, int],
     decode: dict[str, int],
     config: dict[str, Any],
-    collective_s: float,
     _fault: Any,
 ) -> dict[str, Any]:
     """Serves an engine. Decode's ranks stage one placement after the other, prefill's follow their load."""
     rank = int(os.environ["RANK"])
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
-    topology = join_world(role, folder, rank, sizes, collective_s)
+    topology = join_world(role, folder, rank, sizes)
     options = {"eplb_rebalance_num_iterations": 10} if role == "prefill" else {}
     engine = make_engine(
         checkpoint,

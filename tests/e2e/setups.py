@@ -20,7 +20,7 @@ from tests.plain_sampling import plain_draw
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 """No test waits longer than this for anything."""
 
 NEAR_TIE = 1e-4

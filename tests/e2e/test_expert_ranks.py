@@ -128,9 +128,7 @@ def floats(data: bytes) -> Tensor:
 def test_ranks_that_place_experts_differently_are_refused(
     ranks: Ranks, folders: dict[str, Path], tables: list[Any], num_redundant: list[int]
 ) -> None:
-    outcomes = ranks.outcomes(
-        "tests.e2e.expert_jobs:load_with", 2, str(folders["float"]), tables, num_redundant, collective_s=10.0
-    )
+    outcomes = ranks.outcomes("tests.e2e.expert_jobs:load_with", 2, str(folders["float"]), tables, num_redundant)
     assert [outcome.error for outcome in outcomes] == ["ConfigError", "ConfigError"]
     assert "rank 0 has another expert placement, or other options for experts, than ranks 1" in outcomes[0].message
 

@@ -137,14 +137,12 @@ def test_every_size_meets_every_other(
 def test_a_rank_that_breaks_down_is_reported_on_all_others(
     ranks: Ranks, checkpoint: Checkpoint, prefill: Sizes, decode: Sizes, fault: tuple[str, int, str]
 ) -> None:
-    collective_s = 8.0 if fault[2] == "stop" else 30.0  # of the others the connections are closed at once
     with serving(
         ranks,
         prefill,
         decode,
         checkpoint=checkpoint.folder,
         fault=fault,
-        collective_s=collective_s,
         chunked_prefill_size=16,
     ) as world:
         names = [

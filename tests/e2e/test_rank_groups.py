@@ -15,7 +15,7 @@ import pdinfer as pd
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.view import KVView
 from tests.e2e.setups import by_request, collect, greedy, model_of, pool_of, prompt_of, reference, tokens_of, wait_until
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.thread_groups import TIMEOUT_S, groups_of, on_ranks
 
 PROMPT = prompt_of(9)
 
@@ -62,7 +62,7 @@ def sides(*, num_pages: int = 64, size: int = 2, **config: Any) -> Iterator[Side
     finally:
         pairing.close()
         for thread in threads:
-            thread.join(20.0)
+            thread.join(TIMEOUT_S)
             assert not thread.is_alive()
         assert all(engine.closed for engine in engines)
 

@@ -14,7 +14,7 @@ from pdinfer.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e import rank_jobs
 from tests.e2e.setups import prompt_of
-from tests.ranks import Ranks
+from tests.ranks import COLLECTIVE_S, Ranks
 
 FAMILIES = ("v2-lite", "v3", "v32", "glm", "axk1")
 PROMPTS = [list(prompt_of(length)) for length in (1, 6, 23)]
@@ -207,3 +207,10 @@ def test_ranks_that_were_started_with_different_sizes_are_refused(ranks: Ranks) 
     assert [outcome.error for outcome in outcomes] == ["ConfigError"] * 2
     assert "tp_size is 2 on rank 0 and 1 on rank 1" in outcomes[0].message
     assert "tp_size is 1 on rank 1 and 2 on rank 0" in outcomes[1].message
+
+
+def test_no_group_waits_longer_than_the_world(ranks: Ranks) -> None:
+    """A rank that stands still is missed by those it shares tokens with as soon as by all others."""
+    shape = Shape(tp=2, dp=2, dense=2, ep=4)
+    names = {"world", "attention", "tp", "dense_tp", "ep"}
+    assert ranks.run("tests.e2e.rank_jobs:timeouts", 4, shape.sizes) == [dict.fromkeys(names, COLLECTIVE_S)] * 4

@@ -17,6 +17,8 @@ import torch
 
 import pdinfer as pd
 from pdinfer import speculation
+from pdinfer.batch import Row
+from pdinfer.kv.view import PageMemory
 from pdinfer.runner import ModelRunner
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted
@@ -174,6 +176,39 @@ def test_drafts_over_an_indexer(family: str) -> None:
         check_equal(model, asked, streams, without)
         assert drafted(streams)[0] > 0
         setup.check_idle()
+
+
+@pytest.mark.parametrize("transport", ["shared", "loopback"])
+def test_known_pages_hold_what_their_tokens_give(transport: str) -> None:
+    """In every layer, the drafting one too, whose entry of a page's last token depends on the token behind the page."""
+    model = random_model(tiny_config("v3", num_nextn_predict_layers=1), mtp=True)
+    beginning = prompt_of(8)
+    asked = [
+        pd.Request(
+            request_id=str(number),
+            prompt=(*beginning, *more),
+            sampling=pd.SamplingParams(temperature=0.0, max_new_tokens=9, ignore_eos=True),
+        )
+        for number, more in enumerate([(3,), (4, 5, 6), (), (3, 9), (4, 5, 6, 7)])
+    ]
+    with serve(model, Split(transport, page_size=4, chunk=5), 2) as setup:
+        for request, cached in zip(asked, (0, 4, 4, 8, 8), strict=True):
+            (stream,) = ask(setup, [request]).values()
+            tokens = [*request.prompt, *(event.token for event in stream if event.token is not None)]
+            for pool in {engine.channel.pool for engine in setup.engines}:
+                chain = pool.chain(b"")
+                chain.extend(tokens)
+                pages = pool.find(chain.keys)
+                assert pages
+                whole = PageMemory(pool.layout, pool.layout.num_pages(len(tokens)), device=model.device)
+                for _ in ModelRunner(model, whole).prefill([Row(tokens, 0, range(whole.num_pages))]):
+                    pass
+                for component in pool.layout.components:
+                    for layer in component.layers:
+                        known, true = (memory.pages(component.name, layer) for memory in (pool.memory, whole))
+                        torch.testing.assert_close(known[[*pages]], true[: len(pages)], atol=1e-5, rtol=1e-5)
+            assert stream[-1].usage is not None
+            assert stream[-1].usage.cached_tokens == cached
 
 
 # -- how good drafts are ----------------------------------------------------------------------------------------------

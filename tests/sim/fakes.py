@@ -24,7 +24,7 @@ from pdinfer.batch import Row
 from pdinfer.config import CacheConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.groups import Groups
-from pdinfer.kv.layout import KVComponent, KVLayout, Spans
+from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
 from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.kv.transport import Memory
 from pdinfer.prefill import PrefillEngine
@@ -124,15 +124,11 @@ class FakeModel:
         return []
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        component = KVComponent(
-            name="cell",
-            format="u64",
-            dtype="uint64",
-            width=1,
-            token_bytes=CELL.size,
-            layers=(*range(NUM_LAYERS), DRAFT_LAYER),
+        components = tuple(
+            KVComponent(name=name, format="u64", dtype="uint64", width=1, token_bytes=CELL.size, layers=layers)
+            for name, layers in (("cell", tuple(range(NUM_LAYERS))), (f"{MTP_PREFIX}cell", (DRAFT_LAYER,)))
         )
-        return KVLayout(model_id=b"fake", weights_id=b"none", page_size=cache.page_size, components=(component,))
+        return KVLayout(model_id=b"fake", weights_id=b"none", page_size=cache.page_size, components=components)
 
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
         raise AssertionError("give num_pages")

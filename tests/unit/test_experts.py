@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import attrs
 import pytest
 import torch
 from torch import Tensor
 
+from pdinfer.config import ExpertConfig
 from pdinfer.errors import ConfigError
 from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
@@ -26,7 +30,8 @@ from pdinfer.moe.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatch import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.layer import MoE
-from pdinfer.testing import random_model, tiny_config
+from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.weights import load_model
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
@@ -141,3 +146,36 @@ def test_two_batches_under_way_give_what_one_does(num_tokens: int, ranks: bool) 
     expected = layer(x_TD)
     size = float(expected.abs().max()) if num_tokens else 0.0
     torch.testing.assert_close(halved(x_TD), expected, rtol=0, atol=difference_of_models(config, 0, size))
+
+
+@attrs.define
+class NotedDispatcher:
+    """One whose calls are noted."""
+
+    inner: LocalDispatcher
+    calls: list[str] = attrs.field(factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        def called(*arguments: Any) -> Any:
+            self.calls.append(name)
+            return getattr(self.inner, name)(*arguments)
+
+        return called
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_batches_are_under_way_where_that_is_asked_for(tmp_path: Path, overlap: bool) -> None:
+    """The second half leaves before the first is computed, and is computed while the results of the first return."""
+    write_checkpoint(tmp_path, tiny_config_dict("v3"))
+    options = ExpertConfig(two_batch_overlap=overlap)
+    layers = load_model(tmp_path, dtype=torch.float32, experts=options).moe_layers()
+    x_TD = torch.randn(5, tiny_config().hidden_size, generator=torch.Generator().manual_seed(0))
+    order = ["dispatch_begin", "dispatch_end", "combine_begin", "combine_end"]
+    if overlap:
+        begin, arrive, give_back, end = order
+        order = [begin, begin, arrive, give_back, arrive, give_back, end, end]
+    for layer in layers:
+        assert isinstance(layer.dispatcher, LocalDispatcher)
+        dispatcher: Any = NotedDispatcher(layer.dispatcher)
+        attrs.evolve(layer, dispatcher=dispatcher)(x_TD)
+        assert dispatcher.calls == order

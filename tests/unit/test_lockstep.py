@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.groups import Groups
 from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
-from pdinfer.rebalance import Rebalancing
+from pdinfer.rebalance import ExpertStanding, Rebalancing
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
@@ -37,6 +38,7 @@ def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threa
     with ExitStack() as stack:
         for one in made:
             stack.callback(one.close)
+        stack.callback(abandon, groups)
         on_ranks(groups, lambda one: meet(made[one.world.rank]))
         for event in woken:
             event.clear()
@@ -73,6 +75,8 @@ def test_orders_reach_the_followers_and_reports_the_leader() -> None:
         ):
             made[rank].tell(message)
         agreements = on_ranks(groups, lambda one: meet(made[one.world.rank]))
+        again = on_ranks(groups, lambda one: meet(made[one.world.rank]))
+    assert not any(agreement.heard for agreement in again)
     heard = [agreement.heard for agreement in agreements]
     assert not any(agreement.runs for agreement in agreements)
     connect = ((0, say.Connect(PEER)),)
@@ -89,7 +93,7 @@ def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pyt
         assert not woken[1].is_set()
         with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
         with_work.start()
-        assert woken[1].wait(20)
+        assert woken[1].wait(TIMEOUT_S)
         assert made[1].due_in_s() == 0
         agreement = made[1].agree()
         with_work.join()
@@ -109,6 +113,37 @@ def test_a_ring_that_is_lost_costs_a_beat(monkeypatch: pytest.MonkeyPatch) -> No
     assert agreement.runs
 
 
+def test_who_is_idle_agrees_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        for one in made:
+            one._agreed_at -= 3600.0
+        assert [one.due_in_s() for one in made] == [0, 0]
+        on_ranks(groups, lambda one: meet(made[one.world.rank]))
+        assert all(one.due_in_s() > 1000 for one in made)
+
+
+def test_experts_that_move_and_news_of_them_wait_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
+    rebalancing: Any = SimpleNamespace(has_news=False, standing=ExpertStanding, agreed=lambda *_, runs: False)
+    lockstep = Lockstep(Groups.single(), rebalancing, lambda: None)
+    try:
+        lockstep.agree()
+        assert lockstep.due_in_s() > 1000
+        rebalancing.has_news = True
+        assert lockstep.due_in_s() == 0
+        rebalancing.agreed = lambda *_, runs: True
+        lockstep.agree()
+        rebalancing.has_news = False
+        assert lockstep.due_in_s() == 0
+        rebalancing.agreed = lambda *_, runs: False
+        lockstep.agree()
+        assert lockstep.due_in_s() > 1000
+    finally:
+        lockstep.close()
+
+
 def test_one_that_closes_closes_all() -> None:
     groups = groups_of(dp_size=2)
     with locksteps(groups) as (made, _):
@@ -125,6 +160,35 @@ def test_a_rank_that_left_a_common_step_says_so_ever_after() -> None:
         with pytest.raises(RankLost, match=told):
             made[1].agree(num_rows=1)
         assert made[1].due_in_s() == 0
+
+
+def test_a_rank_that_is_lost_to_a_collective_is_lost_ever_after() -> None:
+    """The first reason is kept, and nobody is waited for again."""
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        abandon(groups)
+        with pytest.raises(RankLost, match="a thread did not come"):
+            made[0].agree(num_rows=1)
+        first = made[0].lost
+        for _ in range(2):
+            with pytest.raises(RankLost) as raised:
+                made[0].agree(num_rows=1)
+            assert raised.value is first
+        with pytest.raises(RankLost, match="another"), made[0].together():
+            raise RankLost("another")
+        with pytest.raises(RankLost, match="a thread did not come"), made[0].together():
+            raise ValueError("odd")
+        assert made[0].lost is first
+        assert made[0].due_in_s() == 0
+
+
+def test_a_host_that_is_interrupted_in_a_common_step_has_left_it() -> None:
+    groups = groups_of(dp_size=2)
+    with locksteps(groups) as (made, _):
+        with pytest.raises(KeyboardInterrupt), made[1].together():
+            raise KeyboardInterrupt
+        with pytest.raises(RankLost, match=r"rank 1 left a step .*\(KeyboardInterrupt: \)"):
+            made[1].agree()
 
 
 def test_ranks_that_step_different_engines_are_told() -> None:
@@ -146,6 +210,8 @@ def test_what_differs_is_named_on_every_rank() -> None:
 
     def differ(one: Groups) -> str:
         compare(one.world, {"page_size": 4, "chunk": 16})
+        with pytest.raises(ConfigError, match="mtp must be the same on all ranks of an engine; it is False on rank 0"):
+            compare(one.world, {"page_size": 4, "mtp": one.world.rank == 2})
         with pytest.raises(ConfigError) as raised:
             compare(one.world, {"page_size": 4, "chunk": 16 if one.world.rank else -1})
         return str(raised.value)

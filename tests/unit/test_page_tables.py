@@ -11,14 +11,15 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.page_tables import PageTables
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.speculation import Draft
-from pdinfer.testing import random_model
+from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import Request, SamplingParams
 
+DRAFTING = random_model(tiny_config("v3"), mtp=True)
 PAGE_SIZE = 2
 
 
 def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables]:
-    pool = PagePool(random_model(), CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
+    pool = PagePool(DRAFTING, CacheConfig(page_size=PAGE_SIZE, num_pages=num_pages))
     return pool, PageTables(pool, EngineConfig(num_draft_tokens=3, **more))
 
 
@@ -159,7 +160,7 @@ def test_without_a_state_nothing_is_drafted() -> None:
     assert tables.extend_for_drafts(sequence) == 0
 
 
-def test_with_drafts_a_page_is_full_one_token_later() -> None:
+def test_with_an_mtp_layer_a_page_is_full_one_token_later() -> None:
     pool, tables = tables_of(8)
     sequence = running(pool, 4)
     tables.keep(sequence)
@@ -176,3 +177,42 @@ def test_what_is_kept_to_draft_from_goes_with_the_pages() -> None:
     tables.release(sequence)
     assert sequence.draft.state is None
     assert pool.num_free == 8
+
+
+def test_pages_of_a_room_that_was_given_up_wait_for_its_writers() -> None:
+    """And whoever comes meanwhile leaves the watermark, as if the room were in use."""
+    pool, tables = tables_of(32)
+    sequence = waiting(pool, 4)
+    grant = tables.reserve(sequence, b"r" * 16, ())
+    all_there_is = waiting(pool, 60)
+    assert tables.orphan(sequence) == grant
+    assert (tables.num_orphans, pool.num_granted, sequence.pages, sequence.grant) == (1, 2, [], None)
+    assert not tables.may_reserve(all_there_is, holding=[])
+    assert not tables.settle(b"o" * 16)
+    assert tables.settle(grant.room)
+    assert (tables.num_orphans, pool.num_granted, pool.num_free) == (0, 0, 32)
+    assert not tables.settle(grant.room)
+    assert tables.may_reserve(all_there_is, holding=[])
+
+
+def test_pages_that_others_use_anyway_are_had_for_nothing() -> None:
+    pool, tables = tables_of(12)
+    first, second = running(pool, 7), waiting(pool, 7)
+    tables.keep(first)
+    second.extend_chain()
+    taken = pool.own(pool.num_free - 1)
+    assert tables.may_reserve(second, holding=[])
+    grant = tables.reserve(second, b"r" * 16, ())
+    assert second.pages == [*first.pages[:3], *grant.pages]
+    assert grant.tokens == range(6, 7)
+    pool.release(taken)
+
+
+def test_at_the_last_attempt_a_sequence_has_all_it_can_need() -> None:
+    pool, tables = tables_of(32, max_attempts=2)
+    sequence = waiting(pool, 4, max_tokens=20)
+    tables.reserve(sequence, b"r" * 16, ())
+    assert (sequence.protected, len(sequence.pages), len(sequence.spare)) == (False, 2, 0)
+    again = waiting(pool, 4, max_tokens=20, attempts=1)
+    tables.reserve(again, b"o" * 16, ())
+    assert (again.protected, len(again.pages), len(again.spare)) == (True, 2, 8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import pytest
@@ -10,8 +10,9 @@ import pytest
 import pdinfer as pd
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.sampling import Drawn
-from pdinfer.testing import random_model
+from pdinfer.kv.transport import Transfer
+from pdinfer.sampling import Draw, Drawn
+from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Handoff, HandoffStatus
 
 MODEL = random_model()
@@ -227,3 +228,55 @@ def test_no_more_tokens_are_held_than_allowed() -> None:
             prefill.step()
             most = max(most, ours.pool.num_owned)
         assert most == 4, "both were in six pages, or none"
+
+
+def test_pages_are_held_until_they_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = bench.prefill.channel
+    sending = Transfer(0)
+    monkeypatch.setattr(ours, "finish", lambda grant, word: sending)
+    bench.prefill.submit(request(), bench.grant())
+    bench.run()
+    assert (ours.pool.num_owned, bench.prefill.num_unfinished) == (5, 1)
+    sending.complete()
+    bench.run(1)
+    assert (ours.pool.num_owned, bench.prefill.num_unfinished) == (0, 0)
+
+
+def test_a_stop_ends_its_own_room_and_no_other(bench: Bench) -> None:
+    stopped = bench.grant(room=b"s" * 16)
+    bench.prefill.submit(request(), stopped)
+    bench.prefill.submit(attrs.evolve(request(), request_id="b"), bench.grant(room=b"o" * 16))
+    assert bench.run(1) == []
+    bench.decode.abort(stopped, pd.TransferError("enough"))
+    assert {word.room[:1]: word.status for word in bench.run()} == {
+        b"s": HandoffStatus.ABORTED,
+        b"o": HandoffStatus.LANDED,
+    }
+
+
+def test_a_token_that_a_request_makes_impossible_aborts_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = pd.RequestError("nothing may come")
+    with monkeypatch.context() as patched:
+        patched.setattr(bench.prefill._runner, "first_tokens", lambda *_: [Drawn(token=0, logprob=0.0, error=error)])
+        bench.prefill.submit(request(), bench.grant())
+        (word,) = bench.run()
+    assert (word.status, str(word.error)) == (HandoffStatus.ABORTED, "nothing may come")
+
+
+def test_a_hand_off_tells_how_long_it_waited_and_ran(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock(100.0)
+    monkeypatch.setattr(bench.prefill, "_clock", clock)
+    pool, first_tokens = bench.prefill.channel.pool, bench.prefill._runner.first_tokens
+
+    def slow(rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        clock.advance(2.0)
+        return first_tokens(rows, draws)
+
+    monkeypatch.setattr(bench.prefill._runner, "first_tokens", slow)
+    taken = pool.own(pool.num_free)
+    bench.prefill.submit(request(), bench.grant())
+    assert bench.run(1) == []
+    clock.advance(5.0)
+    pool.release(taken)
+    (word,) = bench.run()
+    assert (word.queue_s, word.compute_s) == (5.0, 2.0)

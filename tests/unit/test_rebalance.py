@@ -57,11 +57,13 @@ class FakeSolver:
         self.is_asked, self.asked = False, 0
         self.error: Exception | None = None
         self.loads: list[Any] = []
+        self.budgets: list[int | None] = []
 
     def ask(self, load: Any, previous: pd.ExpertPlacement, *, max_moves: int | None = None) -> None:
         self.is_asked, self.looks, self.previous = True, 0, previous
         self.asked += 1
         self.loads.append(load.tolist())
+        self.budgets.append(max_moves)
 
     def poll(self) -> bytes:
         self.looks += 1
@@ -199,6 +201,7 @@ def test_an_error_on_one_rank_is_told_on_all() -> None:
 def test_every_so_many_steps_the_summed_load_is_solved() -> None:
     with threads() as pool:
         world = World(pool, eplb_rebalance_num_iterations=3)
+        world.agree()  # no step
         for _ in range(3):
             for number, experts in enumerate(world.experts):
                 experts.recorder.record(0, torch.tensor([[number]]))
@@ -211,6 +214,56 @@ def test_every_so_many_steps_the_summed_load_is_solved() -> None:
         assert [rank.epoch for rank in world.ranks] == [1] * RANKS
         assert world.ranks[0].solver.asked == 1  # type: ignore[attr-defined]
         assert not world.experts[1].recorder.counts().any()
+
+
+def test_nothing_is_solved_beside_a_placement_that_is_staged() -> None:
+    with threads() as pool:
+        world = World(pool)
+        solver: Any = world.ranks[0].solver
+        world.ranks[2].stage(other(world, 1))
+        world.ranks[1].ask_rebalance()
+        world.settle()
+        assert (solver.asked, world.ranks[0].epoch) == (0, 0)
+        world.ranks[1].cancel()
+        world.settle()
+        world.ranks[1].ask_rebalance()
+        world.settle()
+        assert (solver.asked, world.ranks[0].epoch) == (1, 1)
+
+
+def test_an_answer_is_not_used_when_a_placement_was_staged_meanwhile() -> None:
+    with threads() as pool:
+        world = World(pool)
+        world.ranks[1].ask_rebalance()
+        world.agree()
+        hosts = other(world, 1)
+        for rank in world.ranks:
+            rank.stage(hosts)
+        world.settle()
+        assert world.experts[0].placement == hosts
+        assert (world.ranks[0].num_answers, world.ranks[0].error) == (1, "")
+
+
+def test_placements_that_differ_in_shares_are_different_ones() -> None:
+    with threads() as pool:
+        world = World(pool)
+        hosts = other(world, 1)
+        shares = np.zeros(hosts.physical_to_logical_map.shape)  # all of an expert's tokens go to its first copy
+        for layer, row in enumerate(hosts.physical_to_logical_map.tolist()):
+            shares[layer, [row.index(expert) for expert in range(EXPERTS)]] = 1.0
+        for rank, slot_shares in zip(world.ranks, (None, None, shares), strict=True):
+            rank.stage(attrs.evolve(hosts, slot_shares=slot_shares))
+        world.settle()
+        assert [(rank.epoch, rank.is_staged) for rank in world.ranks] == [(0, True)] * RANKS
+
+
+@pytest.mark.parametrize(("config", "max_moves"), [({}, None), ({"rebalance_max_bytes": 3 * SIZE + 1}, 3)])
+def test_the_solver_may_move_so_many_bytes(config: dict[str, Any], max_moves: int | None) -> None:
+    with threads() as pool:
+        world = World(pool, **config)
+        world.ranks[1].ask_rebalance()
+        world.agree()
+        assert world.ranks[0].solver.budgets == [max_moves]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError("it has ended"), ConfigError("no load")])

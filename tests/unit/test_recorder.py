@@ -63,6 +63,14 @@ def test_counts_from_elsewhere_are_added() -> None:
     assert recorder.counts().dtype == np.int64
 
 
+def test_a_reset_forgets_the_open_step_too() -> None:
+    recorder = ExpertLoadRecorder(1, 2, device="cpu")
+    recorder.add([[1, 2]])
+    recorder.reset()
+    recorder.end_step()
+    assert not recorder.counts().any()
+
+
 def test_ranks_sum_into_a_copy() -> None:
     recorder = ExpertLoadRecorder(1, 2, device="cpu")
     recorder.add([[1, 2]])

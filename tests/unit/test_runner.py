@@ -1,12 +1,21 @@
-"""Which drafts count as the model's own."""
+"""What a step leaves behind beside its tokens, and which drafts count as the model's own."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from pdinfer.batch import Row
+from pdinfer.config import CacheConfig, ExpertConfig
 from pdinfer.errors import PDInferError
-from pdinfer.runner import _accepted
-from pdinfer.sampling import Drawn
+from pdinfer.runner import ModelRunner, _accepted
+from pdinfer.sampling import Draw, Drawn
+from pdinfer.speculation import Draft
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from pdinfer.types import SamplingParams
+from pdinfer.weights import load_model
 
 SPOILT = 99
 
@@ -41,3 +50,23 @@ def test_drafts_count_up_to_the_first_that_is_wrong_or_an_error(
     also where the spoilt token happens to be the draft."""
     ours = drawn(tokens)
     assert _accepted(ours, proposed) == ours[:num_kept]
+
+
+def test_every_kind_of_step_is_one_step_of_what_is_recorded(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config_dict("v3"))
+    options = ExpertConfig(expert_distribution_recorder_mode="stat")
+    model = load_model(tmp_path, dtype=torch.float32, experts=options)
+    recorder = model.experts.recorder
+    assert recorder is not None
+    runner = ModelRunner(model, model.allocate_pages(model.kv_layout(CacheConfig(page_size=4)), 4))
+    per_token = model.config.num_experts_per_tok * len(model.moe_layers())
+    rows = [Row((7,), 3, (0, 1))]
+    draws = [Draw(sampling=SamplingParams(), prompt=(3, 4, 5), output=(7,))]
+    for num_tokens, step in (
+        (3, lambda: [*runner.prefill([Row((3, 4, 5), 0, (0, 1))])]),
+        (1, lambda: runner.decode(rows, draws, [Draft()])),
+        (1, lambda: runner.forward(rows)),
+    ):
+        recorder.reset()
+        step()
+        assert recorder.counts().sum() == num_tokens * per_token

@@ -366,9 +366,13 @@ def test_growth_is_learnt_from_retractions_and_forgotten(retractions: list[int])
         assert 0 <= share <= 1
         assert share >= before if num_retracted else share <= before
         assert not num_retracted or share >= 0.1
-    for _ in range(512):
-        share = learn_growth(share, num_retracted=0)
-    assert share == 0
+    half = learn_growth(share, num_retracted=0)
+    for _ in range(255):
+        half = learn_growth(half, num_retracted=0)
+    assert half == pytest.approx(max(0.0, share - 0.5))
+    for _ in range(256):
+        half = learn_growth(half, num_retracted=0)
+    assert half == 0
 
 
 @given(st.integers(1, 100), st.integers(1, 64), st.integers(1, 10_000))

@@ -14,7 +14,7 @@ import torch
 import pdinfer as pd
 from pdinfer.batch import Batch
 from pdinfer.kv.view import KVView
-from pdinfer.testing import random_model, tiny_config
+from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.warm_up import batch_sizes
 
 MODEL = random_model()
@@ -121,6 +121,40 @@ def test_nothing_else_changes(model: pd.Model) -> None:
         pool.check()
         assert prefill.step() == decode.step() == []
         assert serve(pairing) == (tokens, 12)
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> pd.Model:
+    """A model that counts which experts are chosen."""
+    folder = tmp_path_factory.mktemp("recording")
+    write_checkpoint(folder, tiny_config_dict("v3"))
+    return pd.load_model(folder, experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_a_warm_up_makes_routers_choose_is_forgotten(
+    recording: pd.Model, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = recording.experts.recorder
+    assert recorder is not None
+    with engines(recording, max_running_requests=2, chunked_prefill_size=16) as (prefill, decode, pairing):
+        recorder.reset()
+        engine = prefill if role == "prefill" else decode
+        engine.warm_up()
+        assert not recorder.counts().any()
+        serve(pairing)
+        counted = recorder.counts()
+        recorder.reset()
+        with monkeypatch.context() as patched:
+            patched.setattr(pd.Model, "head", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.warm_up()
+        recorder.end_step()
+        assert not recorder.counts().any()
+    with engines(recording, max_running_requests=2, chunked_prefill_size=16) as (_, _, pairing):
+        serve(pairing)
+        assert (recorder.counts() == counted).all()
+        recorder.reset()
 
 
 def test_an_engine_with_requests_refuses() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import attrs
@@ -16,7 +16,7 @@ from pdinfer.errors import RankLost
 from pdinfer.groups import Group, Groups
 
 T = TypeVar("T")
-TIMEOUT_S = 20.0
+TIMEOUT_S = 180.0
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -88,6 +88,19 @@ def groups_of(*, dp_size: int = 1, tp_size: int = 1) -> list[Groups]:
 
 
 def on_ranks(groups: Sequence[Groups], work: Callable[[Groups], T]) -> list[T]:
-    """What `work` gives on each rank, run in threads at the same time; raises what the first one raised."""
+    """What `work` gives on each rank, run in threads at the same time; raises what the first one raised, and then no
+    other waits for it."""
     with ThreadPoolExecutor(len(groups)) as pool:
-        return [future.result(TIMEOUT_S) for future in [pool.submit(work, one) for one in groups]]
+        futures = [pool.submit(work, one) for one in groups]
+        failed = [future for future in wait(futures, TIMEOUT_S, FIRST_EXCEPTION).done if future.exception()]
+        if failed:
+            abandon(groups)
+        return [future.result(TIMEOUT_S) for future in [*failed, *futures]][len(failed) :]
+
+
+def abandon(groups: Sequence[Groups]) -> None:
+    """Who waits for others of these ranks is told that they do not come."""
+    for one in groups:
+        for group in (one.world, one.attention):
+            assert isinstance(group, ThreadGroup)
+            group.meeting.barrier.abort()

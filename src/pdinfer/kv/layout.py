@@ -22,6 +22,9 @@ from msgspec import Meta
 from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
 
+MTP_PREFIX = "mtp."
+"""What the names of an MTP layer's components begin with."""
+
 Spans = list[tuple[int, int]]
 """(offset, length) pieces of a pool's bytes, in the order in which their contents are sent."""
 
@@ -84,6 +87,11 @@ class KVLayout:
         """The global layer ids that have a cache."""
         ids = [layer for component in self.components for layer in component.layers]
         return range(min(ids), max(ids) + 1)
+
+    @property
+    def lookahead(self) -> int:
+        """How many tokens behind its own what is cached of a token depends on: one with an MTP layer."""
+        return int(any(component.name.startswith(MTP_PREFIX) for component in self.components))
 
     def num_pages(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens need when the first one starts a page."""

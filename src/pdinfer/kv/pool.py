@@ -131,7 +131,7 @@ class PagePool:
 
     def chain(self, salt: bytes) -> PrefixChain:
         """The keys, none yet, of a sequence that shares its pages with those of equal `salt`."""
-        return PrefixChain.of(self.layout.layout_id, salt, self.layout.page_size)
+        return PrefixChain.of(self.layout.layout_id, salt, self.layout.page_size, lookahead=self.layout.lookahead)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """The pages that hold the longest known beginning of a sequence with these `keys`; they are nobody's until

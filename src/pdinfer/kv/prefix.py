@@ -1,9 +1,10 @@
 """Which cached page holds which tokens: the prefix index of one pool. Plain values, no tensors, no clock.
 
 A page's key says everything that its latents depend on: the layout (model, weights, page size), who may share them, and
-through the key of the page before it every token up to its own last one. Only full pages have a key.
+through the key of the page before it every token up to its own last one, with an MTP layer also the one behind that.
+Only full pages have a key.
 
-    root = H(layout_id, salt)        key of page i = H(key of page i - 1, or root; tokens of page i)
+    root = H(layout_id, salt)        key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
 """
 
 from __future__ import annotations
@@ -30,22 +31,28 @@ def digest(*fields: bytes) -> bytes:
 
 @attrs.define
 class PrefixChain:
-    """The keys of one sequence's full pages, in order; it grows with the sequence."""
+    """The keys of one sequence's full pages, in order; it grows with the sequence. A page is full when its tokens and
+    the `lookahead` behind them are there."""
 
     page_size: int
     root: bytes
+    lookahead: int = 0
     keys: list[bytes] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, layout_id: bytes, salt: bytes, page_size: int) -> PrefixChain:
+    def of(cls, layout_id: bytes, salt: bytes, page_size: int, *, lookahead: int = 0) -> PrefixChain:
         """The chain of a sequence without tokens."""
-        return cls(page_size, digest(b"pdinfer prefix 1", layout_id, salt))
+        return cls(page_size, digest(b"pdinfer prefix 1", layout_id, salt), lookahead)
+
+    def num_full(self, num_tokens: int) -> int:
+        """How many pages a sequence of `num_tokens` fills."""
+        return max(0, num_tokens - self.lookahead) // self.page_size
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Adds the keys of the pages that `tokens`, the whole sequence so far, fills by now."""
-        size = self.page_size
-        for start in range(len(self.keys) * size, len(tokens) - size + 1, size):
-            page = struct.pack(f"<{size}i", *tokens[start : start + size])
+        size, width = self.page_size, self.page_size + self.lookahead
+        for at in range(len(self.keys), self.num_full(len(tokens))):
+            page = struct.pack(f"<{width}i", *tokens[at * size : at * size + width])
             self.keys.append(digest(self.keys[-1] if self.keys else self.root, page))
 
 

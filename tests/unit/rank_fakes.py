@@ -1,0 +1,185 @@
+"""A group of ranks seen from one of them, alone in a test: what the others say is ours to write."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from pdinfer import rank_messages as say
+from pdinfer.batch import Row
+from pdinfer.errors import TransferError
+from pdinfer.groups import Group, Groups
+from pdinfer.kv.transport import Transfer
+from pdinfer.lockstep import Agreement, Standing
+from pdinfer.speculation import Draft
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
+
+LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
+DECODE = PeerAddress(b"decode", 1, 0, ("tcp://d:1",))
+OTHER = PeerAddress(b"other", 1, 0, ("tcp://o:1",))
+PREFILL = PeerAddress(b"prefill", 1, 0, ("tcp://p:1",))
+SIZE, FOLLOWER = 3, 1
+"""Ranks of the group, and which of them a follower is."""
+
+
+def grant_of(room: bytes = b"r" * 16, num_tokens: int = 9) -> PageGrant:
+    return PageGrant(
+        room=room,
+        request_id="a",
+        writers=(PREFILL,),
+        destinations=(DECODE,),
+        tokens=range(num_tokens),
+        pages=(4, 2, 7),
+        generations=(3, 1, 5),
+        layout_id=b"l" * 32,
+    )
+
+
+def word(room: bytes = b"r" * 16, status: HandoffStatus = LANDED, error: Exception | None = None) -> Handoff:
+    return Handoff(room=room, writer=PREFILL, status=status, error=error)  # type: ignore[arg-type]
+
+
+def agreement(*heard: tuple[int, say.Message], num_rows: int = 0, num_passes: int = 0) -> Agreement:
+    """One in which some rank has so many rows and passes."""
+    return Agreement((Standing(number=0), Standing(number=0, num_rows=num_rows, num_passes=num_passes)), tuple(heard))
+
+
+@attrs.define(eq=False)
+class FakeLockstep:
+    """Keeps what is told and what is said of oneself; `next` are the agreements to come, None for not due."""
+
+    groups: Groups
+    told: list[say.Message] = attrs.field(factory=list)
+    said: list[dict[str, Any]] = attrs.field(factory=list)
+    next: list[Agreement | None] = attrs.field(factory=list)
+    num_together: int = 0
+
+    @classmethod
+    def of(cls, rank: int) -> FakeLockstep:
+        """That of a rank of the group."""
+        return cls(attrs.evolve(Groups.single(), attention=Group("attention", tuple(range(SIZE)), rank)))
+
+    def tell(self, message: say.Message) -> None:
+        self.told.append(message)
+
+    def agree(self, **said: Any) -> Agreement | None:
+        self.said.append(said)
+        return self.next.pop(0)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        self.num_together += 1
+        yield
+
+    def take(self) -> list[say.Message]:
+        """What was told since the last call."""
+        told, self.told = self.told, []
+        return told
+
+
+@attrs.define(eq=False)
+class FakePool:
+    """Every page is of the generation 0, as a follower's are."""
+
+    def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(pages)
+
+
+@attrs.define(eq=False)
+class FakeChannel:
+    """Keeps what it is asked to do; `words` and `stops` are what comes next, `sent` what `finish` gave."""
+
+    address: PeerAddress = PREFILL
+    calls: list[tuple[Any, ...]] = attrs.field(factory=list)
+    words: list[Handoff] = attrs.field(factory=list)
+    stops: list[tuple[bytes, TransferError]] = attrs.field(factory=list)
+    refuses: set[bytes] = attrs.field(factory=set)
+    linked: set[bytes] = attrs.field(factory=set)
+    sent: list[Transfer] = attrs.field(factory=list)
+    pool: FakePool = attrs.field(factory=FakePool)
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float) -> None:
+        self.calls.append(("connect", peer, timeout_s))
+
+    def connected(self, peer: PeerAddress) -> bool:
+        return peer.engine_id in self.linked
+
+    @property
+    def stats(self) -> Any:
+        peers = [
+            attrs.make_class("Peer", ["address", "connected"])(peer, self.connected(peer)) for peer in (DECODE, OTHER)
+        ]
+        return attrs.make_class("Stats", ["peers"])(peers)
+
+    def expect(self, grant: PageGrant) -> None:
+        self.calls.append(("expect", grant))
+
+    def abort(self, grant: PageGrant, error: Exception) -> None:
+        self.calls.append(("abort", grant, str(error)))
+
+    def accept(self, grant: PageGrant) -> None:
+        if grant.room in self.refuses:
+            raise TransferError("not here")
+        self.calls.append(("accept", grant))
+
+    def push(self, grant: PageGrant, *, layers: range, tokens: range, pages: Sequence[int], ready: Any = None) -> None:
+        self.calls.append(("push", grant.room, layers, tokens, tuple(pages), ready))
+
+    def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
+        self.calls.append(("finish", grant, handoff.status, handoff.error))
+        self.sent.append(Transfer(0))
+        return self.sent[-1]
+
+    def poll(self) -> list[Handoff]:
+        words, self.words = self.words, []
+        return words
+
+    def poll_stops(self) -> list[tuple[bytes, TransferError]]:
+        stops, self.stops = self.stops, []
+        return stops
+
+    def is_full(self, grant: PageGrant) -> bool:
+        return grant.room in self.refuses
+
+    def drain(self, timeout_s: float) -> bool:
+        self.calls.append(("drain", timeout_s))
+        return True
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """What it was asked since the last call."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def ready() -> None:
+    """What a runner may give with a layer."""
+
+
+@attrs.define(eq=False)
+class FakeRunner:
+    """Keeps what it is asked to run; a prefill has two layers."""
+
+    drafts: bool = False
+    calls: list[tuple[Any, ...]] = attrs.field(factory=list)
+
+    def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Any]]:
+        for layer in range(2):
+            self.calls.append(("layer", layer, list(rows)))
+            yield layer, ready
+
+    def forward(self, rows: Sequence[Row]) -> None:
+        self.calls.append(("forward", list(rows)))
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        return Draft(state=torch.zeros(1, 2) if states else None)
+
+    def decode(self, rows: Sequence[Row], draws: Any, drafts: Sequence[Draft], *, num_passes: int) -> list[Any]:
+        self.calls.append(("decode", list(rows), list(draws), list(drafts), num_passes))
+        return []

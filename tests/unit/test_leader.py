@@ -1,0 +1,281 @@
+"""What a leader does is done with its own channel and told to the followers; what followers see counts."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from pdinfer import rank_messages as say
+from pdinfer.batch import Row
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.plan import even_slices
+from pdinfer.kv.wire import PackedGrant, pack_ints
+from pdinfer.leader import RankChannel, RankRunner, empty_decode, empty_prefill
+from pdinfer.sampling import Draw
+from pdinfer.speculation import MAX_NEWEST, Draft
+from pdinfer.types import NamedState, SamplingParams
+from tests.unit.rank_fakes import (
+    ABORTED,
+    DECODE,
+    OTHER,
+    SIZE,
+    FakeChannel,
+    FakeLockstep,
+    FakeRunner,
+    agreement,
+    grant_of,
+    ready,
+    word,
+)
+
+GRANT = grant_of()
+ROOM = GRANT.room
+STATE = NamedState(name="s", version=1, dtype="float32", shape=(1,), data=b"\0" * 4)
+
+
+class Leader:
+    """The ends of a group of three, and a runner with them."""
+
+    def __init__(self, *, drafts: bool = False) -> None:
+        self.channel, self.lockstep, self.runner = FakeChannel(), FakeLockstep.of(0), FakeRunner(drafts)
+        own: Any = self.channel
+        lockstep: Any = self.lockstep
+        runner: Any = self.runner
+        self.ends = RankChannel(own, lockstep)
+        self.runs = RankRunner(runner, lockstep, self.run_empty, self.ends)
+        self.emptied: list[Any] = []
+
+    def run_empty(self, runner: Any, agreed: Any) -> None:
+        self.emptied.append(agreed)
+
+
+# -- prefill's side ----------------------------------------------------------------------------------------------------
+
+
+def test_pages_are_read_until_every_rank_has_sent_them() -> None:
+    leader = Leader()
+    sent = leader.ends.finish(GRANT, word())
+    other = leader.ends.finish(grant_of(b"o" * 16), word())
+    assert leader.lockstep.take() == [say.Finish(ROOM, None), say.Finish(b"o" * 16, None)]
+    (own, _) = leader.channel.sent
+    own.complete(None)
+    assert not sent.done
+    leader.ends.hear(1, say.Sent(ROOM))
+    assert not sent.done
+    leader.ends.hear(2, say.Sent(ROOM))
+    assert sent.done
+    assert not other.done
+
+
+def test_pages_are_read_until_this_rank_has_sent_them() -> None:
+    leader = Leader()
+    sent = leader.ends.finish(GRANT, word(status=ABORTED, error=TransferError("stop")))
+    (finish,) = leader.lockstep.take()
+    assert (finish.room, str(finish.error)) == (ROOM, "stop")  # type: ignore[union-attr]
+    for rank in (1, 2):
+        leader.ends.hear(rank, say.Sent(ROOM))
+    assert not sent.done
+    leader.channel.sent[0].complete(None)
+    assert sent.done
+
+
+def test_behind_the_close_nobody_is_waited_for() -> None:
+    """Followers close their channels too; then nothing reads their pages."""
+    leader = Leader()
+    sent = leader.ends.finish(GRANT, word())
+    leader.channel.sent[0].complete(None)
+    leader.ends.close()
+    assert sent.done
+    leader.channel.words = [word()]
+    assert leader.ends.poll() == [word()]
+    assert leader.channel.calls[1] == ("close",)
+
+
+def test_each_rank_pushes_its_share_of_the_tokens() -> None:
+    leader = Leader()
+    row = Row([5, 6, 7, 8], 3, (4, 2, 7), 9)
+    leader.ends.announce([row], [GRANT], [range(1, 7)])
+    assert leader.lockstep.take() == [say.Prefill([say.PackedRow.of(row)], [ROOM], [range(1, 7)])]
+    leader.ends.push(GRANT, layers=range(2, 3), tokens=range(1, 7), pages=row.pages, ready=ready)
+    ((share,), *_) = even_slices(range(1, 7), SIZE)
+    assert leader.channel.take() == [("push", ROOM, range(2, 3), share, row.pages, ready)]
+
+
+def test_a_stop_that_one_rank_hears_of_is_heard_once() -> None:
+    leader = Leader()
+    leader.channel.stops = [(b"own", TransferError("mine"))]
+    leader.ends.hear(1, say.Stopped(ROOM, PDInferError("theirs")))
+    stops = leader.ends.poll_stops()
+    assert [(room, type(error), str(error)) for room, error in stops] == [
+        (b"own", TransferError, "mine"),
+        (ROOM, TransferError, "theirs"),
+    ]
+    assert leader.ends.poll_stops() == []
+
+
+def test_what_the_channel_refuses_is_told_to_nobody() -> None:
+    leader = Leader()
+    leader.channel.refuses = {ROOM}
+    with pytest.raises(TransferError, match="not here"):
+        leader.ends.accept(GRANT)
+    assert leader.lockstep.told == []
+    assert leader.ends.is_full(GRANT)
+    assert not leader.ends.shares_pool(GRANT)
+
+
+# -- decode's side -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_decided_is_done_and_told_in_order() -> None:
+    leader = Leader()
+    leader.ends.connect(DECODE, timeout_s=3.0)
+    leader.ends.expect(GRANT)
+    leader.ends.abort(GRANT, TransferError("enough"))
+    leader.ends.accept(GRANT)
+    assert leader.channel.take() == [
+        ("connect", DECODE, 3.0),
+        ("expect", GRANT),
+        ("abort", GRANT, "enough"),
+        ("accept", GRANT),
+    ]
+    connect, expect, abort, accept = leader.lockstep.take()
+    assert (connect, expect, accept) == (
+        say.Connect(DECODE),
+        say.Expect(PackedGrant.of(GRANT)),
+        say.Accept(PackedGrant.of(GRANT)),
+    )
+    assert isinstance(abort, say.Abort)
+    assert (abort.room, str(abort.error)) == (ROOM, "enough")
+
+
+def test_a_peer_is_connected_when_every_rank_is_linked_to_it() -> None:
+    leader = Leader()
+    leader.channel.linked = {DECODE.engine_id, OTHER.engine_id}
+    leader.ends.hear(1, say.Linked([DECODE, OTHER]))
+    assert not leader.ends.connected(DECODE)
+    leader.ends.hear(2, say.Linked([DECODE]))
+    assert leader.ends.connected(DECODE)
+    assert not leader.ends.connected(OTHER)
+    leader.channel.linked = set()
+    assert not leader.ends.connected(DECODE)
+    leader.channel.linked = {DECODE.engine_id}
+    leader.ends.hear(1, say.Linked([OTHER]))
+    assert not leader.ends.connected(DECODE)
+
+
+@pytest.mark.parametrize("own_first", [False, True])
+def test_a_room_has_landed_when_it_has_on_all_ranks(own_first: bool) -> None:
+    leader = Leader()
+    if own_first:
+        leader.channel.words = [word(), word(b"x" * 16)]
+    assert leader.ends.poll() == []
+    leader.ends.hear(2, say.Settled(ROOM, None))
+    assert leader.ends.poll() == []
+    leader.ends.hear(1, say.Settled(ROOM, None))
+    if not own_first:
+        assert leader.ends.poll() == []
+        leader.channel.words = [word()]
+    assert leader.ends.poll() == [word()]
+    assert leader.ends.poll() == []
+
+
+def test_a_room_that_one_follower_lost_is_lost_with_its_reason() -> None:
+    leader = Leader()
+    leader.channel.words = [word()]
+    leader.ends.hear(1, say.Settled(ROOM, None))
+    leader.ends.hear(2, say.Settled(ROOM, TransferError("a bit fell over")))
+    (told,) = leader.ends.poll()
+    assert (told.status, str(told.error)) == (ABORTED, "a bit fell over")
+
+
+def test_what_this_rank_was_told_goes_first() -> None:
+    leader = Leader()
+    own = word(status=ABORTED, error=PDInferError("the prompt failed"))
+    leader.channel.words = [own]
+    for rank in (1, 2):
+        leader.ends.hear(rank, say.Settled(ROOM, TransferError("stopped")))
+    assert leader.ends.poll() == [own]
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+ROWS = [Row([7], 3, (4, 2)), Row([8], 5, (1, 3))]
+
+
+def draws_of(*lengths: int) -> list[Draw]:
+    return [Draw(sampling=SamplingParams(), prompt=(1,), output=list(range(length))) for length in lengths]
+
+
+def test_what_decode_runs_is_told_before_all_agree() -> None:
+    leader = Leader()
+    leader.lockstep.next = [agreement((2, say.Stopped(ROOM, PDInferError("no"))), num_rows=2)]
+    leader.runs.decode(ROWS, draws_of(1, 2), [Draft(), Draft()])
+    assert leader.lockstep.take() == [say.Decode([say.PackedRow.of(row) for row in ROWS])]
+    assert leader.lockstep.said == [{"num_rows": 2, "num_passes": 0, "is_closing": False}]
+    assert leader.lockstep.num_together == 1
+    assert [room for room, _ in leader.ends.poll_stops()] == [ROOM]
+
+
+def test_drafts_are_told_by_number_until_they_are_gone() -> None:
+    leader = Leader(drafts=True)
+    one, none, other = (leader.runs.draft(states) for states in ([STATE], [], [STATE]))
+    assert leader.lockstep.take() == [say.KeepDraft(0, [STATE]), say.KeepDraft(1, [STATE])]
+    one.num_tokens, other.num_tokens = 2, 1
+    leader.lockstep.next = [agreement(num_rows=1, num_passes=4)]
+    leader.runs.decode([*ROWS, ROWS[0]], draws_of(9, 2, 1), [other, none, one])
+    (order,) = leader.lockstep.take()
+    assert isinstance(order, say.Decode)
+    assert (order.drafts, order.counts) == ([1, None, 0], [1, 0, 2])
+    assert order.newest == [pack_ints(range(9 - MAX_NEWEST, 9)), pack_ints([0, 1]), pack_ints([0])]
+    assert leader.lockstep.said[-1]["num_passes"] == 2
+    assert leader.runner.calls[-1][-1] == 4  # as many passes as the rank that needs most
+    leader.runner.calls.clear()
+    del one
+    gc.collect()
+    assert leader.lockstep.take() == [say.DropDraft(0)]
+
+
+def test_a_rank_without_rows_runs_when_others_do() -> None:
+    leader = Leader()
+    runs = agreement(num_rows=1)
+    leader.lockstep.next = [None, agreement((1, say.Settled(ROOM, None))), runs]
+    for _ in range(3):
+        leader.runs.idle()
+    assert leader.emptied == [runs]
+    assert leader.lockstep.num_together == 1
+    assert leader.lockstep.said == [{"num_rows": 0, "num_passes": 0, "is_closing": False}] * 3
+    leader.lockstep.next = [agreement()]
+    leader.runs.idle(is_closing=True)
+    assert leader.lockstep.said[-1]["is_closing"]
+
+
+def test_a_prefill_is_agreed_upon_before_its_first_layer() -> None:
+    leader = Leader()
+    leader.lockstep.next = [agreement(num_rows=2)]
+    layers = leader.runs.prefill(ROWS)
+    assert next(layers) == (0, ready)
+    assert leader.lockstep.said == [{"num_rows": 2, "num_passes": 0, "is_closing": False}]
+    assert list(layers) == [(1, ready)]
+    assert leader.lockstep.num_together == 1
+
+
+def test_a_rank_that_leads_nobody_tells_nothing() -> None:
+    lockstep, channel, runner = FakeLockstep.of(0), FakeChannel(), FakeRunner(drafts=True)
+    given: Any = (runner, lockstep, empty_decode, channel)
+    runs = RankRunner(*given)
+    lockstep.next = [agreement(num_rows=2)]
+    draft = runs.draft([STATE])
+    runs.decode(ROWS[:1], draws_of(1), [draft])
+    del draft
+    runner.calls.clear()
+    gc.collect()
+    assert lockstep.told == []
+
+
+def test_steps_without_rows_take_part_in_all_there_is() -> None:
+    runner: Any = FakeRunner()
+    empty_prefill(runner, agreement())
+    empty_decode(runner, agreement(num_passes=3))
+    assert runner.calls == [("layer", 0, []), ("layer", 1, []), ("decode", [], [], [], 3)]
