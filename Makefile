@@ -1,5 +1,7 @@
 # make quickstart   one request through a prefill and a decode process, in a venv of its own
-# make test         lint, types and tests, in the same venv
+# make test         lint, types, and tests for a person: at most 5 minutes on 2 quiet cores
+# make test-all     lint, types, and every test that needs no special hardware
+# make mutants      plants bugs, one after the other, and tells which of them no test sees
 # make lint         only ruff and mypy
 # make clean        removes the venv and every cache
 #
@@ -16,7 +18,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help quickstart test lint clean
+.PHONY: help quickstart test test-all mutants lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -27,6 +29,12 @@ quickstart: $(VENV)/.library
 
 test: lint
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -q
+
+test-all: lint
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -q -m 'full or not full'
+
+mutants: $(VENV)/.test
+	@PYTHONPATH=. $(BIN)/python -m tests.mutants
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 # Before torch is imported, as it reads these once. The matrices of the tests are tiny: with more threads than one,
 # beside a second pytest worker, most of the time goes into waiting for threads.
@@ -13,7 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import pytest
 import torch
@@ -29,6 +30,29 @@ settings.register_profile("pdinfer", deadline=None, derandomize=True)
 settings.load_profile("pdinfer")
 
 NO_CUDA = "needs a CUDA device"
+NO_TIME = "no time left"
+GOLDEN = (5**0.5 - 1) / 2
+DEADLINE = pytest.StashKey[float | None]()
+T = TypeVar("T")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("pdinfer")
+    group.addoption("--minutes", type=float, help="begin no test after so many; what did not run is counted at the end")
+    group.addoption(
+        "--turn", type=int, default=0, help="begin with other tests than at the turn before, so that all get theirs"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    minutes = config.getoption("--minutes")
+    config.stash[DEADLINE] = None if minutes is None else time.monotonic() + 60 * minutes
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    deadline = item.config.stash[DEADLINE]
+    if deadline is not None and time.monotonic() > deadline:
+        pytest.skip(NO_TIME)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +65,14 @@ def ranks() -> Iterator[Ranks]:
     ranks.close()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def turned(items: list[T], turn: int) -> list[T]:
+    """They begin elsewhere at each turn, a step of the golden section on: a few turns in a row begin everywhere."""
+    first = int(turn * GOLDEN % 1 * len(items))
+    return items[first:] + items[:first]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = turned(items, config.getoption("--turn"))
     # Those that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
@@ -78,5 +109,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for name, value in report.user_properties:
             if name == "information":
                 terminalreporter.write_line(f"for information: {value}")
+    late = [report for report in terminalreporter.stats.get("skipped", []) if NO_TIME in str(report.longrepr)]
+    if late:
+        terminalreporter.write_line(f"{len(late)} tests did not run for lack of time; another turn begins elsewhere")
     for kind, names in skipped_for(terminalreporter.stats.get("skipped", [])).items():
         terminalreporter.write_line(f"skipped for a missing {kind}: {', '.join(names)}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.conftest import turned
 
 TESTS = """
 import pytest
@@ -37,3 +40,37 @@ def test_what_is_missing_is_named(tmp_path, workers):
         "for information: one two",
         "skipped for a missing library: another_library (1 module), no_such_library (3 tests)",
     ]
+
+
+MANY = """
+import time
+import pytest
+
+@pytest.mark.parametrize("n", range(10))
+def test_is_slow(n):
+    time.sleep(0.3)
+    print(f"ran {n}")
+"""
+
+
+@pytest.mark.full
+def test_what_no_time_was_left_for_is_counted(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    (tmp_path / "test_many.py").write_text(MANY)
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
+    options = ["--turn", "1", "--minutes", "0.01"]
+    said = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    numbers = [int(number) for number in re.findall(r"ran (\d)", said)]
+    assert numbers == list(range(6, 6 + len(numbers)))
+    assert 1 <= len(numbers) < 4
+    assert f"{10 - len(numbers)} tests did not run for lack of time" in said
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_every_test_gets_its_turn_soon(share: float) -> None:
+    """Where there is time for `share` of the tests, so few turns in a row run them all, whichever comes first."""
+    tests = list(range(500))
+    turns = round(3 / share)
+    for first in range(40):
+        ran = {test for turn in range(first, first + turns) for test in turned(tests, turn)[: int(share * 500)]}
+        assert ran == set(tests)

@@ -19,7 +19,7 @@ SNIPPETS = [
 ]
 
 
-def _run(*command: str, timeout_s: float = 100) -> str:
+def _run(*command: str, timeout_s: float = 300) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -60,11 +60,12 @@ def test_snippet_runs(text: str, tmp_path: Path) -> None:
     assert _run(str(snippet))
 
 
-def test_training_takes_its_first_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.full)])
+def test_training_takes_its_first_steps(tmp_path: Path, steps: int) -> None:
     _run(
         "examples/train_tiny.py",
         "--steps",
-        "4",
+        str(steps),
         "--eval-rows",
         "1",
         "--min-recall",
@@ -72,7 +73,7 @@ def test_training_takes_its_first_steps(tmp_path: Path) -> None:
         "--no-compile",
         "--out",
         str(tmp_path / "model"),
-        timeout_s=400,
+        timeout_s=1200,
     )
     assert (tmp_path / "model" / "model.safetensors").stat().st_size < 10 << 20
     _run("examples/01_one_process.py", str(tmp_path / "model"))
