@@ -166,9 +166,12 @@ class RankChannel:
         return len(linked) == self._num_followers and self._channel.connected(peer)
 
     def close(self) -> None:
-        """As of a KVChannel; followers close theirs, so rooms wait for them no more."""
+        """As of a KVChannel; followers close theirs, so nothing waits for them any more."""
         self._channel.close()
         self._num_followers = 0
+        for sent in self._sent.values():
+            sent.waits_for = 0
+        self._sent.clear()
 
     def shares_pool(self, grant: PageGrant) -> bool:
         """Never: decode's pages are on other ranks too."""
