@@ -89,7 +89,7 @@ class Focus:
     drafts: tuple[int, ...] = (0, 0, 1, 2, 3)
     max_new: int = MAX_NEW
     vocab_size: int = VOCAB_SIZE
-    ranked: float = 0.25
+    ranked: float = 0.2
     num_ranks: tuple[int, ...] = (1, 2, 2, 3)
 
 

@@ -199,6 +199,8 @@ class World:
         pushes.GROUP_BYTES, lockstep.Doorbell = self.plan.group_bytes, SimBell
         try:
             self._build()
+            if self.plan.quiet and not self.simulation.run(self._linked, timeout_s=HEAL_S):
+                raise Violation("ranks do not find each other")
             for arrival in self.plan.arrivals:
                 self.simulation.later(arrival.at_s, partial(self._submit, arrival))
             for trouble in self.plan.troubles:
@@ -217,6 +219,15 @@ class World:
                 team.end()
             logger.removeHandler(errors)
         return self
+
+    def _linked(self) -> bool:
+        """Whether every rank knows of its links. A request that overtakes the last frame of a handshake loses an
+        attempt by it, so where no request may fail none comes before."""
+        sides = [[self.engines[name].channel for name in self._nodes if name[0] == role] for role in "pd"]
+        for name, following in self.following.items():
+            sides["pd".index(name[0])] += [one.engine.channel for one in following]
+        prefills, decodes = sides
+        return all(one.connected(two.address) and two.connected(one.address) for one in prefills for two in decodes)
 
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -351,6 +362,11 @@ class World:
         sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
         reach.request_states(*sides, self.reached)
         reach.room_states(*sides, self.reached)
+        for name in self.teams:
+            leader = self.engines[name].channel
+            followers = [one.engine.channel for one in self.following[name]]
+            reach.rank_states(leader, followers, self.reached)
+            reach.writer_states([leader, *followers], self.reached)
         salts = self._salts[pool]
         for request, pages in holders:
             for page, generation in zip(pages, pool.generations(pages), strict=True):
