@@ -87,6 +87,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
                 run_empty=self.run_empty,
                 limits=self._shared_limits(),
                 wake=self._inbox.wake,
+                clock=self._clock,
             )
             self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []

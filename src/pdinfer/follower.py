@@ -7,7 +7,6 @@ sees, and the leader's cannot, it reports.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 
 import attrs
@@ -85,7 +84,7 @@ class Follower:
         for room in [room for room, sent in self._sending.items() if sent.done]:
             del self._sending[room]
             tell(say.Sent(room))
-        if (now := time.monotonic()) >= self._looked_at + LOOK_S:
+        if (now := self._lockstep.clock()) >= self._looked_at + LOOK_S:
             self._looked_at = now
             linked = [peer.address for peer in self._channel.stats.peers if peer.connected]
             if linked != self._linked:

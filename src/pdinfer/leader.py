@@ -171,6 +171,7 @@ class RankChannel:
         self._num_followers = 0
         for sent in self._sent.values():
             sent.waits_for = 0
+        self._sent.clear()
 
     def shares_pool(self, grant: PageGrant) -> bool:
         """Never: decode's pages are on other ranks too."""

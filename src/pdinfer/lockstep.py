@@ -70,17 +70,25 @@ class Lockstep:
     agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
     it."""
 
-    def __init__(self, groups: Groups, rebalancing: Rebalancing, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        rebalancing: Rebalancing,
+        wake: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.groups = groups
         self._rebalancing = rebalancing
         self.lost: RankLost | None = None
         self.closing = False
         self._wake = wake
+        self.clock = clock
         self._outbox: Inbox[Message] = Inbox()
         self._number = 0
         self._rung = -1
         self._is_active = True
-        self._agreed_at = time.monotonic()
+        self._agreed_at = clock()
         self._bell = Doorbell(groups.world, self._hear)
 
     def tell(self, message: Message) -> None:
@@ -94,7 +102,7 @@ class Lockstep:
             return 0.0
         if self._rebalancing.has_news:
             return 0.0
-        return max(0.0, self._agreed_at + BEAT_S - time.monotonic())
+        return max(0.0, self._agreed_at + BEAT_S - self.clock())
 
     def agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
         """Meets all ranks; None, without a collective, when this one has nothing to say and is not due. Raises RankLost
@@ -125,7 +133,7 @@ class Lockstep:
             migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
         self.closing = any(standing.is_closing for standing in standings)
         self._is_active = agreement.runs or migrates
-        self._agreed_at = time.monotonic()
+        self._agreed_at = self.clock()
         return agreement
 
     @contextlib.contextmanager

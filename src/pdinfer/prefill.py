@@ -284,7 +284,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             start, stop = prompt.num_computed, prompt.num_computed + count
             tokens = prompt.request.tokens
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
-            spans.append(range(prompt.num_pushed, stop))  # with what decode lacks of the tokens we had
+            # with what decode lacks of the tokens we had; none when it has more of them than we
+            spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
         if isinstance(self._ends, RankChannel):
             self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):

@@ -42,6 +42,7 @@ class Ranks:
         run_empty: RunEmpty,
         limits: Mapping[str, object],
         wake: Callable[[], None],
+        clock: Callable[[], float],
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
@@ -51,7 +52,7 @@ class Ranks:
         self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
         self.ends: KVChannel | RankChannel = channel
         self._groups = groups
-        self._lockstep = Lockstep(groups, rebalancing, wake)
+        self._lockstep = Lockstep(groups, rebalancing, wake, clock=clock)
         self.follower: Follower | None = None
         if attention.size > 1:
             self.ends = RankChannel(channel, self._lockstep)

@@ -96,6 +96,33 @@ def test_followers_hold_the_same_pages_and_send_their_share() -> None:
             assert follower.channel.pool.num_free == pool.num_pages  # who decides does the accounts
 
 
+def test_a_prompt_of_which_decode_knows_more_than_prefill_lands() -> None:
+    """The first chunks lie before what decode lacks: they are run, and nothing of them is pushed."""
+    with sides(chunked_prefill_size=8) as made:
+        prompt = prompt_of(30)
+        for _ in range(2):
+            made.pairing.submit(request("a", prompt=prompt))
+            assert tokens_of(by_request(collect(made.pairing))["a"]) == list(reference("v3", prompt, 5).tokens)
+            made.prefills[0].channel.pool.find = lambda keys: ()  # as if others had pushed it out meanwhile
+        assert made.decodes[0].load().prefix_hit_tokens > 8
+        assert made.pairing.stats.num_ports_lost == 0
+        idle(made)
+
+
+def test_an_engine_that_closes_waits_for_no_follower_to_send() -> None:
+    with sides() as made:
+        made.pairing.submit(request("a", prompt=prompt_of(30)))
+        collect(made.pairing)
+        leader = made.prefills[0]
+        ends: Any = leader._ends
+        ends.hear = lambda rank, message: None  # its followers' last reports do not come any more
+        made.pairing.submit(request("b", prompt=prompt_of(31, seed=1)))
+        collect(made.pairing)
+        assert leader.num_unfinished
+    assert not leader.num_unfinished
+    assert leader.channel.pool.num_available == leader.channel.pool.num_pages
+
+
 def test_cancelled_and_retracted_requests_leave_nothing_behind() -> None:
     with sides(num_pages=16, max_attempts=5) as made:
         for number in range(6):

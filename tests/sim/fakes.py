@@ -11,6 +11,7 @@ cells behind.
 
 from __future__ import annotations
 
+import copy
 import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
@@ -23,14 +24,15 @@ import xxhash
 from pdinfer.batch import Row
 from pdinfer.config import CacheConfig
 from pdinfer.decode import DecodeEngine
-from pdinfer.groups import Groups
+from pdinfer.groups import Group, Groups
+from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
 from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.kv.transport import Memory
 from pdinfer.prefill import PrefillEngine
-from pdinfer.runner import Ready
+from pdinfer.runner import ModelRunner, Ready
 from pdinfer.sampling import Draw, Drawn
-from pdinfer.speculation import Draft
+from pdinfer.speculation import Draft, Sampler
 from pdinfer.types import NamedState, Request, SamplingParams
 
 CELL = struct.Struct("<Q")
@@ -138,7 +140,8 @@ class FakeModel:
 
 
 class CellMemory:
-    """A pool's bytes. `pool` is set once there is one; then every write is held to the states of its pages."""
+    """A pool's bytes. `pool` is set once there is one, among ranks to the leader's, which does the accounts. Then every
+    write is held to the states of its pages."""
 
     pool: PagePool
 
@@ -179,13 +182,38 @@ def check_landing(pool: PagePool, spans: Spans, region: int, token_bytes: int) -
                 raise Violation(f"bytes of a peer landed in page {page}, which is {states[page].value}")
 
 
-class CellRunner:
-    """Runs the fake model in a CellMemory. `writable` are the states in which a page may be computed into."""
+class CellRunner(ModelRunner):
+    """Runs the fake model in a CellMemory. `writable` are the states in which a page may be computed into.
 
-    def __init__(self, memory: CellMemory, writable: Callable[[], tuple[PageState, ...]]) -> None:
+    Among ranks the leader draws, and tells with each token a digest of what it was drawn from: a follower's pages must
+    hold the same. Which pages are whose only the leader knows, whose states may be a step ahead; a follower must not
+    compute into pages that its `channel` expects.
+    """
+
+    def __init__(
+        self,
+        memory: CellMemory,
+        writable: Callable[[], tuple[PageState, ...]],
+        attention: Group,
+        channel: KVChannel,
+        *,
+        drafts: bool,
+    ) -> None:
         self._memory = memory
         self._writable = writable
+        self._attention = attention
+        self._channel = channel
+        self._has_drafts = drafts
+        self._drawn: list[tuple[int, int]] = []
+        self._told: Iterator[list[int]] = iter(())
         self._contexts: list[tuple[Sequence[int], int]] = []
+
+    @property
+    def drafts(self) -> bool:
+        return self._has_drafts
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """`decode` shares what the leader draws."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         histories = [self._histories(row) for row in rows]
@@ -213,8 +241,26 @@ class CellRunner:
     def draft(self, states: Sequence[NamedState]) -> Draft:
         return Draft(state=len(states) or None)
 
-    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        return [self._turn(*one) for one in zip(rows, draws, drafts, strict=True)]
+    def forward(self, rows: Sequence[Row]) -> None:
+        draw = Draw(sampling=SamplingParams(), prompt=(), output=())
+        self.decode(rows, [draw for _ in rows], [Draft() for _ in rows])
+
+    def decode(
+        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
+    ) -> list[list[Drawn]]:
+        shared = torch.zeros((sum(draft.num_tokens + 1 for draft in drafts), 2), dtype=torch.int64)
+        if self._follows:
+            self._told = iter(self._attention.broadcast(shared).tolist())
+        self._drawn = []
+        drawn = [self._turn(*one) for one in zip(rows, draws, drafts, strict=True)]
+        if self._attention.size > 1 and not self._follows:
+            shared[: len(self._drawn)] = torch.tensor(self._drawn)
+            self._attention.broadcast(shared)
+        return drawn
+
+    @property
+    def _follows(self) -> bool:
+        return self._attention.rank > 0
 
     def _turn(self, row: Row, draw: Draw, draft: Draft) -> list[Drawn]:
         """One sequence's part of a step. A draft's `state` is how many of its newest positions lack their cell."""
@@ -261,10 +307,14 @@ class CellRunner:
     def _write(self, row: Row, histories: Sequence[int], layer: int) -> None:
         memory = self._memory
         page_size, states, writable = memory.page_size, memory.pool._states, self._writable()
+        expected = self._expected_pages() if self._follows else ()
         for position, history in enumerate(histories, row.start):
             index, within = divmod(position, page_size)
             page = row.pages[index]
-            if states[page] not in writable or memory.pool.is_kept(page) or memory.pool._users[page] > 1:
+            if self._follows:
+                if page in expected:
+                    raise Violation(f"a follower computes into page {page}, which others may write")
+            elif states[page] not in writable or memory.pool.is_kept(page) or memory.pool._users[page] > 1:
                 raise Violation(f"an engine computes into page {page}, which is {states[page].value} or shared")
             at = layer * memory.region + (page * page_size + within) * CELL.size
             memory.data[at : at + CELL.size] = cell(history, layer)
@@ -272,12 +322,23 @@ class CellRunner:
     def _sample(self, contexts: Sequence[tuple[Sequence[int], int]], draws: Sequence[Draw]) -> list[Drawn]:
         drawn = []
         for (pages, length), draw in zip(contexts, draws, strict=True):
-            if draw.position != length:
-                raise Violation(f"a token for position {draw.position} is drawn after {length} tokens")
-            drawn.append(
-                Drawn(token=token_of(self._cells(pages, length, range(NUM_LAYERS)), draw.sampling), logprob=-1.0)
-            )
+            cells = self._cells(pages, length, range(NUM_LAYERS))
+            digest = xxhash.xxh3_64_intdigest(cells) >> 1
+            if self._follows:
+                token, told = next(self._told)
+                if told != digest:
+                    raise Violation(f"a follower's first {length} cells are not those of its leader")
+            else:
+                token = token_of(cells, draw.sampling)
+                self._drawn.append((token, digest))
+                if draw.position != length:
+                    raise Violation(f"a token for position {draw.position} is drawn after {length} tokens")
+            drawn.append(Drawn(token=token, logprob=-1.0))
         return drawn
+
+    def _expected_pages(self) -> set[int]:
+        rooms = self._channel._expected._rooms.values()
+        return {page for room in rooms for page in room.grant.pages}
 
     def _cells(self, pages: Sequence[int], length: int, layers: range) -> bytes:
         memory = self._memory
@@ -285,7 +346,7 @@ class CellRunner:
         pieces = []
         used = pages[: -(-length // memory.page_size)]
         for page in used:
-            if states[page] is PageState.FREE:
+            if states[page] is PageState.FREE and not self._follows:
                 raise Violation(f"a token is drawn from page {page}, which is free")
         last = length * CELL.size - (len(used) - 1) * page_bytes
         for layer in layers:
@@ -299,7 +360,13 @@ class CellPrefill(PrefillEngine):
     """A prefill engine on the fake model. On a pool shared with decode it computes into granted pages."""
 
     def make_runner(self, model: Any, memory: Any) -> CellRunner:
-        return CellRunner(memory, lambda: (PageState.OWNED, PageState.GRANTED) if self.shared else (PageState.OWNED,))
+        return CellRunner(
+            memory,
+            lambda: (PageState.OWNED, PageState.GRANTED) if self.shared else (PageState.OWNED,),
+            model.groups.attention,
+            self.channel,
+            drafts=self.config.num_draft_tokens > 0,
+        )
 
     shared = False
 
@@ -323,7 +390,13 @@ class CellDecode(DecodeEngine):
     """A decode engine on the fake model."""
 
     def make_runner(self, model: Any, memory: Any) -> CellRunner:
-        return CellRunner(memory, lambda: (PageState.OWNED,))
+        return CellRunner(
+            memory,
+            lambda: (PageState.OWNED,),
+            model.groups.attention,
+            self.channel,
+            drafts=self.config.num_draft_tokens > 0,
+        )
 
     def _retract(self, sequence: Any) -> None:
         """Held to who may be chosen: nobody at its last attempt, and nobody twice before its equals once."""
@@ -345,9 +418,15 @@ class CellBrain:
     def __init__(self) -> None:
         self.model = FakeModel()
 
-    def watch(self, pool: PagePool) -> None:
+    def among(self, groups: Groups) -> FakeModel:
+        """The same model, of which each rank has all."""
+        model = copy.copy(self.model)
+        model.groups = groups
+        return model
+
+    def watch(self, pool: PagePool, accounts: PagePool) -> None:
         assert isinstance(pool.memory, CellMemory)
-        pool.memory.pool = pool
+        pool.memory.pool = accounts
 
     def check_token(self, request: Request, tokens: list[int]) -> None:
         expected = expected_tokens(request)

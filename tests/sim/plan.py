@@ -38,11 +38,13 @@ class Trouble:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """One run. `ports` says where engines are: "piped", "local" to the pairing, or "shared", local and on one pool."""
+    """One run. `ports` says where engines are: "piped", "local" to the pairing, or "shared", local and on one pool.
+    `num_ranks` are those of each engine, prefills first: as many write a room, and as many are written."""
 
     ports: str
     prefills: tuple[CacheConfig, ...]
     decodes: tuple[CacheConfig, ...]
+    num_ranks: tuple[int, ...]
     engine: EngineConfig
     pairing: PairingConfig
     placement: Placement
@@ -87,6 +89,8 @@ class Focus:
     drafts: tuple[int, ...] = (0, 0, 1, 2, 3)
     max_new: int = MAX_NEW
     vocab_size: int = VOCAB_SIZE
+    ranked: float = 0.2
+    num_ranks: tuple[int, ...] = (1, 2, 2, 3)
 
 
 STORM = Focus(
@@ -132,10 +136,11 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
     queued = rng.choice((1, 4, 64))
     # a decode that refuses what it was sent is asked again in the next turn: seldom, and then in few turns
     overloads = ports == "piped" and len(arrivals) <= 10 and rng.random() < 0.1
-    return Plan(
+    plan = Plan(
         ports=ports,
         prefills=prefills,
         decodes=decodes,
+        num_ranks=(1,) * (num_prefills + num_decodes),
         engine=EngineConfig(
             max_running_requests=rng.choice(focus.most_running),
             max_queued_requests=1 if overloads else queued,
@@ -157,6 +162,9 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
         group_bytes=rng.choice((1, 64, 1 << 20)),
         key=rng.randbytes(32) if rng.random() < 0.25 else None,
     )
+    if ports == "piped" and rng.random() < focus.ranked:
+        return attrs.evolve(plan, num_ranks=tuple(rng.choice(focus.num_ranks) for _ in plan.num_ranks))
+    return plan
 
 
 def _most_tokens(rng: random.Random, focus: Focus) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 
 from pdinfer.decode import DecodeEngine
-from pdinfer.errors import TransferError
+from pdinfer.errors import RankLost, TransferError
 from pdinfer.prefill import PrefillEngine
 from pdinfer.testing import Simulation
 from pdinfer.types import (
@@ -21,6 +21,7 @@ from pdinfer.types import (
     PrefillLoad,
     Request,
 )
+from tests.sim.ranks import Fiber
 
 LAG_S = 0.002
 """How long a host that sleeps takes to wake up, at most."""
@@ -30,16 +31,21 @@ SILENCE_S = 2.4
 PIPE_S = (0.0002, 0.003)
 
 Engine = PrefillEngine | DecodeEngine
+Lost = Callable[[RankLost], None]
 
 
 class Loop:
     """A host's loop on one node. `turn` does one round and says after how many seconds the next is due, None when only
-    `wake` can start it."""
+    `wake` can start it. With a `fiber` a round may take time."""
 
-    def __init__(self, simulation: Simulation, node: str, turn: Callable[[], float | None]) -> None:
+    def __init__(
+        self, simulation: Simulation, node: str, turn: Callable[[], float | None], fiber: Fiber | None = None
+    ) -> None:
         self._simulation = simulation
         self._node = node
         self._turn = turn
+        self._fiber = fiber
+        self._woken = False
         self._due = float("inf")
         self._stalled_until = 0.0
 
@@ -48,7 +54,8 @@ class Loop:
         self._stalled_until = until_s
 
     def wake(self) -> None:
-        self._at(self._simulation.clock.now_s + LAG_S * self._simulation.rng.random())
+        if self._simulation.alive(self._node):
+            self._at(self._simulation.clock.now_s + LAG_S * self._simulation.rng.random())
 
     def _at(self, due: float) -> None:
         if due < self._due:
@@ -61,9 +68,19 @@ class Loop:
             if due < self._stalled_until:
                 self._at(self._stalled_until)
                 return
-            delay = self._turn()
-            if delay is not None:
-                self._at(self._simulation.clock.now_s + delay)
+            if self._fiber is None:
+                self._turned(self._turn())
+            elif self._fiber.busy:
+                self._woken = True
+            else:
+                self._fiber.start(self._turn, self._turned)
+
+    def _turned(self, delay: float | None) -> None:
+        if self._woken:
+            self._woken = False
+            self.wake()
+        if delay is not None:
+            self._at(self._simulation.clock.now_s + delay)
 
 
 class Pipe:
@@ -96,10 +113,19 @@ class Report:
 
 
 class Served:
-    """An engine in a process of its own, as `remote.serve` would host it. `after_step` is called after each step."""
+    """An engine in a process of its own, as `remote.serve` would host it. `after_step` is called after each step, and
+    `lost` when it goes on without its other ranks no more."""
 
     def __init__(
-        self, simulation: Simulation, node: str, engine: Engine, step_s: float, after_step: Callable[[Engine], None]
+        self,
+        simulation: Simulation,
+        node: str,
+        engine: Engine,
+        step_s: float,
+        after_step: Callable[[Engine], None],
+        *,
+        lost: Lost,
+        fiber: Fiber | None = None,
     ) -> None:
         self.node = node
         self.engine = engine
@@ -108,9 +134,10 @@ class Served:
         self._simulation = simulation
         self._step_s = step_s
         self._after_step = after_step
+        self._lost = lost
         self._commands: deque[Callable[[], bool]] = deque()
         self._num_seen = 0
-        self.loop = Loop(simulation, node, self._turn)
+        self.loop = Loop(simulation, node, self._turn, fiber)
         self._reports = Pipe(simulation, "host", self.port.hear)
         self.commands = Pipe(simulation, node, self._take)
         engine.notify(self.loop.wake)
@@ -130,14 +157,25 @@ class Served:
         spoken = bool(self._commands)
         while self._commands:
             self._num_seen += self._commands.popleft()()
-        events = self.engine.step()
+        try:
+            events = self.engine.step()
+        except RankLost as error:
+            self._lost(error)
+            return self._die()
+        if self.engine.closed and not self.ended:
+            return self._die()
         self._after_step(self.engine)
         busy = self.engine.wait(0.0)
         if events or spoken or not busy:
             self._reports.send(Report(self._num_seen, self.engine.load(), events))
         if busy:
             return self._step_s * (0.5 + self._simulation.rng.random())
-        return POLL_S if self.engine.num_unfinished else None
+        return due_in_s(self.engine, POLL_S if self.engine.num_unfinished else None)
+
+    def _die(self) -> None:
+        """The process ends though its client has not asked for it, and its kernel tells."""
+        self.end()
+        self._simulation.later(PIPE_S[1], self.port.hang_up, node="host")
 
     def end(self) -> bool:
         """What a process does when its client is gone: it closes its engine."""
@@ -148,6 +186,44 @@ class Served:
         return False
 
 
+class Following:
+    """A rank to which no client talks, in a process of its own."""
+
+    def __init__(
+        self, simulation: Simulation, node: str, engine: Engine, step_s: float, *, lost: Lost, fiber: Fiber
+    ) -> None:
+        self.engine = engine
+        self.ended = False
+        self._simulation = simulation
+        self._step_s = step_s
+        self._lost = lost
+        self.loop = Loop(simulation, node, self._turn, fiber)
+        engine.notify(self.loop.wake)
+        self.loop.wake()
+
+    def _turn(self) -> float | None:
+        if self.ended:
+            return None
+        try:
+            self.engine.step()
+        except RankLost as error:
+            self._lost(error)
+            self.engine.close()
+        if self.engine.closed:
+            self.ended = True
+            return None
+        if self.engine.wait(0.0):
+            return self._step_s * (0.5 + self._simulation.rng.random())
+        return due_in_s(self.engine, None)
+
+
+def due_in_s(engine: Engine, delay: float | None) -> float | None:
+    """How long a host may sleep: `delay`, or less because of the other ranks."""
+    if engine._ranks is None:
+        return delay
+    return max(LAG_S, min(engine._ranks.due_in_s(), delay or POLL_S))
+
+
 class Port:
     """The other end of a Served engine: what `remote.PrefillClient` and `DecodeClient` are."""
 
@@ -155,6 +231,7 @@ class Port:
         self._simulation = simulation
         self._served = served
         self.address = served.engine.address
+        self.addresses = served.engine.addresses
         self.limits = served.engine.limits
         self._load = served.engine.load()
         self._events: list[Event] = []

@@ -1,18 +1,23 @@
-"""Which states were seen together: of a request at decode and at prefill, and of a room at both ends of its channel."""
+"""Which states were seen together: of a request at decode and at prefill, of a room at both ends of its channel and on
+the ranks of one engine, and of a room and the words of its several writers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pdinfer.decode import DecodeEngine
+from pdinfer.kv.channel import KVChannel
 from pdinfer.prefill import PrefillEngine
 from pdinfer.sequence import SequenceState
+from pdinfer.types import HandoffStatus
 
 DECODE = ("waiting", "granted", "orphaned", "running", "granted again", "gone")
 PREFILL = ("absent", "queued", "active", "sending")
 EXPECTED = ("absent", "open", "stopped", "damaged")
 ACCEPTED = ("absent", "open", "stopping", "tombstone", "turned away")
+WORDS = ("silent", "landed", "aborted")
 
 NEVER = {
     ("gone", "absent"),  # nobody knows of it
@@ -20,6 +25,12 @@ NEVER = {
     ("room", "absent", "absent"),
     ("room", "open", "tombstone"),  # only an abort makes a tombstone, and the room is stopped before one is sent
     ("room", "damaged", "turned away"),  # who turned a room away has never written it
+    ("writers", "open", "aborted"),  # one that aborts stops the room
+    ("decode ranks", "absent", "absent"),
+    ("prefill ranks", "absent", "absent"),
+    *(
+        ("prefill ranks", "turned away", other) for other in ("open", "stopping", "turned away")
+    ),  # followers are not told
 }
 """Pairs that cannot be, or cannot be seen."""
 
@@ -60,23 +71,60 @@ def request_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEn
 
 def room_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngine], seen: Counter[str]) -> None:
     """Counts the (expected, accepted) states of every room that an end of a channel knows."""
-    expected = {}
+    expected, accepted = {}, {}
     for decode in decodes:
-        for room, state in decode.channel._expected._rooms.items():
-            expected[room] = "damaged" if state.fault else "stopped" if state.stopped else "open"
-    accepted = {}
+        expected.update(_expected(decode.channel))
     for prefill in prefills:
-        side = prefill.channel._accepted
-        for tombstones in side._tombstones.values():
-            accepted.update(dict.fromkeys(tombstones, "tombstone"))
-        accepted.update(dict.fromkeys((room for room, _ in side._owed), "turned away"))
-        accepted.update((room, "stopping" if room in side._stops else "open") for room in side._rooms)
-    for room in expected.keys() | accepted.keys():
-        seen[f"room: {expected.get(room, 'absent')} x {accepted.get(room, 'absent')}"] += 1
+        accepted.update(_accepted(prefill.channel))
+    _count("room", expected, accepted, seen)
+
+
+def rank_states(leader: KVChannel, followers: Sequence[KVChannel], seen: Counter[str]) -> None:
+    """Counts the states that a room has on the leader and on each follower of one engine, decode or prefill."""
+    for follower in followers:
+        _count("decode ranks", _expected(leader), _expected(follower), seen)
+        _count("prefill ranks", _accepted(leader), _accepted(follower), seen)
+
+
+def writer_states(ends: Iterable[KVChannel], seen: Counter[str]) -> None:
+    """Counts the states of rooms with several writers, and what those that have spoken said."""
+    for end in ends:
+        for room in end._expected._rooms.values():
+            if len(room.writers) > 1:
+                said = {word.status for word in room.words.values()}
+                words = "aborted" if HandoffStatus.ABORTED in said else "landed" if said else "silent"
+                seen[f"writers: {_state(room)} x {words}"] += 1
+
+
+def _expected(end: KVChannel) -> dict[bytes, str]:
+    return {room: _state(state) for room, state in end._expected._rooms.items()}
+
+
+def _state(room: Any) -> str:
+    return "damaged" if room.fault else "stopped" if room.stopped else "open"
+
+
+def _accepted(end: KVChannel) -> dict[bytes, str]:
+    side = end._accepted
+    accepted = dict.fromkeys((room for tombstones in side._tombstones.values() for room in tombstones), "tombstone")
+    accepted.update(dict.fromkeys((room for room, _ in side._owed), "turned away"))
+    accepted.update((room, "stopping" if room in side._stops else "open") for room in side._rooms)
+    return accepted
+
+
+def _count(what: str, ones: dict[bytes, str], others: dict[bytes, str], seen: Counter[str]) -> None:
+    for room in ones.keys() | others.keys():
+        seen[f"{what}: {ones.get(room, 'absent')} x {others.get(room, 'absent')}"] += 1
 
 
 def missing(seen: Counter[str]) -> list[str]:
     """The pairs that were never seen."""
     wanted = [f"request: {d} x {p}" for d in DECODE for p in PREFILL if (d, p) not in NEVER]
-    wanted += [f"room: {e} x {a}" for e in EXPECTED for a in ACCEPTED if ("room", e, a) not in NEVER]
+    for what, ones, others in (
+        ("room", EXPECTED, ACCEPTED),
+        ("decode ranks", EXPECTED, EXPECTED),
+        ("prefill ranks", ACCEPTED, ACCEPTED),
+        ("writers", EXPECTED[1:], WORDS),
+    ):
+        wanted += [f"{what}: {one} x {other}" for one in ones for other in others if (what, one, other) not in NEVER]
     return [name for name in wanted if not seen[name]]

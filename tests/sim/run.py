@@ -1,8 +1,9 @@
-"""Simulated runs by ranges of seeds, over several processes, taken up again where they were left:
+"""Simulated runs of the protocol and of real engines, over several processes, taken up again where they were left:
 
-    python -m tests.sim.run --first 0 --count 100000 --processes 2 --progress progress.jsonl --out summary.json
+    python -m tests.sim.run --count 100000 --engines 2000 --processes 2 --progress progress.jsonl --out results.json
 
-Prints the summary as JSON; the exit status is 1 when a run was bad or something was never reached.
+Prints the results as JSON; the exit status is 1 when a run was bad, or when something never happened in those of the
+protocol. A file of results names the commit they are of, so there must be nothing that is not committed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import gc
 import json
 import multiprocessing
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +27,18 @@ import attrs
 
 from tests.sim.plan import DELAYS, FRAME_FAULTS, Focus
 from tests.sim.reach import missing
-from tests.sim.world import World
+from tests.sim.real import FOCUS, ModelBrain
+from tests.sim.world import Brain, World
 
-CHUNK = 250
+CHUNKS = {"protocol": 250, "engines": 50}
+"""Kinds of runs, and how many a process does before it reports."""
+ROOT = Path(__file__).parents[2]
 COLLECT_EVERY = 50
 HAPPENS = (
     *DELAYS,
     *FRAME_FAULTS,
     *("flip_payload", "late_landing", "cut", "partition", "freeze", "crash", "restart", "stall", "cancel"),
+    *("ranks", "rank lost"),
     *("end stop", "end length", "end cancelled", "end deadline", "end failed"),
 )
 """What must have happened in every set of runs."""
@@ -39,7 +47,7 @@ HAPPENS = (
 @attrs.define
 class Summary:
     """What a set of runs came to. `bad` holds (seed, what went wrong); `happened` counts faults and ends of requests,
-    `reached` pairs of states."""
+    `reached` pairs of states. Of real engines, `tokens` were compared, and `excused` are requests with a near tie."""
 
     runs: int = 0
     bad: list[tuple[int, str]] = attrs.field(factory=list)
@@ -47,6 +55,8 @@ class Summary:
     reached: Counter[str] = attrs.field(factory=Counter)
     requests: int = 0
     events: int = 0
+    tokens: int = 0
+    excused: list[str] = attrs.field(factory=list)
     virtual_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -58,6 +68,8 @@ class Summary:
         self.reached += other.reached
         self.requests += other.requests
         self.events += other.events
+        self.tokens += other.tokens
+        self.excused += other.excused
         self.virtual_s += other.virtual_s
         self.cpu_s += other.cpu_s
 
@@ -92,7 +104,15 @@ class Summary:
         return cls(**{**data, **counters, "bad": [(seed, text) for seed, text in data["bad"]]})
 
 
-def run_seeds(seeds: Iterable[int], focus: Focus | None = None) -> Summary:
+def run_engine_seeds(seeds: Iterable[int]) -> Summary:
+    """The same with real engines."""
+    brain = ModelBrain()
+    summary = run_seeds(seeds, FOCUS, brain)
+    summary.tokens, summary.excused = brain.num_tokens, brain.excused
+    return summary
+
+
+def run_seeds(seeds: Iterable[int], focus: Focus | None = None, brain: Brain | None = None) -> Summary:
     """Runs each seed; what a run raises makes it bad and stops no other."""
     summary = Summary()
     started = time.process_time()
@@ -100,7 +120,7 @@ def run_seeds(seeds: Iterable[int], focus: Focus | None = None) -> Summary:
     gc.disable()  # engines are cyclic; collecting them at fixed points is quicker, and the same in every replay
     try:
         for number, seed in enumerate(seeds):
-            world = World(seed, focus)
+            world = World(seed, focus, brain)
             try:
                 world.run()
             except Exception as error:  # noqa: BLE001 - whatever it is, the seed is bad
@@ -120,50 +140,69 @@ def run_seeds(seeds: Iterable[int], focus: Focus | None = None) -> Summary:
     return summary
 
 
-def _run_chunk(first: int) -> tuple[int, Summary]:
-    return first, run_seeds(range(first, first + CHUNK))
+def _run_chunk(chunk: tuple[str, int]) -> tuple[str, int, Summary]:
+    kind, first = chunk
+    run = run_engine_seeds if kind == "engines" else run_seeds
+    return kind, first, run(range(first, first + CHUNKS[kind]))
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed of both kinds")
+    parser.add_argument("--count", type=int, default=10_000, help="runs of the protocol")
+    parser.add_argument("--engines", type=int, default=0, help="runs of real engines")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--progress", type=Path, help="a file that remembers what is done; a second call goes on")
-    parser.add_argument("--out", type=Path, help="where the summary goes as JSON, beside standard output")
+    parser.add_argument("--out", type=Path, help="where the results go as JSON, beside standard output")
     options = parser.parse_args(arguments)
-    if options.count % CHUNK:
-        parser.error(f"--count must be a multiple of {CHUNK}")
-    total, done = Summary(), set()
+    wanted = {"protocol": options.count, "engines": options.engines}
+    if any(wanted[kind] % CHUNKS[kind] for kind in CHUNKS):
+        parser.error(f"runs come in multiples of {CHUNKS}")
+    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    if options.out is not None and changes:
+        parser.error(f"results name the commit they are of, and this is not committed:\n{changes}")
+    totals = {kind: Summary() for kind in CHUNKS}
+    done = set()
     if options.progress is not None and options.progress.exists():
-        for line in options.progress.read_text().splitlines():
-            record = json.loads(line)
-            done.add(record["first"])
-            total.add(Summary.from_json(record["summary"]))
-    firsts = [first for first in range(options.first, options.first + options.count, CHUNK) if first not in done]
+        for record in map(json.loads, options.progress.read_text().splitlines()):
+            if record["commit"] != commit:
+                parser.error(f"{options.progress} holds runs of commit {record['commit']}")
+            done.add((record["kind"], record["first"]))
+            totals[record["kind"]].add(Summary.from_json(record["summary"]))
+    chunks = [
+        (kind, first) for kind in CHUNKS for first in range(options.first, options.first + wanted[kind], CHUNKS[kind])
+    ]
     with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-        for first, summary in pool.imap_unordered(_run_chunk, firsts):
-            total.add(summary)
+        for kind, first, summary in pool.imap_unordered(_run_chunk, [chunk for chunk in chunks if chunk not in done]):
+            totals[kind].add(summary)
             if options.progress is not None:
+                record = {"commit": commit, "kind": kind, "first": first, "summary": summary.as_json()}
                 with options.progress.open("a") as file:
-                    file.write(json.dumps({"first": first, "summary": summary.as_json()}) + "\n")
-            print(f"{total.runs} runs, {len(total.bad)} bad", file=sys.stderr, flush=True)
-    text = json.dumps(
-        {
-            "bench": "simulation",
-            "first_seed": options.first,
-            "python": platform.python_version(),
-            "machine": platform.machine(),
-            **total.as_json(),
-            "never": total.never,
-        },
-        indent=1,
-    )
+                    file.write(json.dumps(record) + "\n")
+            told = ", ".join(f"{total.runs} of {kind} ({len(total.bad)} bad)" for kind, total in totals.items())
+            print(told, file=sys.stderr, flush=True)
+    results = {
+        "bench": "simulation",
+        "commit": commit,
+        "clean": not changes,
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": shlex.join(["python", "-m", "tests.sim.run", *(sys.argv[1:] if arguments is None else arguments)]),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "first_seed": options.first,
+        "never": totals["protocol"].never,
+        **{kind: total.as_json() for kind, total in totals.items()},
+    }
+    text = json.dumps(results, indent=1)
     print(text)
     if options.out is not None:
         options.out.write_text(text + "\n")
-    return 1 if total.bad or total.never else 0
+    return 1 if any(total.bad for total in totals.values()) or results["never"] else 0
 
 
 if __name__ == "__main__":

@@ -1,87 +1,30 @@
-"""The same worlds with real engines: a model of two layers whose tokens are those of the model in one piece."""
+"""The same worlds with real engines: drafts, ranks, and tokens that are those of the model in one piece."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from pdinfer.decode import DecodeEngine
-from pdinfer.kv.pool import PagePool
-from pdinfer.kv.view import PageMemory
-from pdinfer.prefill import PrefillEngine
-from pdinfer.testing import random_model, tiny_config
-from pdinfer.types import Request
-from tests.sim.fakes import Violation, check_landing
-from tests.sim.plan import Focus
-from tests.sim.world import World
+from tests.sim.run import run_engine_seeds
 
-RUNS = 120
+RUNS = 24
+FULL_RUNS = 200
 PARTS = 4
-NEAR_TIE = 1e-4
-"""Two best logits closer than this may change places by rounding."""
 
 
-class ModelBrain:
-    """A real model for a simulated world. A token may differ from the reference only where that nearly ties, and then
-    the rest of its request is not compared; `excused` lists such requests."""
-
-    prefill = PrefillEngine
-    decode = DecodeEngine
-
-    def __init__(self) -> None:
-        self.model = random_model(tiny_config(num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
-        self.num_tokens = 0
-        self.excused: list[str] = []
-
-    def watch(self, pool: PagePool) -> None:
-        memory = pool.memory
-        assert isinstance(memory, PageMemory)
-        (token_bytes,) = {component.token_bytes for component in pool.layout.components}
-        region = pool.num_pages * pool.layout.page_size * token_bytes
-        landing = memory.landing
-
-        def watched(spans):
-            check_landing(pool, spans, region, token_bytes)
-            return landing(spans)
-
-        memory.landing = watched
-
-    def check_token(self, request: Request, tokens: list[int]) -> None:
-        """All tokens of a request are compared at once, when it ends."""
-
-    def is_whole(self, request: Request, tokens: list[int]) -> bool:
-        sampling, eos = request.sampling, self.model.config.eos_token_ids
-        if tokens:
-            self._compare(request, tokens)
-        stopped = bool(tokens) and not sampling.ignore_eos and tokens[-1] in eos
-        return stopped or len(tokens) == sampling.max_new_tokens
-
-    def _compare(self, request: Request, tokens: list[int]) -> None:
-        rows = self.model.logits([*request.prompt, *tokens[:-1]])[len(request.prompt) - 1 :]
-        best = torch.topk(rows.double(), 2)
-        for at, (token, first, values) in enumerate(
-            zip(tokens, best.indices[:, 0].tolist(), best.values.tolist(), strict=True)
-        ):
-            self.num_tokens += 1
-            if token != first:
-                margin = values[0] - values[1]
-                if margin >= NEAR_TIE:
-                    raise Violation(f"{request.request_id}: token {at} is {token}, not {first} (margin {margin})")
-                self.excused.append(f"{request.request_id} token {at} (margin {margin:.1e})")
-                return
-
-
-FOCUS = Focus(vocab_size=97)
+def hold(runs: range) -> str:
+    summary = run_engine_seeds(runs)
+    assert not summary.bad, "\n".join(f"seed {seed}: {text}" for seed, text in summary.bad)
+    assert summary.tokens > 8 * len(runs)
+    assert len(summary.excused) * 10_000 <= summary.tokens, summary.excused
+    return f"{summary.runs} simulated runs of real engines: {summary.tokens} tokens"
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_real_engines_say_what_the_model_says(part, record_property):
-    brain = ModelBrain()
-    for seed in range(part * RUNS // PARTS, (part + 1) * RUNS // PARTS):
-        try:
-            World(seed, FOCUS, brain).run()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-    assert brain.num_tokens > 500
-    assert len(brain.excused) * 10_000 <= brain.num_tokens, brain.excused
-    record_property("information", f"{RUNS // PARTS} simulated runs of real engines: {brain.num_tokens} tokens")
+    record_property("information", hold(range(part * RUNS // PARTS, (part + 1) * RUNS // PARTS)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(PARTS))
+def test_real_engines_say_what_the_model_says_at_length(part, record_property):
+    record_property("information", hold(range(part * FULL_RUNS // PARTS, (part + 1) * FULL_RUNS // PARTS)))

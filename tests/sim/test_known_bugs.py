@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim import rank_bugs  # noqa: F401 - adds its own to BUGS
 from tests.sim.bugs import BUGS, find
 from tests.sim.world import World
 

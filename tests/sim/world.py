@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import attrs
 
+from pdinfer import lockstep
 from pdinfer.config import CacheConfig
 from pdinfer.decode import DecodeEngine
-from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
+from pdinfer.groups import Groups
 from pdinfer.kv import pushes
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing import Pairing
@@ -28,7 +30,8 @@ from pdinfer.types import FinishReason, Request, TokenEvent
 from tests.sim import reach
 from tests.sim.fakes import CellBrain, Violation
 from tests.sim.plan import Arrival, Focus, Plan, Trouble, draw, focus_of
-from tests.sim.ports import Engine, Loop, Served
+from tests.sim.ports import Engine, Following, Loop, Served
+from tests.sim.ranks import Gone, SimBell, Team
 
 HEAL_S = 60.0
 PROMPT_S = 0.25
@@ -43,8 +46,11 @@ class Brain(Protocol):
     prefill: type[PrefillEngine]
     decode: type[DecodeEngine]
 
-    def watch(self, pool: PagePool) -> None:
-        """Holds what is written into the pool to its accounting."""
+    def among(self, groups: Groups) -> Any:
+        """The model for a rank of these groups; each rank has all of it."""
+
+    def watch(self, pool: PagePool, accounts: PagePool) -> None:
+        """Holds what is written into the pool to what `accounts` says of its pages: itself, or the leader's."""
 
     def check_token(self, request: Request, tokens: list[int]) -> None:
         """Raises Violation when the last of `tokens` is not what the request must give."""
@@ -96,8 +102,12 @@ class World:
         self.streams: dict[str, Stream] = {}
         self.served: dict[str, Served] = {}
         self.engines: dict[str, Engine] = {}
+        self.following: dict[str, list[Following]] = defaultdict(list)
+        self.teams: dict[str, Team] = {}
+        self._every_team: list[Team] = []
         self.brain: Brain = brain or CellBrain()
         self._caches: dict[str, CacheConfig] = {}
+        self._nodes: dict[str, tuple[str, ...]] = {}
         self._sick_until = 0.0
         self._salts: dict[PagePool, dict[tuple[int, int], bytes]] = defaultdict(dict)
         self._healed = False
@@ -109,14 +119,16 @@ class World:
         for role, caches in (("p", plan.prefills), ("d", plan.decodes)):
             for number, cache in enumerate(caches):
                 self._caches[f"{role}{number}"] = cache
+        for name, size in zip(self._caches, plan.num_ranks, strict=True):
+            self._nodes[name] = (name, *(f"{name}.{rank}" for rank in range(1, size)))
         if plan.ports == "shared":
             pool = self._pool(self._caches["d0"])
             for name in ("p0", "d0"):
                 self.engines[name] = self._engine(name, pool)
             self.engines["p0"].shared = True
         else:
-            for name, cache in self._caches.items():
-                self.engines[name] = self._engine(name, self._pool(cache))
+            for name in self._caches:
+                self._start(name)
         ports = {name: self._port(name) for name in self.engines}
         self.pairing = Pairing(
             [port for name, port in ports.items() if name[0] == "p"],
@@ -128,23 +140,53 @@ class World:
         self._host = Loop(self.simulation, HOST, self._host_turn)
         self.pairing._inbox.listen(self._host.wake)
 
-    def _pool(self, cache: CacheConfig) -> PagePool:
+    def _start(self, name: str) -> None:
+        """Makes an engine: with several ranks one on each of its nodes, the leader's first."""
+        cache, nodes = self._caches[name], self._nodes[name]
+        pools = [self._pool(cache)]
+        if len(nodes) == 1:
+            self.engines[name] = self._engine(name, *pools)
+            return
+        self.counts["ranks"] += 1
+        pools += [self._pool(cache, pools[0]) for _ in nodes[1:]]
+        team = self.teams[name] = Team(self.simulation, nodes)
+        self._every_team.append(team)
+        self.engines[name], *followers = team.make(lambda rank, groups: self._engine(nodes[rank], pools[rank], groups))
+        step_s = self._step_s(name)
+        self.following[name] = [
+            Following(self.simulation, node, engine, step_s, lost=self._lost, fiber=fiber)
+            for node, engine, fiber in zip(nodes[1:], followers, team.fibers[1:], strict=True)
+        ]
+
+    def _pool(self, cache: CacheConfig, accounts: PagePool | None = None) -> PagePool:
         pool = PagePool(self.brain.model, cache)
-        self.brain.watch(pool)
+        self.brain.watch(pool, accounts or pool)
         return pool
 
-    def _engine(self, name: str, pool: PagePool) -> Engine:
-        channel = WatchedChannel(pool, self.network, name, placement=self.plan.placement, key=self.plan.key)
-        kind = self.brain.prefill if name[0] == "p" else self.brain.decode
-        return kind(self.brain.model, channel, self.plan.engine, clock=self.simulation.clock)
+    def _engine(self, node: str, pool: PagePool, groups: Groups | None = None) -> Engine:
+        channel = WatchedChannel(pool, self.network, node, placement=self.plan.placement, key=self.plan.key)
+        kind = self.brain.prefill if node[0] == "p" else self.brain.decode
+        model = self.brain.model if groups is None else self.brain.among(groups)
+        return kind(model, channel, self.plan.engine, clock=self.simulation.clock)
+
+    def _step_s(self, name: str) -> float:
+        return self.plan.step_s * (self.plan.prefill_slowness if name[0] == "p" else 1)
 
     def _port(self, name: str):
         engine = self.engines[name]
         if self.plan.ports != "piped":
             return engine
-        step_s = self.plan.step_s * (self.plan.prefill_slowness if name[0] == "p" else 1)
-        self.served[name] = Served(self.simulation, name, engine, step_s, self._check_engine)
+        fiber = self.teams[name].fibers[0] if name in self.teams else None
+        self.served[name] = Served(
+            self.simulation, name, engine, self._step_s(name), self._check_engine, lost=self._lost, fiber=fiber
+        )
         return self.served[name].port
+
+    def _lost(self, error: RankLost) -> None:
+        """A rank may go on without others only where some were made to fail."""
+        if not isinstance(error, Gone) or self.plan.quiet:
+            raise Violation(f"ranks fell apart: {error}") from error.__cause__
+        self.counts["rank lost"] += 1
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -153,10 +195,12 @@ class World:
         errors = _Errors()
         logger = logging.getLogger("pdinfer")
         logger.addHandler(errors)
-        grouping = pushes.GROUP_BYTES
-        pushes.GROUP_BYTES = self.plan.group_bytes
+        grouping, bell = pushes.GROUP_BYTES, lockstep.Doorbell
+        pushes.GROUP_BYTES, lockstep.Doorbell = self.plan.group_bytes, SimBell
         try:
             self._build()
+            if self.plan.quiet and not self.simulation.run(self._linked, timeout_s=HEAL_S):
+                raise Violation("ranks do not find each other")
             for arrival in self.plan.arrivals:
                 self.simulation.later(arrival.at_s, partial(self._submit, arrival))
             for trouble in self.plan.troubles:
@@ -170,9 +214,20 @@ class World:
             self._judge()
             errors.check(quiet=self.plan.quiet)
         finally:
-            pushes.GROUP_BYTES = grouping
+            pushes.GROUP_BYTES, lockstep.Doorbell = grouping, bell
+            for team in self._every_team:
+                team.end()
             logger.removeHandler(errors)
         return self
+
+    def _linked(self) -> bool:
+        """Whether every rank knows of its links. A request that overtakes the last frame of a handshake loses an
+        attempt by it, so where no request may fail none comes before."""
+        sides = [[self.engines[name].channel for name in self._nodes if name[0] == role] for role in "pd"]
+        for name, following in self.following.items():
+            sides["pd".index(name[0])] += [one.engine.channel for one in following]
+        prefills, decodes = sides
+        return all(one.connected(two.address) and two.connected(one.address) for one in prefills for two in decodes)
 
     def _submit(self, arrival: Arrival) -> None:
         request = arrival.request
@@ -219,7 +274,7 @@ class World:
     def _strike(self, trouble: Trouble) -> None:
         if self._healed:
             return
-        names = list(self._caches)
+        names = [node for nodes in self._nodes.values() for node in nodes]
         one = names[trouble.one % len(names)]
         others = [name for name in names if name[0] != one[0]]
         other = others[trouble.other % len(others)]
@@ -236,10 +291,18 @@ class World:
             later(trouble.lasts_s, partial(self._thaw, one))
         elif trouble.kind == "stall" and self.simulation.running(one):
             self.counts["stall"] += 1
-            self.served[one].loop.stall(self.simulation.clock.now_s + trouble.lasts_s)
+            self._loops[one].stall(self.simulation.clock.now_s + trouble.lasts_s)
         elif trouble.kind == "crash" and self.simulation.alive(one):
             self._crash(one)
-            later(trouble.lasts_s, partial(self._restart, one))
+            later(trouble.lasts_s, partial(self._restart, one.split(".")[0]))
+
+    @property
+    def _loops(self) -> dict[str, Loop]:
+        """By node."""
+        loops = {name: served.loop for name, served in self.served.items()}
+        for name, following in self.following.items():
+            loops.update(zip(self._nodes[name][1:], (one.loop for one in following), strict=True))
+        return loops
 
     def _thaw(self, name: str) -> None:
         if self.simulation.alive(name):
@@ -248,16 +311,20 @@ class World:
     def _crash(self, name: str) -> None:
         self.counts["crash"] += 1
         self.simulation.crash(name)
-        self.simulation.later(0.001, self.served[name].port.hang_up, node=HOST)
+        if name in self.served:
+            self.simulation.later(0.001, self.served[name].port.hang_up, node=HOST)
 
     def _restart(self, name: str) -> None:
-        """A new process takes the place of one that died or was given up."""
-        if self.simulation.alive(name) and not self.served[name].ended:
+        """New processes take the place of those that died or were given up."""
+        nodes = self._nodes[name]
+        if all(map(self.simulation.alive, nodes)) and not self.served[name].ended:
             return
-        self.simulation.crash(name)
-        self.simulation.restart(name)
+        for node in nodes:
+            self.simulation.crash(node)
+            self.simulation.restart(node)
+        self.simulation.later(0.001, self.served[name].port.hang_up, node=HOST)
         self.counts["restart"] += 1
-        self.engines[name] = self._engine(name, self._pool(self._caches[name]))
+        self._start(name)
         self._join(self._port(name))
 
     def _join(self, port) -> None:
@@ -273,10 +340,10 @@ class World:
         self._healed = True
         self.network.faults = NetworkFaults()
         self.network.heal()
-        for name, served in self.served.items():
-            self._thaw(name)
-            served.loop.stall(0.0)
-            served.loop.wake()
+        for node, loop in self._loops.items():
+            self._thaw(node)
+            loop.stall(0.0)
+            loop.wake()
 
     # -- the oracle -------------------------------------------------------------------------------------------------
 
@@ -295,6 +362,11 @@ class World:
         sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
         reach.request_states(*sides, self.reached)
         reach.room_states(*sides, self.reached)
+        for name in self.teams:
+            leader = self.engines[name].channel
+            followers = [one.engine.channel for one in self.following[name]]
+            reach.rank_states(leader, followers, self.reached)
+            reach.writer_states([leader, *followers], self.reached)
         salts = self._salts[pool]
         for request, pages in holders:
             for page, generation in zip(pages, pool.generations(pages), strict=True):
@@ -340,8 +412,13 @@ class World:
         return (
             told
             and not self.pairing.num_unfinished
+            and all(self.engines[name].closed for name in self.served if self._closes(name))
             and all(not self._unrest_of(name) for name, engine in self.engines.items() if self._lives(name))
         )
+
+    def _closes(self, name: str) -> bool:
+        """Whether its host has begun to close it, which may take time among ranks."""
+        return self.simulation.alive(name) and self.served[name].ended
 
     def _lives(self, name: str) -> bool:
         served = self.served.get(name)
@@ -351,11 +428,23 @@ class World:
         engine = self.engines[name]
         pool = engine.channel.pool
         if not engine.num_unfinished and not pool.num_granted and not pool.num_owned:
-            return ""
+            return self._unrest_of_ranks(name)
         return (
             f"{name}: {engine.num_unfinished} unfinished, of {pool.num_pages} pages {pool.num_granted} granted, "
             f"{pool.num_owned} owned"
         )
+
+    def _unrest_of_ranks(self, name: str) -> str:
+        """What the ranks of an engine that has nothing to do still keep for each other."""
+        if name not in self.teams or not self._lives(name):
+            return ""
+        ends = self.engines[name]._ends
+        kept = [ends._words, ends._settled, ends._stops, ends._sent]
+        for one in self.following[name]:
+            follower = one.engine._ranks.follower
+            kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
+            kept += [one.engine.channel._expected._rooms, one.engine.channel._accepted._rooms]
+        return f"{name}: its ranks keep {[what for what in kept if what]}" if any(kept) else ""
 
     def _unrest(self) -> str:
         ended = [name for name, stream in self.streams.items() if stream.end is None]
@@ -388,7 +477,8 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
-            self.exceptions.append(record)
+            if not isinstance(record.exc_info[1], Gone):
+                self.exceptions.append(record)
         elif "did not stop writing" in (text := record.getMessage()):
             self.mute.append(text)
 

@@ -607,6 +607,27 @@ def test_a_grant_of_a_decode_that_is_not_connected_is_refused(case: Case) -> Non
         prefill.accept(case.grant(decode, prefill))
 
 
+@pytest.mark.parametrize("why", ["not connected", "aborted before"])
+def test_every_destination_of_a_refused_grant_is_told(two_pools: Case, why: str) -> None:
+    """A rank of decode that knows of nothing would wait for a word, and its pages with it."""
+    prefill, decode = two_pools.pair()
+    other = two_pools.end()
+    if why == "aborted before":
+        prefill.connect(other.address)
+    grant = two_pools.grant(decode, prefill)
+    other.pool.grant(other.pool.num_free)
+    other.expect(grant)
+    other.abort(grant, TransferError("a link of this rank broke"))
+    assert settled(other)[0].status is ABORTED
+    with pytest.raises(TransferError, match=why):
+        prefill.accept(attrs.evolve(grant, destinations=(decode.address, other.address)))
+    (told,) = settled(decode)
+    assert told.status is ABORTED
+    assert "turned its request away" in str(told.error)
+    with pytest.raises(TransferError, match="not open"):
+        prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=grant.pages)
+
+
 def test_a_grant_without_a_destination_is_refused(case: Case) -> None:
     prefill, decode = case.pair()
     grant = attrs.evolve(case.grant(decode, prefill), destinations=())

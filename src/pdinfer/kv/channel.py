@@ -129,16 +129,22 @@ class KVChannel:
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
-        """Takes on a grant. TransferError when it was aborted before, when its decode is not connected, or when it was
-        made for another layout than the one that decode showed in the handshake."""
-        with self._lock:  # one block, so that a link which breaks meanwhile finds the room
-            peers = [self._peers.peer_at(peer_key(destination)) for destination in grant.destinations]
-            if None in peers or not peers:
+        """Takes on a grant. TransferError when a destination aborted it before or is not connected, or when it was made
+        for another layout than the one that decode showed in the handshake. Then every destination is told."""
+        try:
+            with self._lock:  # one block, so that a link which breaks meanwhile finds the room
+                peers = [self._peers.peer_at(peer_key(destination)) for destination in grant.destinations]
+                if None in peers or not peers:
+                    raise StaleFrame("the grant's decode is not connected to this prefill")
+                if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
+                    raise StaleFrame(f"the grant of {grant.room.hex()} was made for another layout than its decode's")
+                self._accepted.accept(grant)
+        except StaleFrame:
+            with self._lock:
                 self._accepted.turn_away(grant)
-                raise TransferError("the grant's decode is not connected to this prefill")
-            if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
-                raise TransferError(f"the grant of {grant.room.hex()} was made for another layout than its decode's")
-            self._accepted.accept(grant)
+            for peer in filter(None, map(self._peers.peer_at, map(peer_key, grant.destinations))):
+                self._answer_turned_away(peer)
+            raise
 
     def push(
         self,
@@ -204,8 +210,7 @@ class KVChannel:
     @property
     def stats(self) -> ChannelStats:
         """What moved so far."""
-        peers = self._peers.stats(self._pushes.inflight(), self.window_bytes)
-        return self._totals.stats(peers)
+        return self._totals.stats(self._peers.stats(self._pushes.inflight(), self.window_bytes))
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener` from any thread whenever there may be news or a transfer is done."""
@@ -275,12 +280,9 @@ class KVChannel:
             raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
         if grant.generations != self.pool.generations(grant.pages):
             raise TransferError("granted pages changed hands while their room was open")
+        first, pages = grant.tokens.start, grant.pages
         return layout.spans(
-            self.pool.num_pages,
-            layers=message.layers,
-            tokens=message.tokens,
-            pages=grant.pages,
-            first_token=grant.tokens.start,
+            self.pool.num_pages, layers=message.layers, tokens=message.tokens, pages=pages, first_token=first
         )
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
@@ -338,11 +340,11 @@ class KVChannel:
         self._notify()
 
     def _answer_turned_away(self, peer: Peer) -> None:
-        """After a frame of the handshake: if it opened the link, rooms whose request came before get their answer."""
+        """If there is a link, rooms whose request was turned away get their answer."""
         with self._lock:
             rooms = [] if peer.address is None else self._accepted.linked(peer_key(peer.address))
         for room in rooms:
-            self._say_aborted(peer, room, TransferError("decode was not connected here when the request came"))
+            self._say_aborted(peer, room, TransferError("prefill turned its request away"))
 
     def _say_aborted(self, peer: Peer, room: bytes, error: TransferError) -> None:
         word = Handoff(room=room, writer=self.address, status=HandoffStatus.ABORTED, error=error)
@@ -355,8 +357,7 @@ class KVChannel:
 
     def _tell(self, key: PeerKey, frame: bytes) -> None:
         """Sends to a peer; one that is gone needs no telling, since `closed` has said it on both sides."""
-        peer = self._peers.peer_at(key)
-        if peer is not None:
+        if (peer := self._peers.peer_at(key)) is not None:
             peer.post(self.transport, frame)
 
     def _write(self, groups: Iterable[Group]) -> None:

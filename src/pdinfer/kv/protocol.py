@@ -244,8 +244,8 @@ class Accepted:
     _owed: OrderedDict[tuple[bytes, PeerKey], None] = attrs.field(factory=OrderedDict)
 
     def turn_away(self, grant: PageGrant) -> None:
-        """A request came and its decode is not connected, or does not look so yet: where it saw the link first, it has
-        granted the room on that link and waits for a word that only a later `linked` can give."""
+        """A request came and cannot be taken: every destination may wait for a word, which `linked` gives. One may have
+        seen a link first that is not there yet, and have granted the room on that."""
         for destination in grant.destinations:
             self._owed[grant.room, peer_key(destination)] = None
         while len(self._owed) > MAX_TOMBSTONES:
@@ -259,10 +259,11 @@ class Accepted:
         return rooms
 
     def accept(self, grant: PageGrant) -> None:
-        """A request with this grant was submitted; TransferError when the room was aborted before it arrived."""
+        """A request with this grant was submitted; StaleFrame when one of its destinations has aborted the room before
+        it arrived, TransferError when it is here already."""
         destinations = tuple(peer_key(destination) for destination in grant.destinations)
         if any(grant.room in self._tombstones.get(peer, ()) for peer in destinations):
-            raise TransferError(f"room {grant.room.hex()} was aborted before its request arrived")
+            raise StaleFrame(f"room {grant.room.hex()} was aborted before its request arrived")
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} was submitted twice")
         self._rooms[grant.room] = destinations

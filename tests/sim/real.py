@@ -1,0 +1,77 @@
+"""A real model for simulated worlds, of two layers and one that drafts: tokens are those of the model in one piece."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from pdinfer.decode import DecodeEngine
+from pdinfer.groups import Groups
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.view import PageMemory
+from pdinfer.model import Model
+from pdinfer.prefill import PrefillEngine
+from pdinfer.testing import random_model, tiny_config
+from pdinfer.types import Request
+from tests.sim.fakes import Violation, check_landing
+from tests.sim.plan import Focus
+
+NEAR_TIE = 1e-4
+"""Two best logits closer than this may change places by rounding."""
+
+
+class ModelBrain:
+    """A real model for a simulated world. A token may differ from the reference only where that nearly ties, and then
+    the rest of its request is not compared; `excused` lists such requests."""
+
+    prefill = PrefillEngine
+    decode = DecodeEngine
+
+    def __init__(self) -> None:
+        self.model = random_model(tiny_config(num_hidden_layers=2, num_nextn_predict_layers=1), mtp=True)
+        self.num_tokens = 0
+        self.excused: list[str] = []
+
+    def among(self, groups: Groups) -> Model:
+        """To its engine, each rank's model is one whose parts are added up."""
+        return attrs.evolve(self.model, groups=groups)
+
+    def watch(self, pool: PagePool, accounts: PagePool) -> None:
+        memory = pool.memory
+        assert isinstance(memory, PageMemory)
+        (token_bytes,) = {component.token_bytes for component in pool.layout.components}
+        region = pool.num_pages * pool.layout.page_size * token_bytes
+        landing = memory.landing
+
+        def watched(spans):
+            check_landing(accounts, spans, region, token_bytes)
+            return landing(spans)
+
+        memory.landing = watched
+
+    def check_token(self, request: Request, tokens: list[int]) -> None:
+        """All tokens of a request are compared at once, when it ends."""
+
+    def is_whole(self, request: Request, tokens: list[int]) -> bool:
+        sampling, eos = request.sampling, self.model.config.eos_token_ids
+        if tokens:
+            self._compare(request, tokens)
+        stopped = bool(tokens) and not sampling.ignore_eos and tokens[-1] in eos
+        return stopped or len(tokens) == sampling.max_new_tokens
+
+    def _compare(self, request: Request, tokens: list[int]) -> None:
+        rows = self.model.logits([*request.prompt, *tokens[:-1]])[len(request.prompt) - 1 :]
+        best = torch.topk(rows.double(), 2)
+        for at, (token, first, values) in enumerate(
+            zip(tokens, best.indices[:, 0].tolist(), best.values.tolist(), strict=True)
+        ):
+            self.num_tokens += 1
+            if token != first:
+                margin = values[0] - values[1]
+                if margin >= NEAR_TIE:
+                    raise Violation(f"{request.request_id}: token {at} is {token}, not {first} (margin {margin})")
+                self.excused.append(f"{request.request_id} token {at} (margin {margin:.1e})")
+                return
+
+
+FOCUS = Focus(vocab_size=97)
