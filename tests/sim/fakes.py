@@ -33,6 +33,7 @@ from pdinfer.prefill import PrefillEngine
 from pdinfer.runner import ModelRunner, Ready
 from pdinfer.sampling import Draw, Drawn
 from pdinfer.speculation import Draft, Sampler
+from pdinfer.topology import Topology
 from pdinfer.types import NamedState, Request, SamplingParams
 
 CELL = struct.Struct("<Q")
@@ -111,6 +112,9 @@ class NoExperts:
     recorder: None = None
     epoch: int = 0
 
+    def check_step(self, num_tokens: int, told: str, *, tp_size: int) -> None:
+        """A step may have any size."""
+
 
 class FakeModel:
     """What engines and pools ask of a Model."""
@@ -120,6 +124,7 @@ class FakeModel:
     mtp = "drafts with cells of DRAFT_LAYER"
     device = torch.device("cpu")
     groups = Groups.single()
+    topology = Topology.single()
     experts = NoExperts()
 
     def moe_layers(self) -> list[Any]:
