@@ -25,7 +25,7 @@ NUMBERS = re.findall(r"^\| `(kv\.\w+)\.(\w+)` \| ([\d.]+) \|", PROTOCOL, re.MULT
 def test_a_test_that_is_named_exists(name: str) -> None:
     path, _, function = name.partition("::")
     tree = ast.parse((ROOT / path).read_text("utf-8"))
-    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 @pytest.mark.parametrize(("module", "name", "value"), NUMBERS)
