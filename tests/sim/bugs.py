@@ -79,7 +79,12 @@ def pages_free_at_abort(patch: pytest.MonkeyPatch) -> None:
     _free_orphans(patch)
 
 
-@bug(armed={**TROUBLED, **SLOW}, ports=("piped", "local"), placements=IN_PLACE, cancel_share=0.6)
+@bug(
+    armed={**TROUBLED, **SLOW, "late_landing": 0.0},
+    ports=("piped", "local"),
+    placements=IN_PLACE,
+    cancel_share=0.6,
+)
 def pages_free_at_abort_under_a_one_sided_writer(patch: pytest.MonkeyPatch) -> None:
     """The same where writes land in pages by themselves, and nothing looks at generations."""
     _free_orphans(patch)

@@ -43,7 +43,7 @@ def the_first_of_two_hand_offs_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coverage, "complete", True)
 
 
-@bug(**RANKS, armed={**TROUBLED, **SLOW}, placements=IN_PLACE, cancel_share=0.6)
+@bug(**RANKS, armed={**TROUBLED, **SLOW, "late_landing": 0.0}, placements=IN_PLACE, cancel_share=0.6)
 def one_of_two_answers_frees_the_pages(patch: pytest.MonkeyPatch) -> None:
     """Pages return when one writer has stopped, while another one writes."""
     _settle_early(patch, HandoffStatus.ABORTED)

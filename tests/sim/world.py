@@ -152,9 +152,8 @@ class World:
         team = self.teams[name] = Team(self.simulation, nodes)
         self._every_team.append(team)
         self.engines[name], *followers = team.make(lambda rank, groups: self._engine(nodes[rank], pools[rank], groups))
-        step_s = self._step_s(name)
-        self.following[name] = [
-            Following(self.simulation, node, engine, step_s, lost=self._lost, fiber=fiber)
+        self.following[name] = [  # the leader sets the pace, or a slow engine were the slower the more ranks it has
+            Following(self.simulation, node, engine, self.plan.step_s, lost=self._lost, fiber=fiber)
             for node, engine, fiber in zip(nodes[1:], followers, team.fibers[1:], strict=True)
         ]
 
