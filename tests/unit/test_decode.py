@@ -124,7 +124,6 @@ def request(name: str = "a", **more: Any) -> pd.Request:
         (0, -0.5, True),
         (MODEL.config.vocab_size - 1, -0.5, True),
         (MODEL.config.vocab_size, -0.5, False),
-        (-1, -0.5, False),
         (None, None, False),
         (3, None, False),
     ],
