@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import attrs
 import torch
 
@@ -36,7 +38,7 @@ class ModelBrain:
         """To its engine, each rank's model is one whose parts are added up."""
         return attrs.evolve(self.model, groups=groups)
 
-    def watch(self, pool: PagePool, accounts: PagePool) -> None:
+    def watch(self, pool: PagePool, accounts: PagePool, over: Callable[[], bool]) -> None:
         memory = pool.memory
         assert isinstance(memory, PageMemory)
         (token_bytes,) = {component.token_bytes for component in pool.layout.components}
@@ -44,7 +46,8 @@ class ModelBrain:
         landing = memory.landing
 
         def watched(spans):
-            check_landing(accounts, spans, region, token_bytes)
+            if not over():
+                check_landing(accounts, spans, region, token_bytes)
             return landing(spans)
 
         memory.landing = watched

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -49,8 +50,9 @@ class Brain(Protocol):
     def among(self, groups: Groups) -> Any:
         """The model for a rank of these groups; each rank has all of it."""
 
-    def watch(self, pool: PagePool, accounts: PagePool) -> None:
-        """Holds what is written into the pool to what `accounts` says of its pages: itself, or the leader's."""
+    def watch(self, pool: PagePool, accounts: PagePool, over: Callable[[], bool]) -> None:
+        """Holds what is written into the pool to what `accounts` says of its pages, itself or the leader's, until it is
+        `over`."""
 
     def check_token(self, request: Request, tokens: list[int]) -> None:
         """Raises Violation when the last of `tokens` is not what the request must give."""
@@ -148,18 +150,23 @@ class World:
             self.engines[name] = self._engine(name, *pools)
             return
         self.counts["ranks"] += 1
-        pools += [self._pool(cache, pools[0]) for _ in nodes[1:]]
+        made: list[Engine] = []
+        # its accounts end with a leader that closes, and a follower that does not know of it yet has open links
+        pools += [self._pool(cache, pools[0], lambda: bool(made) and made[0].closed) for _ in nodes[1:]]
         team = self.teams[name] = Team(self.simulation, nodes)
         self._every_team.append(team)
-        self.engines[name], *followers = team.make(lambda rank, groups: self._engine(nodes[rank], pools[rank], groups))
+        made += team.make(lambda rank, groups: self._engine(nodes[rank], pools[rank], groups))
+        self.engines[name], *followers = made
         self.following[name] = [  # the leader sets the pace, or a slow engine were the slower the more ranks it has
             Following(self.simulation, node, engine, self.plan.step_s, lost=self._lost, fiber=fiber)
             for node, engine, fiber in zip(nodes[1:], followers, team.fibers[1:], strict=True)
         ]
 
-    def _pool(self, cache: CacheConfig, accounts: PagePool | None = None) -> PagePool:
+    def _pool(
+        self, cache: CacheConfig, accounts: PagePool | None = None, over: Callable[[], bool] = lambda: False
+    ) -> PagePool:
         pool = PagePool(self.brain.model, cache)
-        self.brain.watch(pool, accounts or pool)
+        self.brain.watch(pool, accounts or pool, over)
         return pool
 
     def _engine(self, node: str, pool: PagePool, groups: Groups | None = None) -> Engine:
