@@ -20,7 +20,7 @@ from pdinfer.kv import channel as channels
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.prefix import PrefixIndex
+from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.protocol import Accepted, Expected
 from pdinfer.kv.pushes import Pushes
 from pdinfer.kv.seal import Seal
@@ -340,15 +340,14 @@ def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
 
 @bug(drafts=(1, 2, 3))
 def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
-    """A page is found by others while the cell that drafting needs of its last token is not there yet."""
-    keep = PageTables.keep
+    """A page is found by others though the cell that drafting needs of its last token is for another token behind it,
+    or is not there yet."""
+    of = PrefixChain.of
 
-    def keep_early(self: PageTables, sequence: Any) -> None:
-        drafts, self._num_draft_tokens = self._num_draft_tokens, 0
-        keep(self, sequence)
-        self._num_draft_tokens = drafts
+    def without_lookahead(layout_id: bytes, salt: bytes, page_size: int, *, lookahead: int) -> PrefixChain:
+        return of(layout_id, salt, page_size)
 
-    patch.setattr(PageTables, "keep", keep_early)
+    patch.setattr(PrefixChain, "of", without_lookahead)
 
 
 @bug(chunks=(8,))

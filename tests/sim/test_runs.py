@@ -12,7 +12,7 @@ import pytest
 from tests.sim.run import Summary, run_seeds
 from tests.sim.world import World
 
-RUNS = 1_000
+RUNS = 200
 FULL_RUNS = 10_000
 """In so many everything must happen that can."""
 PARTS = 8

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -57,6 +58,7 @@ class FakeLockstep:
     said: list[dict[str, Any]] = attrs.field(factory=list)
     next: list[Agreement | None] = attrs.field(factory=list)
     num_together: int = 0
+    clock: Callable[[], float] = time.monotonic
 
     @classmethod
     def of(cls, rank: int) -> FakeLockstep:

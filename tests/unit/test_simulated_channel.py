@@ -44,4 +44,4 @@ def test_a_request_that_comes_before_its_link_is_answered_when_the_link_is_there
     assert simulation.run(lambda: decode.has_news, timeout_s=1)
     (word,) = decode.poll()
     assert word.status is HandoffStatus.ABORTED
-    assert "was not connected" in str(word.error)
+    assert "turned its request away" in str(word.error)
