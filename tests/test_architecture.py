@@ -73,6 +73,7 @@ def test_import_loads_no_heavy_library():
     assert run_python(code) == "[]"
 
 
+@pytest.mark.full
 def test_import_time_is_told(record_property):
     code = (
         "import time; t0 = time.perf_counter(); import torch; t1 = time.perf_counter(); import pdinfer; "

@@ -6,14 +6,23 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.backends import ROOT, child_environment, need_mooncake
 
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("0*.py"))
+QUICK = ("README.md", "02_two_processes.py")
+"""What runs for a person too; each of the others is a process of seconds."""
+
+
+def _case(name: str, *values: object, id: str) -> Any:  # noqa: A002 - as pytest calls it
+    return pytest.param(*values, id=id, marks=[] if name in QUICK else pytest.mark.full)
+
+
+EXAMPLES = [_case(path.name, path.name, id=path.name) for path in sorted((ROOT / "examples").glob("0*.py"))]
 SNIPPETS = [
-    pytest.param(text, id=f"{page.relative_to(ROOT)}-{number}")
+    _case(page.name, text, id=f"{page.relative_to(ROOT)}-{number}")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for number, text in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
 ]
@@ -60,12 +69,12 @@ def test_snippet_runs(text: str, tmp_path: Path) -> None:
     assert _run(str(snippet))
 
 
-@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.full)])
-def test_training_takes_its_first_steps(tmp_path: Path, steps: int) -> None:
+@pytest.mark.full
+def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(
         "examples/train_tiny.py",
         "--steps",
-        str(steps),
+        "20",
         "--eval-rows",
         "1",
         "--min-recall",

@@ -551,6 +551,7 @@ def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) 
         assert cut_short > 5
 
 
+@pytest.mark.full
 def test_a_killed_receiver_ends_the_transfers(open_end: Callable[..., End]) -> None:
     size = 32 * MIB
     sender = open_end(num_bytes=size, digest=False)
@@ -588,6 +589,7 @@ def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable
     assert num_maps() == maps
 
 
+@pytest.mark.full
 def test_links_free_what_they_mapped(open_end: Callable[..., End]) -> None:
     left, right = open_end(memory=BytesMemory(MIB)), open_end()
     descriptors, maps = num_descriptors(), num_maps()

@@ -11,7 +11,6 @@ import pytest
 import pdinfer as pd
 from tests.e2e.setups import TIMEOUT_S, Setup, by_request, join, model_of, pool_of, tokens_of, watch
 
-NUM_REQUESTS = 300
 CHUNK = pd.EngineConfig(chunked_prefill_size=16)
 
 
@@ -30,10 +29,10 @@ def make_request(number: int, rng: random.Random) -> pd.Request:
     return pd.Request(request_id=str(number), prompt=prompt, sampling=sampling, priority=rng.choice([0, 0, 1]))
 
 
-@pytest.fixture(scope="module")
-def requests() -> list[pd.Request]:
+@pytest.fixture(scope="module", params=[80, pytest.param(300, marks=pytest.mark.full)])
+def requests(request: pytest.FixtureRequest) -> list[pd.Request]:
     rng = random.Random(7)
-    return [make_request(number, rng) for number in range(NUM_REQUESTS)]
+    return [make_request(number, rng) for number in range(request.param)]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def serve(setup: Setup, requests: list[pd.Request], rng: random.Random) -> list[
         for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3]))):
             setup.pairing.submit(waiting.pop())
         if rng.random() < 0.05:
-            setup.pairing.cancel(str(rng.randrange(NUM_REQUESTS)))
+            setup.pairing.cancel(str(rng.randrange(len(requests))))
         events += setup.pairing.step()
         setup.check_pools()
     return events

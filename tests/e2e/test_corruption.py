@@ -130,7 +130,7 @@ class Bench:
         return b"".join(pool.memory.read(spans))
 
 
-@pytest.fixture(params=["tcp", "unix", "shm"])
+@pytest.fixture(params=["tcp", *(pytest.param(name, marks=pytest.mark.full) for name in ("unix", "shm"))])
 def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[Bench]:
     made = iter(range(10))
 

@@ -110,9 +110,14 @@ CASES = [
     for chunk_size in CHUNK_SIZES
     if transport != "shared" or page_sizes[0] == page_sizes[1]
 ]
+EVERY = 4
+"""Of the cases, one of so many runs for a person too."""
 
 
-@pytest.mark.parametrize(("transport", "page_sizes", "chunk_size"), CASES)
+@pytest.mark.parametrize(
+    ("transport", "page_sizes", "chunk_size"),
+    [pytest.param(*case, marks=pytest.mark.full if number % EVERY else []) for number, case in enumerate(CASES)],
+)
 def test_decode_holds_the_bytes_that_prefill_computed(
     transport: str, page_sizes: tuple[int, int], chunk_size: int
 ) -> None:

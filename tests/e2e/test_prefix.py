@@ -405,8 +405,6 @@ def test_a_prefix_that_is_gone_when_prefill_begins_is_another_attempt(tally: Tal
 
 # -- everything at once -----------------------------------------------------------------------------------------------
 
-NUM_REQUESTS = 80
-
 
 def make_request(number: int, rng: random.Random) -> pd.Request:
     """One of a few beginnings, often a known one to its end, and any sampling."""
@@ -420,10 +418,10 @@ def make_request(number: int, rng: random.Random) -> pd.Request:
     )
 
 
-@pytest.fixture(scope="module")
-def requests() -> list[pd.Request]:
+@pytest.fixture(scope="module", params=[40, pytest.param(80, marks=pytest.mark.full)])
+def requests(request: pytest.FixtureRequest) -> list[pd.Request]:
     rng = random.Random(3)
-    return [make_request(number, rng) for number in range(NUM_REQUESTS)]
+    return [make_request(number, rng) for number in range(request.param)]
 
 
 @pytest.fixture(scope="module")
@@ -440,7 +438,14 @@ def without_cache(requests: list[pd.Request]) -> dict[str, Reference]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "sizes"), [("shared", (4, 4)), ("loopback", (4, 4, 4, 4)), ("loopback", (8, 3)), ("tcp", (4, 4))]
+    ("transport", "sizes"),
+    [
+        ("loopback", (8, 3)),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [("shared", (4, 4)), ("loopback", (4, 4, 4, 4)), ("tcp", (4, 4))]
+        ),
+    ],
 )
 def test_under_load_with_pools_too_small_tokens_are_those_without_a_cache(
     requests: list[pd.Request],
@@ -464,7 +469,7 @@ def test_under_load_with_pools_too_small_tokens_are_those_without_a_cache(
             for _ in range(min(len(waiting), rng.choice([0, 0, 1, 3]))):
                 setup.pairing.submit(waiting.pop())
             if rng.random() < 0.05:
-                setup.pairing.cancel(str(rng.randrange(NUM_REQUESTS)))
+                setup.pairing.cancel(str(rng.randrange(len(requests))))
             events += setup.pairing.step()
             setup.check_pools()
         setup.check_idle()

@@ -129,7 +129,7 @@ def test_every_size_meets_every_other(
     ("prefill", "decode", "fault"),
     [
         ({}, {"dp_size": 3}, ("decode", 1, "kill")),
-        ({"tp_size": 2}, {}, ("prefill", 1, "stop")),
+        pytest.param({"tp_size": 2}, {}, ("prefill", 1, "stop"), marks=pytest.mark.full),
         ({}, {"dp_size": 2, "ep_size": 2}, ("decode", 0, "raise")),
     ],
     ids=str,

@@ -123,6 +123,7 @@ def recall_problems(count: int) -> list[tuple[list[int], list[int]]]:
     return [recall_prompt(rng, int(rng.integers(1000, 1201))) for _ in range(count)]
 
 
+@pytest.mark.full
 def test_recall_over_a_thousand_tokens(pairing: pd.Pairing, model: pd.Model) -> None:
     asked = ask(pairing, recall_problems(16))
     check_one_piece(model, asked)

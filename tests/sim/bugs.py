@@ -37,20 +37,21 @@ IN_PLACE = (Placement.BY_SENDER,)
 
 @attrs.frozen
 class Bug:
-    """A patch that puts it back, and the runs that are likely to meet it."""
+    """A patch that puts it back, and the runs that are likely to meet it: one of a few, or of many if it is rare."""
 
     patch: Patch
     focus: Focus
+    rare: bool = False
 
 
 BUGS: dict[str, Bug] = {}
 
 
-def bug(**focus: Any) -> Callable[[Patch], Patch]:
+def bug(*, rare: bool = False, **focus: Any) -> Callable[[Patch], Patch]:
     """Adds a patch to BUGS under its name."""
 
     def add(patch: Patch) -> Patch:
-        BUGS[patch.__name__] = Bug(patch, Focus(**focus))
+        BUGS[patch.__name__] = Bug(patch, Focus(**focus), rare)
         return patch
 
     return add
@@ -114,7 +115,7 @@ def digests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVChannel, "placed", lambda self, link, frame, error: placed(self, link, frame, None))
 
 
-@bug(armed={"drop": 1.0, "duplicate": 1.0, "reorder": 1.0, "flip_frame": 1.0}, ports=("piped", "local"))
+@bug(rare=True, armed={"drop": 1.0, "duplicate": 1.0, "reorder": 1.0, "flip_frame": 1.0}, ports=("piped", "local"))
 def frames_are_not_verified(patch: pytest.MonkeyPatch) -> None:
     """Frames that were lost, doubled or altered go unseen."""
     patch.setattr(Seal, "open", lambda self, sealed: sealed[: -self.tag_bytes])
@@ -126,7 +127,7 @@ def a_lost_writer_settles_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Expected, "lost", lambda self, peer, error: {})
 
 
-@bug(armed={"cut": 1.0, "crash": 0.9, "freeze": 0.9}, ports=("piped",))
+@bug(rare=True, armed={"cut": 1.0, "crash": 0.9, "freeze": 0.9}, ports=("piped",))
 def a_failed_transfer_never_ends(patch: pytest.MonkeyPatch) -> None:
     """Prefill's pages wait for bytes that a closed link will never take (vllm#46283)."""
     written = Pushes.written
@@ -138,7 +139,7 @@ def a_failed_transfer_never_ends(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pushes, "written", only_good)
 
 
-@bug(armed={"slow": 1.0, "stall": 0.5}, ports=("piped",), cancel_share=0.8)
+@bug(rare=True, armed={"slow": 1.0, "stall": 0.5}, ports=("piped",), cancel_share=0.8)
 def an_unknown_room_is_not_answered(patch: pytest.MonkeyPatch) -> None:
     """An abort that comes before its request is forgotten, and nobody else ends the room (vllm#50754)."""
     stop = Accepted.stop
@@ -146,7 +147,7 @@ def an_unknown_room_is_not_answered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(channels, "ANSWER_S", 1e9)
 
 
-@bug(armed={"cut": 1.0, "slow": 1.0}, ports=("piped",))
+@bug(rare=True, armed={"cut": 1.0, "slow": 1.0}, ports=("piped",))
 def a_request_before_its_link_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """Decode sees a new link first and grants; prefill drops the request unanswered."""
     patch.setattr(Accepted, "turn_away", lambda self, grant: None)
@@ -185,7 +186,7 @@ def rooms_have_the_name_of_their_request(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeEngine, "_open_room", reopen)
 
 
-@bug(ports=("piped", "local"), cancel_share=0.5)
+@bug(rare=True, ports=("piped", "local"), cancel_share=0.5)
 def prefill_gives_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
     """What prefill aborts it forgets, and decode waits for it (sglang#36033)."""
     finish = KVChannel.finish
@@ -224,7 +225,7 @@ def pages_in_use_are_evicted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixIndex, "use", lambda self, page: None if page % 3 else use(self, page))
 
 
-@bug(armed={"slow": 1.0, "stall": 0.9, "freeze": 0.9}, ports=("piped",), cancel_share=0.9)
+@bug(rare=True, armed={"slow": 1.0, "stall": 0.9, "freeze": 0.9}, ports=("piped",), cancel_share=0.9)
 def a_grant_that_nobody_waits_for_stays(patch: pytest.MonkeyPatch) -> None:
     """Decode grants a request that ended meanwhile, and is not told (vllm#41269)."""
     patch.setattr(Broker, "_ignore", lambda self, event, request_id, decode: None)
@@ -232,7 +233,7 @@ def a_grant_that_nobody_waits_for_stays(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeEngine, "cancel", lambda self, request_id: len(self._sequences) % 2 or cancel(self, request_id))
 
 
-@bug(tight=1.0, ports=("piped", "local"))
+@bug(rare=True, tight=1.0, ports=("piped", "local"))
 def a_retracted_request_forgets_its_output(patch: pytest.MonkeyPatch) -> None:
     """It comes back as it was submitted (sglang#6857)."""
     retract = DecodeEngine._retract
@@ -291,7 +292,7 @@ def a_second_word_is_news(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Expected, "said", said_again)
 
 
-@bug(armed={"slow": 0.8, "stall": 0.8}, ports=("piped",), cancel_share=0.6)
+@bug(rare=True, armed={"slow": 0.8, "stall": 0.8}, ports=("piped",), cancel_share=0.6)
 def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
     """A request that comes after its room was aborted is run (vllm#25067)."""
     accept = Accepted.accept

@@ -43,7 +43,7 @@ def the_first_of_two_hand_offs_is_enough(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Coverage, "complete", True)
 
 
-@bug(**RANKS, armed={**TROUBLED, **SLOW, "late_landing": 0.0}, placements=IN_PLACE, cancel_share=0.6)
+@bug(rare=True, **RANKS, armed={**TROUBLED, **SLOW, "late_landing": 0.0}, placements=IN_PLACE, cancel_share=0.6)
 def one_of_two_answers_frees_the_pages(patch: pytest.MonkeyPatch) -> None:
     """Pages return when one writer has stopped, while another one writes."""
     _settle_early(patch, HandoffStatus.ABORTED)
@@ -56,7 +56,7 @@ def the_share_of_a_writer_is_not_checked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(followers, "even_slices", lambda tokens, size: ((),) * size)
 
 
-@bug(**RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
+@bug(rare=True, **RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
 def an_abort_reaches_one_writer_only(patch: pytest.MonkeyPatch) -> None:
     """The others, which may never have heard of the room, are not asked to stop."""
     stop = Expected.stop
@@ -86,26 +86,26 @@ def decode_admits_before_its_followers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RankChannel, "poll", poll)
 
 
-@bug(**RANKS, armed=TROUBLED)
+@bug(rare=True, **RANKS, armed=TROUBLED)
 def what_a_follower_lost_is_not_heard(patch: pytest.MonkeyPatch) -> None:
     """A room that was aborted on another rank runs."""
     patch.setattr(RankChannel, "_whole", lambda self, words, errors: words)
 
 
-@bug(**RANKS, armed=SLOW, tight=1.0)
+@bug(rare=True, **RANKS, armed=SLOW, tight=1.0)
 def pages_return_before_followers_have_sent(patch: pytest.MonkeyPatch) -> None:
     """Prefill's pages go to the next prompt when the leader's share has left."""
     patch.setattr(leaders._Sent, "done", property(lambda self: self.own.done))
 
 
-@bug(**RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
+@bug(rare=True, **RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
 def a_follower_ignores_aborts(patch: pytest.MonkeyPatch) -> None:
     """Its room waits for writers that nobody asked to stop there."""
     obey = Follower._obey
     patch.setattr(Follower, "_obey", lambda self, order: isinstance(order, say.Abort) or obey(self, order))
 
 
-@bug(**RANKS, armed={**TROUBLED, "slow": 1.0})
+@bug(rare=True, **RANKS, armed={**TROUBLED, "slow": 1.0})
 def a_follower_writes_into_rooms_it_refused(patch: pytest.MonkeyPatch) -> None:
     """It forgets that it could not take them."""
     accept = Follower._accept
@@ -117,7 +117,7 @@ def a_follower_writes_into_rooms_it_refused(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Follower, "_accept", forget)
 
 
-@bug(**RANKS, armed={"cut": 1.0, "slow": 1.0})
+@bug(rare=True, **RANKS, armed={"cut": 1.0, "slow": 1.0})
 def a_refused_request_is_answered_to_no_link_that_is_there(patch: pytest.MonkeyPatch) -> None:
     """Prefill cannot reach one rank of decode, and the others wait."""
     accept = KVChannel.accept
@@ -130,7 +130,7 @@ def a_refused_request_is_answered_to_no_link_that_is_there(patch: pytest.MonkeyP
     patch.setattr(KVChannel, "accept", mute)
 
 
-@bug(**RANKS, armed={"stall": 1.0, "cut": 1.0, "crash": 1.0}, cancel_share=0.5)
+@bug(rare=True, **RANKS, armed={"stall": 1.0, "cut": 1.0, "crash": 1.0}, cancel_share=0.5)
 def a_leader_that_closes_waits_for_its_followers(patch: pytest.MonkeyPatch) -> None:
     """Pages of what they never told to be sent stay in use."""
 
@@ -141,7 +141,7 @@ def a_leader_that_closes_waits_for_its_followers(patch: pytest.MonkeyPatch) -> N
     patch.setattr(RankChannel, "close", close)
 
 
-@bug(**RANKS, drafts=(1, 2, 3))
+@bug(rare=True, **RANKS, drafts=(1, 2, 3))
 def followers_keep_every_draft(patch: pytest.MonkeyPatch) -> None:
     """What is not drafted from any more stays on the other ranks."""
     obey = Follower._obey

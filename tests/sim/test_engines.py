@@ -6,7 +6,7 @@ import pytest
 
 from tests.sim.run import run_engine_seeds
 
-RUNS = 24
+RUNS = 8
 FULL_RUNS = 200
 PARTS = 4
 

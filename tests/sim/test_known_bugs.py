@@ -13,7 +13,10 @@ def test_there_are_enough_of_them() -> None:
     assert len(BUGS) >= 12
 
 
-@pytest.mark.parametrize("name", BUGS)
+NAMES = [pytest.param(name, marks=pytest.mark.full if bug.rare else []) for name, bug in BUGS.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_bug_that_is_put_back_is_found(name: str) -> None:
     seed, how = find(name)
     assert how

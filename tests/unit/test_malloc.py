@@ -26,6 +26,7 @@ def next_time(how: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc's mallopt")
 def test_freed_memory_is_used_again() -> None:
     assert next_time("keep") < 1000 < next_time("leave")

@@ -384,6 +384,7 @@ print(status_bytes("VmHWM:") - before)
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is measured with /proc")
 def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
     sizes = {"vocab_size": 12000, "hidden_size": 512, "intermediate_size": 4096, "moe_intermediate_size": 720}
