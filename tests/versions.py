@@ -8,10 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
+def git(*arguments: str) -> str:
+    """What git prints about this checkout, stripped."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def commit() -> str:
     """The commit of this checkout, with "+changes" where files differ from it."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
     return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")

@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import platform
 import shlex
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -29,10 +28,10 @@ from tests.sim.plan import DELAYS, FRAME_FAULTS, Focus
 from tests.sim.reach import missing
 from tests.sim.real import FOCUS, ModelBrain
 from tests.sim.world import Brain, World
+from tests.versions import git
 
 CHUNKS = {"protocol": 250, "engines": 50}
 """Kinds of runs, and how many a process does before it reports."""
-ROOT = Path(__file__).parents[2]
 COLLECT_EVERY = 50
 HAPPENS = (
     *DELAYS,
@@ -146,10 +145,6 @@ def _run_chunk(chunk: tuple[str, int]) -> tuple[str, int, Summary]:
     return kind, first, run(range(first, first + CHUNKS[kind]))
 
 
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -163,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = {"protocol": options.count, "engines": options.engines}
     if any(wanted[kind] % CHUNKS[kind] for kind in CHUNKS):
         parser.error(f"runs come in multiples of {CHUNKS}")
-    commit, changes = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    commit, changes = git("rev-parse", "HEAD"), git("status", "--porcelain")
     if options.out is not None and changes:
         parser.error(f"results name the commit they are of, and this is not committed:\n{changes}")
     totals = {kind: Summary() for kind in CHUNKS}

@@ -1,0 +1,92 @@
+"""What several ranks and several writers of a room do, as the simulation and small tests see it."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+MUTANTS = [
+    Mutant(
+        "a share before what decode lacks runs backwards",
+        "src/pdinfer/prefill.py",
+        "range(prompt.num_pushed, max(prompt.num_pushed, stop))",
+        "range(prompt.num_pushed, stop)",
+        "tests/e2e/test_rank_groups.py::test_a_prompt_of_which_decode_knows_more_than_prefill_lands",
+    ),
+    Mutant(
+        "a refused request is not answered to destinations that are linked",
+        "src/pdinfer/kv/channel.py",
+        "                self._answer_turned_away(peer)\n            raise",
+        "                pass\n            raise",
+        "tests/unit/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+    ),
+    Mutant(
+        "a room that one destination aborted is refused without a word to the others",
+        "src/pdinfer/kv/protocol.py",
+        'raise StaleFrame(f"room {grant.room.hex()} was aborted before its request arrived")',
+        'raise TransferError(f"room {grant.room.hex()} was aborted before its request arrived")',
+        "tests/unit/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+    ),
+    Mutant(
+        "what a follower lost counts as landed",
+        "src/pdinfer/leader.py",
+        "        if error is None or any(word",
+        "        if True or any(word",
+        "tests/sim/test_runs.py::test_every_promise_holds",
+    ),
+    Mutant(
+        "a follower pushes into rooms it refused",
+        "src/pdinfer/follower.py",
+        "            self._refused.add(grant.room)\n",
+        "            pass\n",
+        "tests/sim/test_runs.py::test_every_promise_holds",
+    ),
+    Mutant(
+        "a follower reports every room as landed",
+        "src/pdinfer/follower.py",
+        "            tell(say.Settled(room, None if landed else first_error(words)))\n",
+        "            tell(say.Settled(room, None))\n",
+        "tests/sim/test_runs.py::test_every_promise_holds",
+    ),
+    Mutant(
+        "a follower keeps every draft",
+        "src/pdinfer/follower.py",
+        "            self._drafts.pop(order.number, None)\n",
+        "            pass\n",
+        "tests/sim/test_runs.py::test_every_promise_holds",
+    ),
+    Mutant(
+        "a follower tells nothing of what it has sent",
+        "src/pdinfer/follower.py",
+        "            tell(say.Sent(room))\n",
+        "            pass\n",
+        "tests/sim/test_runs.py::test_every_promise_holds",
+    ),
+    Mutant(
+        "one abort asks one writer",
+        "src/pdinfer/kv/protocol.py",
+        "        state.stopped = True\n        return state.silent()",
+        "        state.stopped = True\n        return state.silent()[:1]",
+        "tests/unit/test_protocol.py::TestExpected::runTest",
+    ),
+    Mutant(
+        "a room settles when one writer has spoken",
+        "src/pdinfer/kv/protocol.py",
+        "if len(state.words) == len(state.writers):",
+        "if state.words:",
+        "tests/unit/test_protocol.py::TestExpected::runTest",
+    ),
+    Mutant(
+        "coverage of a room with several writers is not checked",
+        "src/pdinfer/kv/protocol.py",
+        "if whole and state.fault is None and not state.coverage.complete:",
+        "if whole and len(state.writers) == 1 and state.fault is None and not state.coverage.complete:",
+        "tests/unit/test_protocol.py::TestExpected::runTest",
+    ),
+    Mutant(
+        "tombstones of one peer speak for all",
+        "src/pdinfer/kv/protocol.py",
+        "if any(grant.room in self._tombstones.get(peer, ()) for peer in destinations):",
+        "if all(grant.room in self._tombstones.get(peer, ()) for peer in destinations):",
+        "tests/unit/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+    ),
+]

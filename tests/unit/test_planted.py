@@ -1,0 +1,42 @@
+"""What is planted is still true: each bug's text is in its file once, and its tests are where it says."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.mutants import ROOT, all_mutants
+from tests.planted.mutant import Mutant
+
+
+def test_there_are_enough_and_no_two_are_one() -> None:
+    names = [mutant.name for mutant in all_mutants()]
+    assert len(names) >= 60
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)
+def test_its_text_is_there_once(mutant: Mutant) -> None:
+    assert mutant.new != mutant.old
+    assert (ROOT / mutant.path).read_text("utf-8").count(mutant.old) == 1, f"in {mutant.path}"
+
+
+@pytest.mark.parametrize("named", sorted({name for mutant in all_mutants() for name in mutant.tests.split()}))
+def test_its_tests_are_there_and_not_left_out_of_make_test(named: str) -> None:
+    path, *inside = named.split("[")[0].split("::")
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    if not inside:
+        return
+    found = [node for node in tree.body if getattr(node, "name", None) == inside[0] or _is_assigned(node, inside[0])]
+    assert found, f"{path} has no {inside[0]}"
+    assert not any(
+        "mark.full" in ast.unparse(mark)
+        for mark in getattr(found[0], "decorator_list", ())
+        if not isinstance(mark, ast.Call)
+    )
+
+
+def _is_assigned(node: ast.stmt, name: str) -> bool:
+    """Of hypothesis's state machines, `TestPool = Pool.TestCase`."""
+    return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
