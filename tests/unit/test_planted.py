@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 
 import pytest
 
@@ -22,13 +23,20 @@ def test_its_text_is_there_once(mutant: Mutant) -> None:
     assert (ROOT / mutant.path).read_text("utf-8").count(mutant.old) == 1, f"in {mutant.path}"
 
 
+@functools.cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text("utf-8"))
+
+
 @pytest.mark.parametrize("named", sorted({name for mutant in all_mutants() for name in mutant.tests.split()}))
 def test_its_tests_are_there_and_not_left_out_of_make_test(named: str) -> None:
-    path, *inside = named.split("[")[0].split("::")
-    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    path, *inside = named.split("[", maxsplit=1)[0].split("::")
     if not inside:
+        assert (ROOT / path).is_file()
         return
-    found = [node for node in tree.body if getattr(node, "name", None) == inside[0] or _is_assigned(node, inside[0])]
+    found = [
+        node for node in tree_of(path).body if getattr(node, "name", None) == inside[0] or _is_assigned(node, inside[0])
+    ]
     assert found, f"{path} has no {inside[0]}"
     assert not any(
         "mark.full" in ast.unparse(mark)
