@@ -152,7 +152,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw]) -> dict[int, TopLogprobs]:
-    """By row, as many of the best tokens as it asks for, the smaller id first among equals."""
+    """By row, as many of the best tokens as it asks for and can come, the smaller id first among equals."""
     wanted = {row: count for row, draw in enumerate(draws) if (count := draw.sampling.logprobs)}
     if not wanted:
         return {}
@@ -167,7 +167,7 @@ def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw
     logprobs_BK = some_BV.gather(1, ids_BK) - normalizers_B[rows, None]
     tops = zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
     return {
-        row: tuple(zip(ids[:count], logprobs[:count], strict=True))
+        row: tuple(pair for pair in zip(ids[:count], logprobs[:count], strict=True) if pair[1] > -math.inf)
         for (row, count), (ids, logprobs) in zip(wanted.items(), tops, strict=True)
     }
 

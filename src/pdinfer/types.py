@@ -72,8 +72,8 @@ class SamplingParams:
       example a JSON schema: see docs/howto/structured-output.md;
     - temperature, `top_k`, `top_p`, `min_p`.
 
-    `logprobs` asks for that many of the best tokens with each token, in `top_logprobs`. Log-probabilities are
-    log-softmax of the raw logits, before any of these.
+    `logprobs` asks for that many of the best tokens with each token, in `top_logprobs`; fewer when the logits of the
+    others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these.
     """
 
     max_new_tokens: int = 128

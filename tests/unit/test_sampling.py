@@ -479,6 +479,13 @@ def test_more_logprobs_than_tokens_are_all_there_are() -> None:
     assert len(drawn.top_logprobs) == 4
 
 
+def test_tokens_that_cannot_come_are_not_among_the_best() -> None:
+    """A hand-off takes no log-probability of -inf."""
+    logits = torch.tensor([[1.0, -math.inf, 2.0, -math.inf]])
+    (drawn,) = sample(logits, [ask(logprobs=4)])
+    assert [token for token, _ in drawn.top_logprobs] == [2, 0]
+
+
 def test_no_logprobs_are_asked_for_and_none_come() -> None:
     first, second = sample(random_logits(2), [ask(logprobs=0), ask()])
     assert first.top_logprobs == second.top_logprobs == ()
