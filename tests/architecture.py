@@ -146,6 +146,12 @@ MUTABLE_CALLS = frozenset(
 )
 
 MAX_FILE_LINES = 400
+LONGER = {
+    "decode": "one object: the life of a request at decode, from its grant to its last token",
+    "kv.channel": "one object: both ends of a hand-off share their links and their lock",
+}
+"""Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
+MAX_LONGER_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 # Folders of one machine. A URL or a relative path that goes through a folder of that name is fine.
@@ -370,8 +376,9 @@ def sizes(modules: Sequence[Module]) -> list[str]:
     complaints = []
     for module in modules:
         lines = len(module.text.splitlines())
-        if lines > MAX_FILE_LINES:
-            complaints.append(f"{module.path} has {lines} lines, more than {MAX_FILE_LINES}")
+        most = MAX_LONGER_LINES if module.name in LONGER else MAX_FILE_LINES
+        if lines > most:
+            complaints.append(f"{module.path} has {lines} lines, more than {most}")
         for node in ast.walk(module.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -73,6 +73,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
         self._granted: dict[bytes, Sequence] = {}
+        self._untold: list[Granted] = []
         self._running: list[Sequence] = []
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
@@ -101,6 +102,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._land()
             self._grant()
             self._decode()
+            self._tell_granted()
         events, self._events = self._events, []
         return events
 
@@ -284,7 +286,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._ends.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
-        self._events.append(Granted(grant=grant, request=request))
+        self._untold.append(Granted(grant=grant, request=request))
+
+    def _tell_granted(self) -> None:
+        untold, self._untold = self._untold, []
+        for event in untold:
+            if (room := event.grant.room) in self._granted:  # else it was given up meanwhile
+                (self._events if self._ends.expects(room) else self._untold).append(event)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it

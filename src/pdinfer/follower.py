@@ -102,6 +102,7 @@ class Follower:
             grant = attrs.evolve(grant, generations=channel.pool.generations(grant.pages))
             self._grants[grant.room] = grant
             channel.expect(grant)
+            self._lockstep.tell(say.Expecting(grant.room))
         elif isinstance(order, say.Abort):
             if order.room in self._grants:  # else it has settled meanwhile
                 channel.abort(self._grants[order.room], order.error)

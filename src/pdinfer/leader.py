@@ -8,6 +8,7 @@ leader's, whose pool accounts for the pages of all ranks of the group.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import attrs
@@ -134,6 +135,7 @@ class RankChannel:
         self._size = lockstep.groups.attention.size
         self._num_followers = self._size - 1
         self._links: dict[int, frozenset[PeerKey]] = {}
+        self._num_expecting: Counter[bytes] = Counter()
         self._words: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
         self._stops: list[tuple[bytes, TransferError]] = []
@@ -143,6 +145,8 @@ class RankChannel:
         """Takes a follower's report."""
         if isinstance(message, say.Linked):
             self._links[rank] = frozenset(map(peer_key, message.peers))
+        elif isinstance(message, say.Expecting):
+            self._num_expecting[message.room] += 1
         elif isinstance(message, say.Settled):
             self._settled.setdefault(message.room, []).append(message.error)
         elif isinstance(message, say.Stopped):
@@ -183,6 +187,11 @@ class RankChannel:
         self._channel.expect(grant)
         self._lockstep.tell(say.Expect(PackedGrant.of(grant)))
 
+    def expects(self, room: bytes) -> bool:
+        """Whether all ranks expect the room. A writer that hears of it before may be done, and its link lost, before a
+        follower that was held up listens for its word: that room would never settle."""
+        return self._num_expecting[room] >= self._num_followers
+
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         self._channel.abort(grant, error)
         self._lockstep.tell(say.Abort(grant.room, error))
@@ -192,6 +201,8 @@ class RankChannel:
         for word in self._channel.poll():
             self._words.setdefault(word.room, []).append(word)
         settled = [room for room in self._words if len(self._settled.get(room, ())) >= self._num_followers]
+        for room in settled:
+            del self._num_expecting[room]
         return [word for room in settled for word in self._whole(self._words.pop(room), self._settled.pop(room, []))]
 
     def _whole(self, words: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:

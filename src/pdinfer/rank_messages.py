@@ -17,7 +17,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.types import NamedState, PeerAddress
 
-VERSION = 1
+VERSION = 2
 """Of what is said here: the same on all ranks of an engine, which is checked when it is made."""
 
 
@@ -117,6 +117,12 @@ class DropDraft(msgspec.Struct, tag="drop_draft"):
     number: Count
 
 
+class Expecting(msgspec.Struct, tag="expecting"):
+    """Report (decode): the room is expected here too."""
+
+    room: Room
+
+
 class Settled(msgspec.Struct, tag="settled"):
     """Report (decode): every writer of the room has stopped here; without an `error` its pages are whole."""
 
@@ -144,7 +150,7 @@ class Linked(msgspec.Struct, tag="linked"):
 
 
 Order = Connect | Expect | Abort | Accept | Finish | Prefill | Decode | KeepDraft | DropDraft
-Report = Settled | Stopped | Sent | Linked
+Report = Expecting | Settled | Stopped | Sent | Linked
 Message = Order | Report
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)

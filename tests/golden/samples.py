@@ -246,6 +246,7 @@ RANKS: dict[str, rank_messages.Message] = {
     "decode": rank_messages.Decode([_ROW], [4], [1], [wire.pack_ints([7])]),
     "keep_draft": rank_messages.KeepDraft(4, [STATE]),
     "drop_draft": rank_messages.DropDraft(4),
+    "expecting": rank_messages.Expecting(ROOM),
     "settled": rank_messages.Settled(ROOM, TransferError("no")),
     "stopped": rank_messages.Stopped(ROOM, TransferError("no")),
     "sent": rank_messages.Sent(ROOM),

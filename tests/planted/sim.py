@@ -89,4 +89,25 @@ MUTANTS = [
         "if all(grant.room in self._tombstones.get(peer, ()) for peer in destinations):",
         "tests/unit/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
     ),
+    Mutant(
+        "prefill hears of a room before followers expect it",
+        "src/pdinfer/leader.py",
+        "return self._num_expecting[room] >= self._num_followers",
+        "return True",
+        "tests/unit/test_leader.py::test_a_room_is_expected_when_every_rank_has_said_so",
+    ),
+    Mutant(
+        "decode tells of a room at once",
+        "src/pdinfer/decode.py",
+        "if self._ends.expects(room) else",
+        "if True else",
+        "tests/unit/test_decode.py::test_a_grant_is_told_when_every_rank_expects_its_room",
+    ),
+    Mutant(
+        "a follower does not say that it expects a room",
+        "src/pdinfer/follower.py",
+        "            self._lockstep.tell(say.Expecting(grant.room))\n",
+        "",
+        "tests/unit/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
+    ),
 ]

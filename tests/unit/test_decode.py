@@ -37,6 +37,32 @@ def last_events(pairing: pd.Pairing) -> dict[str, pd.TokenEvent]:
     return {event.request_id: event for event in pairing.generate(requests()) if event.finish_reason is not None}
 
 
+def test_a_grant_is_told_when_every_rank_expects_its_room(pairing: pd.Pairing, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    def third_time(channel: KVChannel, room: bytes) -> bool:
+        asked.append(room)
+        return len(asked) > 2
+
+    monkeypatch.setattr(KVChannel, "expects", third_time)
+    (decode,) = pairing._roster.decodes.values()
+    assert isinstance(decode, pd.DecodeEngine)
+    writers = tuple(port.address for port in pairing._roster.prefills.values())
+    (first, second) = requests(2)
+    decode.submit(first, writers=writers)
+    assert [decode.step(), decode.step()] == [[], []]
+    decode.submit(second, writers=writers)
+    decode.cancel("0")
+    told = decode.step()
+    assert [type(event) for event in told] == [pd.TokenEvent, pd.Granted]
+    assert isinstance(told[1], pd.Granted)
+    assert told[1].grant.request_id == "1"  # the other one was given up meanwhile
+    decode.cancel("1")
+    for _ in range(3):
+        for port in pairing._roster.all:
+            port.step()
+
+
 def test_logits_that_are_not_finite_end_their_request_alone(
     pairing: pd.Pairing, monkeypatch: pytest.MonkeyPatch
 ) -> None:

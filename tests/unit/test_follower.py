@@ -75,7 +75,7 @@ def accept(grant: Any = GRANT) -> say.Accept:
 
 def test_orders_are_obeyed_in_order_with_the_pages_own_generations() -> None:
     following = Following()
-    following.step(say.Connect(DECODE), expect())
+    assert following.step(say.Connect(DECODE), expect()) == [say.Expecting(ROOM)]
     ours = attrs.evolve(GRANT, generations=(0, 0, 0))
     assert following.channel.take() == [("connect", DECODE, 0.0), ("expect", ours)]
     following.step(say.Abort(ROOM, TransferError("enough")))

@@ -150,6 +150,23 @@ def test_what_is_decided_is_done_and_told_in_order() -> None:
     assert (abort.room, str(abort.error)) == (ROOM, "enough")
 
 
+def test_a_room_is_expected_when_every_rank_has_said_so() -> None:
+    """Else a writer may be done, and its link lost, before a follower that was held up listens for its word."""
+    leader = Leader()
+    leader.ends.expect(GRANT)
+    assert not leader.ends.expects(ROOM)
+    leader.ends.hear(1, say.Expecting(ROOM))
+    leader.ends.hear(2, say.Expecting(b"o" * 16))
+    assert not leader.ends.expects(ROOM)
+    leader.ends.hear(2, say.Expecting(ROOM))
+    assert leader.ends.expects(ROOM)
+    leader.channel.words = [word()]
+    for rank in (1, 2):
+        leader.ends.hear(rank, say.Settled(ROOM, None))
+    assert leader.ends.poll() == [word()]
+    assert not leader.ends.expects(ROOM)  # and it is forgotten
+
+
 def test_a_peer_is_connected_when_every_rank_is_linked_to_it() -> None:
     leader = Leader()
     leader.channel.linked = {DECODE.engine_id, OTHER.engine_id}

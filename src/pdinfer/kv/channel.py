@@ -114,6 +114,10 @@ class KVChannel:
         if gone:
             self._notify()
 
+    def expects(self, room: bytes) -> bool:
+        """Whether writers of a room that is expected may hear of it: at once."""
+        return True
+
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Asks the grant's writers to stop; `poll` gives their ABORTED (or a LANDED that was on its way)."""
         with self._lock:
