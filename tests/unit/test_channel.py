@@ -95,7 +95,8 @@ def test_the_connecting_end_learns_every_difference(
         with pytest.raises(LayoutMismatch) as info:
             ours.connect(theirs.address)
         assert list(info.value.fields) == fields
-        assert all(name in str(info.value) for name, _, _ in fields)
+        listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
+        assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields]
     grant = two_pools.grant(theirs, ours)
     assert settled(theirs)[0].status is ABORTED
     with pytest.raises(TransferError, match="not connected"):
@@ -215,6 +216,13 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
     with pytest.raises(LayoutMismatch) as info:
         ours.connect(theirs.address)
     assert [name for name, _, _ in info.value.fields][:2] == ["model_id", "weights_id"]
+    listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
+    assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in info.value.fields]
+    layers = next((ours, theirs) for name, ours, theirs in info.value.fields if name.endswith(".layers"))
+    whole = ",".join(map(str, range(61)))
+    for value in layers:
+        assert value.endswith(" …")
+        assert whole.startswith(f"{value.removesuffix(' …')},"), "cut between numbers"
 
 
 def opens_with(end: KVChannel, version: tuple[int, int]) -> Callable[[Peer], None]:

@@ -54,6 +54,9 @@ SIGNATURES = {
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
+RESULTS = {"mla_decode": _N}
+"""Of those that return something."""
+
 
 def library() -> ctypes.CDLL:
     """The compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
@@ -224,5 +227,5 @@ def _load(path: Path) -> ctypes.CDLL:
         raise BackendUnavailable(f"was compiled and cannot be loaded: {error}") from error
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, RESULTS.get(name)
     return loaded
