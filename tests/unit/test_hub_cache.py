@@ -55,7 +55,7 @@ def moved(snapshot: Path, to: Path) -> Path:
 @pytest.mark.parametrize(
     "reached",
     [
-        pytest.param(lambda plain, tmp: cached(plain, tmp), id="as-it-lies"),
+        pytest.param(cached, id="as-it-lies"),
         pytest.param(lambda plain, tmp: cached(plain, tmp, absolute=True), id="absolute-links"),
         pytest.param(lambda plain, tmp: cached(plain, tmp, inside="sub"), id="a-folder-in-it"),
         pytest.param(lambda plain, tmp: linked(cached(plain, tmp), tmp / "model"), id="by-a-link"),
@@ -81,7 +81,7 @@ def test_a_relative_path_is_no_other(plain: Path, tmp_path: Path, monkeypatch: p
 
 def refused(folder: Path, name: str) -> None:
     """By whoever reads it, with the way out."""
-    with pytest.raises((ConfigError, CheckpointError), match="outside the model folder.*trusted_roots") as caught:
+    with pytest.raises((ConfigError, CheckpointError), match=r"outside the model folder.*trusted_roots") as caught:
         pd.load_model(folder)
     assert name in str(caught.value)
 
