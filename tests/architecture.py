@@ -54,7 +54,7 @@ LAYERS = (
     ("config_fields",),
     ("families",),
     ("files",),
-    ("groups", "memory"),
+    ("groups", "memory", "scratch"),
     ("checks",),
     ("types", "trace"),
     ("bounds",),
@@ -136,9 +136,9 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-# `topology` discovers ranks. The Mooncake engine is configured by its environment alone, so its adapter sets what it
-# needs, where unset, and logs all of it.
-ENVIRONMENT_READERS = frozenset({"topology", "kv.mooncake"})
+# `topology` discovers ranks. `native_build` asks where caches belong. The Mooncake engine is configured by its
+# environment alone, so its adapter sets what it needs, where unset, and logs all of it.
+ENVIRONMENT_READERS = frozenset({"topology", "kernels.native_build", "kv.mooncake"})
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
 MUTABLE_CALLS = frozenset(

@@ -20,12 +20,13 @@ import torch
 
 from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
-from pdinfer.files import check_file_name, open_regular, read_json
+from pdinfer.files import AnyPath, check_file_name, check_folder, open_regular, read_json
 from pdinfer.tensor_header import MAX_TENSORS, HeaderSource, TensorInfo, header_bytes, parse_header
 
 __all__ = ["Checkpoint", "Prefixes", "TensorInfo", "renamed"]
 
 MAX_INDEX_BYTES = 64 << 20
+MAX_FILES = 4096
 READ_BYTES = 1 << 30
 SAMPLE_BYTES = 1024
 SHOWN_NAMES = 10
@@ -49,7 +50,8 @@ class Checkpoint:
     """An open model folder. `tensors` are those the index names, or all of a single file; reading needs no lock.
 
     A context manager: `close` closes the files. `unlisted` are the names of tensors the index does not name; they are
-    checked like the others and never read. `prefixes` are what names begin with in the files and here.
+    checked like the others and never read. `prefixes` are what names begin with in the files and here. `trusted_roots`
+    are the folders beside this one in which links may end.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Checkpoint:
         tensors: Mapping[str, TensorInfo],
         unlisted: Iterable[str] = (),
         prefixes: Prefixes = (),
+        trusted_roots: Iterable[AnyPath] = (),
     ) -> None:
         self.folder = folder
         self.files = tuple(descriptors)
@@ -66,23 +69,24 @@ class Checkpoint:
         self.total_bytes = sum(info.num_bytes for info in tensors.values())
         self.unlisted = tuple(unlisted)
         self.prefixes = prefixes
+        self.trusted_roots = tuple(trusted_roots)
         self._descriptors = descriptors
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str], *, prefixes: Prefixes = ()) -> Checkpoint:
+    def open(cls, folder: AnyPath, *, prefixes: Prefixes = (), trusted_roots: Iterable[AnyPath] = ()) -> Checkpoint:
         """Open and check every file of a model folder; no tensor is read. Names are changed by `renamed`.
 
-        Raises CheckpointError: no or several candidates, other formats, files or links that lead out of the folder,
-        malformed headers, and an index that disagrees with its files.
+        Raises CheckpointError: no folder, no or several candidates, other formats, links that lead out of the folder,
+        its hub cache's blobs and `trusted_roots`, malformed headers, and an index that disagrees with its files.
         """
-        folder = Path(folder)
-        files, weight_map = _find_weights(folder)
+        folder, roots = check_folder(folder), tuple(trusted_roots)
+        files, weight_map = _find_weights(folder, roots)
         descriptors: dict[str, int] = {}
         found: dict[str, TensorInfo] = {}
         twice: list[str] = []
         try:
             for file in files:
-                descriptors[file] = open_regular(folder, file, CheckpointError)
+                descriptors[file] = open_regular(folder, file, CheckpointError, roots)
                 infos = _read_header(descriptors[file], file, folder / file)
                 twice += infos.keys() & found.keys()
                 found |= infos
@@ -96,7 +100,7 @@ class Checkpoint:
         except BaseException:
             _close_all(descriptors)
             raise
-        return cls(folder, descriptors, tensors, unlisted, prefixes)
+        return cls(folder, descriptors, tensors, unlisted, prefixes, roots)
 
     @classmethod
     def open_file(cls, path: str | os.PathLike[str]) -> Checkpoint:
@@ -176,7 +180,7 @@ def _listed(names: list[str]) -> str:
     return f"{len(names)}: {', '.join(clip(name) for name in names[:SHOWN_NAMES])}{rest}"
 
 
-def _find_weights(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], dict[str, str] | None]:
     """The names of the files to open and, where there is an index, the file of each tensor."""
     try:
         names = sorted(os.listdir(folder))
@@ -187,8 +191,10 @@ def _find_weights(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if len(indexes) > 1:
         raise CheckpointError(f"{folder} holds more than one *{INDEX_SUFFIX}, {_listed(indexes)}; keep one")
     if indexes:
-        weight_map = _read_index(folder / indexes[0])
+        weight_map = _read_index(folder / indexes[0], roots)
         wanted = sorted(set(weight_map.values()))
+        if len(wanted) > MAX_FILES:
+            raise CheckpointError(f"{folder / indexes[0]} names {len(wanted)} files; at most {MAX_FILES} are opened")
         missing = sorted(set(wanted) - set(names))
         if missing:
             raise CheckpointError(f"{folder} lacks files that {indexes[0]} names, {_listed(missing)}; download them")
@@ -206,9 +212,9 @@ def _find_weights(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     raise CheckpointError(f"{folder} holds no *{SUFFIX}")
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:
     """The `weight_map` of an index: file by tensor name. `metadata` is advisory and ignored."""
-    index = read_json(path, max_bytes=MAX_INDEX_BYTES, error=CheckpointError)
+    index = read_json(path, max_bytes=MAX_INDEX_BYTES, error=CheckpointError, trusted_roots=roots)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
         raise CheckpointError(

@@ -66,7 +66,9 @@ class CacheConfig:
     kernel says of the machine or container. So the second pool of a process gets what a higher fraction adds to the
     first, and ranks on one machine's CPU, which see the same memory, take equal parts. `memory` "shared" can be mapped
     by other processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until
-    their room is needed, for later requests that begin with the same tokens and have the same `cache_salt`.
+    their room is needed, for later requests that begin with the same tokens and have the same `cache_salt`. At decode
+    `trust_domain` "writer" gives what a prefill wrote, and what was computed from it, only to requests which that same
+    prefill serves; "all" says that all prefills are trusted alike, and then decode reuses pages across them.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
@@ -75,6 +77,7 @@ class CacheConfig:
     mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
     memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
     prefix_cache: bool = attrs.field(default=True, validator=a_bool)
+    trust_domain: str = attrs.field(default="writer", validator=one_of("writer", "all"))
 
     def __attrs_post_init__(self) -> None:
         if self.num_pages is not None and self.mem_fraction_static is not None:

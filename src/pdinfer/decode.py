@@ -199,7 +199,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _queue(self, sequence: Sequence) -> None:
         sequence.state = SequenceState.WAITING
         sequence.waiting_since = self._clock()
-        sequence.extend_chain()
         insort(self._waiting, sequence, key=lambda waiting: waiting.order)
 
     def _expire(self) -> None:
@@ -252,7 +251,10 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         """Grants pages down the line. The first who cannot have them holds it, so no one starves; only those whose
         prefill is gone are passed over."""
         self._miss_writers()
-        while (sequence := self._next_in_line()) is not None and self._may_grant(sequence):
+        while (sequence := self._next_in_line()) is not None:
+            self._tables.belong(sequence, shared=self._ends.shares_pool(sequence.writers))
+            if not self._may_grant(sequence):
+                break
             self._waiting.remove(sequence)
             self._open_room(sequence)
 

@@ -69,6 +69,12 @@ class LayoutMismatch(TransferError):
         super().__init__(message)
         self.fields = fields
 
+    @classmethod
+    def of(cls, fields: tuple[tuple[str, str, str], ...], *, said_by: str = "") -> LayoutMismatch:
+        """The error whose text lists `fields`; `said_by` begins it."""
+        listing = "; ".join(f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields)
+        return cls(f"{said_by}the two ends' KV layouts differ and cannot exchange pages: {listing}", fields=fields)
+
 
 class BackendUnavailable(PDInferError):
     """A forced choice of provider, transport or device that this machine cannot satisfy."""

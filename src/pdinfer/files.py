@@ -1,7 +1,8 @@
 """Reading files nobody vouches for: regular files of one folder, and strict JSON.
 
 A model folder comes from strangers. What is opened is a plain file inside that folder, never a device, a pipe or a
-link that leads out; what is parsed has a size, a depth and a number of parts that were checked before.
+link that leads out: but for the blobs of a hub cache that the folder is part of, and for roots that the host names.
+What is parsed has a size, a depth and a number of parts that were checked before.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pdinfer.checks import clip
-from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.errors import CheckpointError, ConfigError, PDInferError
+
+AnyPath = str | os.PathLike[str]
 
 MAX_JSON_BYTES = 1 << 20
 MAX_JSON_DEPTH = 64
 MAX_JSON_CONTAINERS = 10_000
+MAX_JSON_STRINGS = 1 << 20
 MAX_DIGITS = 20
 
 _JSON_MARKS = re.compile(r'["\[\]{}]|NaN|Infinity|[0-9]{21,}')
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -38,20 +44,42 @@ def check_file_name(name: object, what: str, error: type[PDInferError]) -> str:
     return name
 
 
-def open_regular(folder: Path, name: str, error: type[PDInferError]) -> int:
+def check_folder(folder: AnyPath) -> Path:
+    """`folder`, if it is one. Raises CheckpointError, with the way to get a model that somebody thought we download."""
+    path = Path(folder)
+    try:
+        if stat.S_ISDIR(path.stat().st_mode):
+            return path
+        raise CheckpointError(f"{path} is no folder: give the one that holds config.json and the safetensors files")
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as failure:
+        reason = failure.strerror if isinstance(failure, OSError) else str(failure)
+        raise CheckpointError(f"cannot open model folder {clip(os.fspath(folder))}: {reason}") from None
+    text = os.fspath(folder)
+    name = text if _HUB_ID.fullmatch(text) else "ORGANIZATION/MODEL"
+    raise CheckpointError(
+        f"there is no folder {path}. pdinfer does not download models: get one with "
+        f"`hf download {name} --local-dir FOLDER` (of huggingface_hub) and give that folder"
+    )
+
+
+def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()) -> int:
     """Open `folder/name` for reading and return the file descriptor, which the caller closes.
 
-    Only regular files are opened. A symbolic link counts when it ends inside `folder`, so nothing outside can be read
-    under a name of the model. Raises `error`.
+    Only regular files are opened. A symbolic link counts when it ends inside `folder`, in the blobs of the hub cache
+    whose snapshot `folder` is, or in one of `trusted_roots`: so nothing else can be read under a name of the model.
+    Raises `error`.
     """
     path = folder / check_file_name(name, "a file to open", error)
     try:
         root = folder.resolve(strict=True)
         inside = path.resolve(strict=True)
-        if not inside.is_relative_to(root):
+        roots = (root, *_own_blobs(root), *(Path(trusted).resolve() for trusted in trusted_roots))
+        if not any(map(inside.is_relative_to, roots)):
             raise error(
-                f"{path} is a link to {clip(str(inside))}, outside the model folder: "
-                f"copy the files it points to into the folder (a hub cache stores links; download to a plain folder)"
+                f"{path} is a link to {clip(str(inside))}, outside the model folder: copy the files it points to into "
+                f"the folder, or name the folder they are in among trusted_roots"
             )
         # O_NONBLOCK: opening a FIFO must not wait for its writer; it has no effect on regular files.
         fd = os.open(inside, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -64,9 +92,23 @@ def open_regular(folder: Path, name: str, error: type[PDInferError]) -> int:
     return fd
 
 
-def read_regular(folder: Path, name: str, max_bytes: int, error: type[PDInferError]) -> bytes:
+def _own_blobs(root: Path) -> Iterator[Path]:
+    """The blobs of the hub cache in which `root`, without links in its path, is a snapshot or inside of one:
+    models--ORGANIZATION--MODEL/snapshots/REVISION links to files there. Blobs that are themselves a link are not its
+    own. Source: https://huggingface.co/docs/huggingface_hub, "Understand caching"."""
+    for folder in (root, *root.parents):
+        snapshots, cache = folder.parent, folder.parent.parent
+        if snapshots.name == "snapshots" and cache.name.startswith("models--"):
+            blobs = cache / "blobs"
+            if blobs.is_dir() and not blobs.is_symlink():
+                yield blobs
+
+
+def read_regular(
+    folder: Path, name: str, max_bytes: int, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()
+) -> bytes:
     """The content of a small file. Raises `error` where it is larger than `max_bytes`; then nothing was read."""
-    fd = open_regular(folder, name, error)
+    fd = open_regular(folder, name, error, trusted_roots)
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
         data = file.read(max_bytes + 1) if size <= max_bytes else b""
@@ -76,21 +118,23 @@ def read_regular(folder: Path, name: str, max_bytes: int, error: type[PDInferErr
 
 
 def read_json(
-    path: str | os.PathLike[str],
+    path: AnyPath,
     *,
     max_bytes: int = MAX_JSON_BYTES,
     error: type[PDInferError] = ConfigError,
+    trusted_roots: Iterable[AnyPath] = (),
 ) -> dict[str, object]:
     """The JSON object in a file, parsed strictly (see `parse_json`). Raises `error` with the path and the position."""
     path = Path(path)
-    return parse_json(read_regular(path.parent, path.name, max_bytes, error), str(path), error)
+    return parse_json(read_regular(path.parent, path.name, max_bytes, error, trusted_roots), str(path), error)
 
 
 def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str, object]:
     """One JSON object, or `error` naming `source` and the character position.
 
     Stricter than RFC 8259: UTF-8 without a byte order mark, no duplicate keys, no NaN or Infinity, no run of more than
-    20 digits, at most 64 levels and 10,000 objects and arrays. Everything but the grammar is checked before parsing.
+    20 digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is checked
+    before parsing.
     """
     if data.startswith(b"\xef\xbb\xbf"):
         raise error(f"{source} starts with a byte order mark at position 0; save it as UTF-8 without one")
@@ -110,6 +154,8 @@ def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str,
 
 def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
     """One linear pass over brackets, strings and numbers: depth, count, duplicate keys, literals outside JSON."""
+    if text.count('"') > 2 * MAX_JSON_STRINGS:
+        raise error(f"{source} has more than {MAX_JSON_STRINGS} strings")
     keys: list[set[str]] = []
     containers = 0
     position = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import attrs
 
@@ -177,7 +177,7 @@ class RankChannel:
             sent.waits_for = 0
         self._sent.clear()
 
-    def shares_pool(self, grant: PageGrant) -> bool:
+    def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Never: decode's pages are on other ranks too."""
         return False
 

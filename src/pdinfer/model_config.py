@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from pdinfer import hf_config, rope
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
 from pdinfer.errors import ConfigError
 from pdinfer.families import FAMILIES, Family, ScoringFunc, TopkMethod
-from pdinfer.files import read_json
+from pdinfer.files import AnyPath, check_folder, read_json
 from pdinfer.hf_config import MAX_LAYERS, STORED_DTYPES, IndexerType
 from pdinfer.rope import MAX_POSITIONS, YarnScaling
 
@@ -161,19 +161,20 @@ class ModelConfig:
             raise ConfigError("indexer_types: layer 0 is shared, and there is no layer before it to share with")
 
     @classmethod
-    def from_checkpoint(cls, folder: str | os.PathLike[str]) -> ModelConfig:
+    def from_checkpoint(cls, folder: AnyPath, *, trusted_roots: Iterable[AnyPath] = ()) -> ModelConfig:
         """The configuration of a model folder: its config.json, and end-of-sequence ids of generation_config.json.
+        `trusted_roots` as for `load_model`.
 
-        Raises ConfigError with the path of the file at fault.
+        Raises ConfigError with the path of the file at fault, CheckpointError when there is no such folder.
         """
-        folder = Path(folder)
+        folder, roots = check_folder(folder), tuple(trusted_roots)
         path, generation_path = folder / "config.json", folder / "generation_config.json"
-        raw = read_json(path)
+        raw = read_json(path, trusted_roots=roots)
         with _naming(path):
             config = cls.from_dict(raw)
         if not os.path.lexists(generation_path):
             return config
-        generation = read_json(generation_path)
+        generation = read_json(generation_path, trusted_roots=roots)
         with _naming(generation_path):
             hf_config.check_generation(generation)
             if generation.get("eos_token_id") is None:

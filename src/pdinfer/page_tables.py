@@ -37,6 +37,15 @@ class PageTables:
         """Rooms given up whose writers have not stopped yet."""
         return len(self._orphans)
 
+    def belong(self, sequence: Sequence, *, shared: bool) -> None:
+        """Settles whose pages the sequence may find, before it reserves any: those that its writers, as they are now,
+        wrote. In a pool that is `shared` with them there are only our own."""
+        writers = () if shared else sequence.writers
+        chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
+        if chain.root != sequence.chain.root:
+            sequence.chain = chain
+        sequence.extend_chain()
+
     def may_reserve(self, sequence: Sequence, *, holding: Iterable[Sequence]) -> bool:
         """Whether the pool has pages for the sequence's next attempt, beside those `holding` some, which will grow."""
         known = self._known(sequence)

@@ -209,7 +209,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def _fits(self, prompt: _Prompt) -> bool:
         pool = self.channel.pool
-        if self._ends.shares_pool(prompt.grant):
+        if self._ends.shares_pool(prompt.grant.destinations):
             return True
         known = self._known(prompt)
         num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
@@ -236,7 +236,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
         pool = self.channel.pool
         size = pool.layout.page_size
-        if self._ends.shares_pool(prompt.grant):
+        if self._ends.shares_pool(prompt.grant.destinations):
             start = prompt.grant.tokens.start
             known = pool.find(prompt.keys[: start // size])
             if len(known) * size != start:

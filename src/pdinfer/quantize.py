@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pdinfer.checkpoint import Checkpoint, TensorInfo
 from pdinfer.checks import clip
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.files import read_json, read_regular
+from pdinfer.files import AnyPath, read_json, read_regular
 from pdinfer.kernels.weight_formats import BLOCK, quantize_fp8, quantize_int8
 
 LINEARS = frozenset(
@@ -51,6 +51,7 @@ def quantize_checkpoint(
     scale_fmt: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
 ) -> None:
     """Writes the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
 
@@ -58,12 +59,13 @@ def quantize_checkpoint(
     "w8a8_dynamic": int8 with a float32 scale per row, and quant_model_description.json. Memory: one shard, at most
     `max_shard_bytes` of float tensors (or one tensor). Small files beside the weights are copied; config.json comes
     last, so that a folder that was not finished cannot be loaded. `progress(done_bytes, total_bytes)` is of the
-    source. Raises ConfigError and CheckpointError.
+    source. `trusted_roots` as for `load_model`. Raises ConfigError and CheckpointError.
     """
     source, target = Path(checkpoint), Path(destination)
-    config = ModelConfig.from_checkpoint(source)
+    config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
     recipe = _recipe(scheme, scale_fmt, config)
-    with Checkpoint.open(source, prefixes=config.family.tensor_prefixes) as files:
+    prefixes = config.family.tensor_prefixes
+    with Checkpoint.open(source, prefixes=prefixes, trusted_roots=trusted_roots) as files:
         _check_floats(files)
         _make_empty(target)
         shards = list(_shards(files, max_shard_bytes))
@@ -84,8 +86,9 @@ def quantize_checkpoint(
     _write_json(target / f"{recipe.stem}.safetensors.index.json", index)
     if scheme == "w8a8_dynamic":
         _write_json(target / "quant_model_description.json", _description(weight_map))
-    _copy_the_rest(source, target)
-    _write_json(target / "config.json", {**read_json(source / "config.json"), **recipe.config_fields})
+    _copy_the_rest(source, target, trusted_roots)
+    stored = read_json(source / "config.json", trusted_roots=trusted_roots)
+    _write_json(target / "config.json", {**stored, **recipe.config_fields})
 
 
 def quantized_names(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
@@ -184,12 +187,13 @@ def _description(weight_map: Mapping[str, str]) -> dict[str, object]:
     return {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", "group_size": 0, **dict(sorted(schemes.items()))}
 
 
-def _copy_the_rest(source: Path, target: Path) -> None:
+def _copy_the_rest(source: Path, target: Path, trusted_roots: Sequence[AnyPath]) -> None:
     """Tokenizer, generation config and the like: small files next to the weights."""
     names = {path.name for pattern in COPIED for path in source.glob(pattern)}
     for name in sorted(names):
         if name != "config.json" and not name.endswith(".safetensors.index.json"):
-            (target / name).write_bytes(read_regular(source, name, MAX_COPIED_BYTES, CheckpointError))
+            data = read_regular(source, name, MAX_COPIED_BYTES, CheckpointError, trusted_roots)
+            (target / name).write_bytes(data)
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:

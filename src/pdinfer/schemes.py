@@ -110,7 +110,11 @@ class StoredWeights:
         if len(paths) > 1:
             raise CheckpointError(f"{files.folder} holds {len(paths)} {DESCRIPTION}; keep the one that is meant")
         path = paths[0] if paths else None
-        described = read_json(path, max_bytes=MAX_DESCRIPTION_BYTES, error=CheckpointError) if path else {}
+        described = (
+            read_json(path, max_bytes=MAX_DESCRIPTION_BYTES, error=CheckpointError, trusted_roots=files.trusted_roots)
+            if path
+            else {}
+        )
         described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
         return cls(files, ue8m0, check_finite, described, path)
 

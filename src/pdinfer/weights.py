@@ -18,6 +18,7 @@ from pdinfer.checks import check_fits, clip
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.destinations import OPS_OF_SCHEME, Destinations, Place, kept_schemes, slow_op
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
+from pdinfer.files import AnyPath
 from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
@@ -49,10 +50,15 @@ Device = str | torch.device
 DType = torch.dtype | str
 
 MAX_NAMED = 10
+LAYER_TENSORS = 7
+"""Attention's at least: a query, two and a norm for the latent, an output; and the layer's two norms."""
+MLP_TENSORS = 3
+MANY = 2000
+"""Tensors that may be missing and are still found out by name."""
 
 
 def load_model(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: AnyPath,
     *,
     device: Device = "cpu",
     dtype: DType | None = None,
@@ -64,6 +70,7 @@ def load_model(
     mtp: bool = False,
     experts: ExpertConfig | None = None,
     placement: ExpertPlacement | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
 ) -> Model:
     """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
 
@@ -75,24 +82,32 @@ def load_model(
     `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts tokens
     (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each calls this; `experts` says how theirs are
     reached, `placement` which are where. A tensor that the model does not read and that `unread` does not name is
-    refused.
+    refused. Links in the folder may end in it, in the blobs of the hub cache that it is a snapshot of, and in
+    `trusted_roots`.
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
     """
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
-    config = ModelConfig.from_checkpoint(checkpoint)
+    config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
-    placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
     target = _checked_device(device)
     dtype = _checked_dtype(config.dtype if dtype is None else dtype)
     resolved = resolve_ops(target, dtype, forced=providers)
     kept = kept_schemes(weights, resolved)
-    asked = _Asked(
-        config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
-    )
 
-    with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes) as files:
+    prefixes = config.family.tensor_prefixes
+    with Checkpoint.open(checkpoint, prefixes=prefixes, trusted_roots=trusted_roots) as files:
+        _check_count(files, config, topology)
+        asked = _Asked(
+            config=config,
+            topology=topology,
+            device=target,
+            dtype=dtype,
+            mtp=mtp,
+            experts=experts,
+            placement=checked_placement(config, topology.ep_size, placement, experts, mtp=mtp),
+        )
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         build = asked.builder(files, resolved.ops)
         plan = Destinations(torch.device("meta"), dtype, stored, kept)
@@ -146,6 +161,20 @@ class _Asked:
             weights_id=weights_id,
             mtp=self.mtp,
             mtp_copies=_own_copies(files, self.config) if self.mtp else (),
+        )
+
+
+def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> None:
+    """Refuses a config.json that promises far more tensors than the files hold, before a name is made of any. Where few
+    are missing, their names are told later."""
+    num_dense = config.first_k_dense_replace
+    num_experts = (config.num_hidden_layers - num_dense) * config.n_routed_experts // topology.ep_size
+    least = config.num_hidden_layers * LAYER_TENSORS + (num_dense + num_experts) * MLP_TENSORS
+    if least > len(files.tensors) + MANY:
+        raise CheckpointError(
+            f"{files.folder}: config.json has {config.num_hidden_layers} layers and {config.n_routed_experts} routed "
+            f"experts, whose weights are at least {least} tensors, and the files hold {len(files.tensors)}: tensors "
+            "that the config asks for are missing"
         )
 
 

@@ -33,9 +33,9 @@ def model_of(family: str = "v3") -> pd.Model:
     return random_model(tiny_config(family))
 
 
-def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256, prefix_cache: bool = True) -> pd.PagePool:
-    """A pool of `num_pages` pages."""
-    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache))
+def pool_of(model: pd.Model, *, page_size: int = 4, num_pages: int = 256, **more: Any) -> pd.PagePool:
+    """A pool of `num_pages` pages; `more` as for CacheConfig."""
+    return pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages, **more))
 
 
 def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 97) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ def model_of(dtype: torch.dtype) -> pd.Model:
 
 def split(transport: str, dtype: torch.dtype = torch.float32) -> Setup:
     model = model_of(dtype)
-    pools = [pool_of(model, page_size=4) for _ in range(2)]
+    pools = [pool_of(model, page_size=4, trust_domain="all") for _ in range(2)]
     return join(model, transport, prefill_pools=pools[:1], decode_pools=pools[1:])
 
 

@@ -41,11 +41,18 @@ SETUPS = (("shared", 4, 4), ("loopback", 4, 4), ("loopback", 16, 5), ("loopback"
 
 
 def split(
-    transport: str, *page_sizes: int, num_prefills: int = 1, num_tokens: int = 1024, switch: bool = True, **more: object
+    transport: str,
+    *page_sizes: int,
+    num_prefills: int = 1,
+    num_tokens: int = 1024,
+    switch: bool = True,
+    trust_domain: str = "writer",
+    **more: object,
 ) -> Setup:
     """Engines with pools of these page sizes: prefills first, then decodes."""
     model = model_of()
-    pools = [pool_of(model, page_size=size, num_pages=num_tokens // size, prefix_cache=switch) for size in page_sizes]
+    cache = {"prefix_cache": switch, "trust_domain": trust_domain}
+    pools = [pool_of(model, page_size=size, num_pages=num_tokens // size, **cache) for size in page_sizes]
     return join(
         model,
         transport,
@@ -169,7 +176,7 @@ def test_what_only_prefill_has_is_sent_and_not_computed(
 def test_what_only_decode_has_is_computed_and_not_sent(
     tally: Tally, transport: str, sizes: tuple[int, int, int]
 ) -> None:
-    with split(transport, *sizes, num_prefills=2) as setup:
+    with split(transport, *sizes, num_prefills=2, trust_domain="all") as setup:
         for turn in range(2):  # each prefill's first
             prompt = (*COMMON, 90 + turn)
             seen = cost(setup, prompt)

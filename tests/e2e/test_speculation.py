@@ -69,7 +69,7 @@ class Split:
 
 
 def serve(model: pd.Model, split: Split, num_draft_tokens: int) -> Setup:
-    cache = pd.CacheConfig(page_size=split.page_size, num_pages=split.num_pages)
+    cache = pd.CacheConfig(page_size=split.page_size, num_pages=split.num_pages, trust_domain="all")
     pools = [pd.PagePool(model, cache) for _ in range(1 if split.transport == "shared" else 2)]
     engine = pd.EngineConfig(
         chunked_prefill_size=split.chunk, num_draft_tokens=num_draft_tokens, max_attempts=split.max_attempts

@@ -400,7 +400,7 @@ MUTANTS = [
     Mutant(
         "pools forget the token behind a page",
         "src/pdinfer/kv/pool.py",
-        ", lookahead=self.layout.lookahead",
+        ", lookahead=layout.lookahead",
         "",
         "tests/unit/test_page_tables.py::test_with_an_mtp_layer_a_page_is_full_one_token_later",
     ),

@@ -215,7 +215,7 @@ def pages_of_a_failed_attempt_are_known(patch: pytest.MonkeyPatch) -> None:
 def tenants_share_their_prefixes(patch: pytest.MonkeyPatch) -> None:
     """The salt does not enter the keys."""
     chain = PagePool.chain
-    patch.setattr(PagePool, "chain", lambda self, salt: chain(self, b""))
+    patch.setattr(PagePool, "chain", lambda self, salt, **more: chain(self, b"", **more))
 
 
 @bug(ports=("piped", "local", "shared"), tight=1.0)

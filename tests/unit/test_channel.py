@@ -95,7 +95,8 @@ def test_the_connecting_end_learns_every_difference(
         with pytest.raises(LayoutMismatch) as info:
             ours.connect(theirs.address)
         assert list(info.value.fields) == fields
-        assert all(name in str(info.value) for name, _, _ in fields)
+        listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
+        assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields]
     grant = two_pools.grant(theirs, ours)
     assert settled(theirs)[0].status is ABORTED
     with pytest.raises(TransferError, match="not connected"):
@@ -215,6 +216,13 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
     with pytest.raises(LayoutMismatch) as info:
         ours.connect(theirs.address)
     assert [name for name, _, _ in info.value.fields][:2] == ["model_id", "weights_id"]
+    listed = str(info.value).partition("cannot exchange pages: ")[2].split("; ")
+    assert listed == [f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in info.value.fields]
+    layers = next((ours, theirs) for name, ours, theirs in info.value.fields if name.endswith(".layers"))
+    whole = ",".join(map(str, range(61)))
+    for value in layers:
+        assert value.endswith(" …")
+        assert whole.startswith(f"{value.removesuffix(' …')},"), "cut between numbers"
 
 
 def opens_with(end: KVChannel, version: tuple[int, int]) -> Callable[[Peer], None]:
@@ -292,8 +300,8 @@ def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
 def test_ends_that_share_a_pool_know_it(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
-    assert prefill.shares_pool(grant) == (case.kind == "shared")
-    assert not case.end(prefill.pool).shares_pool(grant), "not connected"
+    assert prefill.shares_pool(grant.destinations) == (case.kind == "shared")
+    assert not case.end(prefill.pool).shares_pool(grant.destinations), "not connected"
 
 
 def test_small_layers_travel_together(case: Case) -> None:

@@ -21,10 +21,13 @@ from hypothesis import strategies as st
 from pdinfer.checkpoint import Checkpoint
 from pdinfer.checks import check_fits, clip
 from pdinfer.config import ModelConfig
+from pdinfer.destinations import Destinations
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import parse_json, read_json
 from pdinfer.memory import main_memory_bytes
 from pdinfer.tensor_header import HeaderSource, header_bytes, parse_header
+from pdinfer.testing import tiny_config_dict
+from pdinfer.weights import load_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -484,10 +487,48 @@ def test_h58_other_formats_are_named_and_never_opened(tmp_path: Path, name: str)
 def test_folders_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"holds no \*\.safetensors"):
         Checkpoint.open(tmp_path)
-    with pytest.raises(CheckpointError, match="No such file"):
-        Checkpoint.open(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"config\.json: No such file"):
-        ModelConfig.from_checkpoint(tmp_path / "absent")
+        ModelConfig.from_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "promises",
+    [
+        {"n_routed_experts": 16384, "num_hidden_layers": 40, "n_group": 1, "topk_group": 1},
+        {"n_routed_experts": 16384, "num_hidden_layers": 1024, "n_group": 1, "topk_group": 1},
+        {"num_hidden_layers": 1024},
+        {"num_hidden_layers": 1024, "first_k_dense_replace": 1024},
+    ],
+    ids=["experts", "experts-and-layers", "layers", "dense-layers"],
+)
+def test_promises_are_counted_against_the_files_before_anything_is_made(
+    tmp_path: Path, promises: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config_dict(**promises)))
+    (tmp_path / "model.safetensors").write_bytes(SHARD)
+    monkeypatch.setattr(Destinations, "take", lambda *_, **__: pytest.fail("a tensor was made"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match=r"at least \d+ tensors, and the files hold 1"):
+            load_model(tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("part", ['"":0,', '"a":0,', '"a":"b",', '"', '"",'])
+def test_strings_are_counted_before_any_is_looked_at(tmp_path: Path, part: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(SHARD)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":{' + part * (2 << 20) + '"a":0}}')
+    with pytest.raises(CheckpointError, match="more than 1048576 strings"):
+        Checkpoint.open(tmp_path)
+
+
+def test_an_index_of_very_many_files_opens_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = _with_index(tmp_path, {f"t{at}": f"{at}.safetensors" for at in range(4097)})
+    monkeypatch.setattr("pdinfer.checkpoint.open_regular", lambda *_: pytest.fail("a file was opened"))
+    with pytest.raises(CheckpointError, match="names 4097 files; at most 4096 are opened"):
+        Checkpoint.open(folder)
 
 
 FLOODS = {

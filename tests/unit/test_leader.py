@@ -122,7 +122,7 @@ def test_what_the_channel_refuses_is_told_to_nobody() -> None:
         leader.ends.accept(GRANT)
     assert leader.lockstep.told == []
     assert leader.ends.is_full(GRANT)
-    assert not leader.ends.shares_pool(GRANT)
+    assert not leader.ends.shares_pool(GRANT.destinations)
 
 
 # -- decode's side -----------------------------------------------------------------------------------------------------

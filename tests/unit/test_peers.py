@@ -239,6 +239,7 @@ def test_a_stranger_gets_no_further_than_one_frame_beyond_the_limit(net: HandNet
 @given(layers=st.integers(1, 80), names=st.integers(1, 6), reason=st.text(max_size=2000))
 def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: int, reason: str) -> None:
     fields = tuple((f"components.{'n' * name}.layers", "1," * layers, "2," * layers) for name in range(names))
+    plain = escaped("the two ends' KV layouts differ")
     for error in (LayoutMismatch(reason, fields=fields), TransferError(reason)):
         for key in (None, KEY):
             sealed = Seal(bytes(32), False, key).seal(wire.rejection(error, again=False))
@@ -246,7 +247,8 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
             decoded = wire.decode(wire.rejection(error, again=True))
             assert isinstance(decoded, wire.Reject)
             assert type(decoded.error) is type(error)
-            assert escaped(reason).startswith(str(decoded.error))
+            said = str(decoded.error).removesuffix(" …")
+            assert (plain if decoded.fields or isinstance(error, LayoutMismatch) else escaped(reason)).startswith(said)
 
 
 def test_nothing_that_another_thread_says_overtakes_the_welcome(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:

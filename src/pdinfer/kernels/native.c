@@ -543,28 +543,42 @@ static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page,
     }
 }
 
-/* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank].
+/* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank]. The
+ * bytes of memory that it could not have, or 0.
  * latent [batch, heads, rank] and rope [batch, heads, width - rank] are their two parts; table has `pages_per_row` page
  * ids per query. Contexts are cut into parts of `part` tokens, so that few queries still occupy all threads. */
-EXPORT void mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const i64 *table, i64 pages_per_row,
-                       i64 page, const i64 *lens, i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part,
-                       bf16 *out, int threads) {
-    i64 parts = 0, begins[batch + 1];
+EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const i64 *table, i64 pages_per_row,
+                      i64 page, const i64 *lens, i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part,
+                      bf16 *out, int threads) {
+    i64 parts = 0, *begins = malloc(sizeof(i64) * (batch + 1));
+    if (!begins) return sizeof(i64) * (batch + 1);
     for (i64 b = 0; b < batch; b++) {
         begins[b] = parts;
         parts += (lens[b] + part - 1) / part;
     }
     begins[batch] = parts;
-    float *o = malloc(sizeof(float) * parts * heads * (rank + 2));
+    i64 bytes;
+    int fits = !__builtin_mul_overflow(parts, (i64)sizeof(float) * heads * (rank + 2), &bytes);
+    float *o = fits ? malloc(bytes) : NULL;
+    if (!o) {
+        free(begins);
+        return fits ? bytes : INT64_MAX;
+    }
     float *maxima = o + parts * heads * rank, *sums = maxima + parts * heads;
+    int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        bf16 *q = malloc(sizeof *q * heads * width);
+        if (!q) {
+#pragma omp atomic write
+            failed = 1;
+        }
 #pragma omp for schedule(dynamic)
         for (i64 item = 0; item < parts; item++) {
+            if (!q) continue;
             i64 b = 0;
             while (begins[b + 1] <= item) b++;
             i64 first = (item - begins[b]) * part;
-            bf16 q[heads * width];
             for (i64 h = 0; h < heads; h++) {
                 memcpy(q + h * width, latent + (b * heads + h) * rank, rank * sizeof *q);
                 memcpy(q + h * width + rank, rope + (b * heads + h) * (width - rank), (width - rank) * sizeof *q);
@@ -589,8 +603,11 @@ EXPORT void mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, 
                 store16(out + row * rank + i, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
             }
         }
+        free(q);
     }
     free(o);
+    free(begins);
+    return failed ? (i64)sizeof(bf16) * heads * width : 0;
 }
 
 #define ROWS 6     /* of a tile: 6 x 64 float32 sums are 24 of the 32 registers */

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.errors import BackendUnavailable
+from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_ops
 from pdinfer.kernels.native_build import library
 
@@ -319,7 +319,7 @@ def mla_decode(
         return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
     q_latent_BHC, q_rope_BHR = q_latent_BHC.contiguous(), q_rope_BHR.contiguous()
     out = torch.empty_like(q_latent_BHC)
-    library().mla_decode(
+    lacking = library().mla_decode(
         q_latent_BHC.data_ptr(),
         q_rope_BHR.data_ptr(),
         pages_PGW.data_ptr(),
@@ -336,4 +336,6 @@ def mla_decode(
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    if lacking:
+        raise PDInferError(f"attention over {context_lens_B.tolist()[:8]} tokens lacks {lacking} bytes of memory")
     return out

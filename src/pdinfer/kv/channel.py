@@ -95,9 +95,9 @@ class KVChannel:
         """Whether there is an open link to this very peer."""
         return self._peers.link_to(peer_key(peer)) is not None
 
-    def shares_pool(self, grant: PageGrant) -> bool:
-        """Whether the grant's pages are in this end's own pool, so that computing into them is the transfer."""
-        links = (self._peers.link_to(peer_key(destination)) for destination in grant.destinations)
+    def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
+        """Whether these peers' pages are in this end's own pool, so that computing into them is the transfer."""
+        links = (self._peers.link_to(peer_key(peer)) for peer in peers)
         return all(link is not None and link.same_memory for link in links)
 
     # -- decode's side ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import os
@@ -15,6 +14,7 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transport import Receiver
+from pdinfer.scratch import ScratchFolder
 
 TCP = "tcp://"
 UNIX = "unix://"
@@ -28,21 +28,20 @@ BUFFER_BYTES = 4 << 20
 @attrs.define(eq=False)
 class Listener:
     """A bound, non-blocking socket. `inode` is the socket file it made, so that no other is ever removed; `folder` the
-    directory it made for that file alone."""
+    one it made for that file alone."""
 
     sock: socket.socket
     endpoint: str
     path: str | None = None
     inode: tuple[int, int] | None = None
-    folder: str | None = None
+    folder: ScratchFolder | None = None
 
     def close(self) -> None:
         self.sock.close()
         if self.path is not None and _inode(self.path) == self.inode:
             os.unlink(self.path)
         if self.folder is not None:
-            with contextlib.suppress(OSError):
-                os.rmdir(self.folder)
+            self.folder.close()
 
 
 def check_port(port: int) -> None:
@@ -80,9 +79,9 @@ def listen_tcp(host: str, port: int) -> Listener:
     return Listener(sock, tcp_endpoint(name, sock.getsockname()[1]))
 
 
-def listen_unix(path: str, *, scheme: str = UNIX, folder: str | None = None) -> Listener:
+def listen_unix(path: str, *, scheme: str = UNIX, folder: ScratchFolder | None = None) -> Listener:
     """A socket file that only this user can open; raises ConfigError when `path` exists or cannot be made. A socket
-    file that a dead process left is replaced."""
+    file that a dead process left is replaced. A `folder` that was made for it goes with it."""
     path = os.path.abspath(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

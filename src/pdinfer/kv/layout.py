@@ -158,8 +158,7 @@ class KVLayout:
         pairs = [(name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in {**ours, **theirs}]
         fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] != "page_size")
         if fields:
-            listing = "; ".join(f"{name}: ours {a}, theirs {b}" for name, a, b in fields)
-            raise LayoutMismatch(f"the two ends' KV layouts differ and cannot exchange pages: {listing}", fields=fields)
+            raise LayoutMismatch.of(fields)
         return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
 
     def _described(self) -> Iterator[tuple[str, str]]:

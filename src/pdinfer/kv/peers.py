@@ -264,9 +264,9 @@ class Peers:
         """A sealed frame on a link that is not open yet. Anything but a handshake closes it."""
         if isinstance(message, wire.Reject):
             error = message.error
-            if isinstance(error, LayoutMismatch):
+            if isinstance(error, LayoutMismatch) and message.fields:
                 fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)
-                error = LayoutMismatch(f"the peer refuses: {error}", fields=fields)
+                error = LayoutMismatch.of(fields, said_by="the peer refuses: ")
             self._refuse(peer, Occupied(str(error)) if message.again else error)
         elif isinstance(message, wire.Hello | wire.Welcome):
             try:

@@ -19,8 +19,9 @@ from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.prefix import PrefixChain, PrefixIndex
+from pdinfer.kv.prefix import OWN_DOMAIN, PrefixChain, PrefixIndex, domain_of
 from pdinfer.kv.transport import Memory
+from pdinfer.types import PeerAddress
 
 
 class PageState(enum.Enum):
@@ -57,6 +58,7 @@ class PagePool:
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
         self.memory = model.allocate_pages(self.layout, self.num_pages, config.memory)
         self.prefix_cache = config.prefix_cache
+        self._one_domain = config.trust_domain == "all"
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._states = [PageState.FREE] * self.num_pages
         self._generations = [0] * self.num_pages
@@ -129,9 +131,12 @@ class PagePool:
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
-    def chain(self, salt: bytes) -> PrefixChain:
-        """The keys, none yet, of a sequence that shares its pages with those of equal `salt`."""
-        return PrefixChain.of(self.layout.layout_id, salt, self.layout.page_size, lookahead=self.layout.lookahead)
+    def chain(self, salt: bytes, *, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
+        """The keys, none yet, of a sequence that shares its pages with those of equal `salt`; and, where `writers` fill
+        pages for it, only with those that the same ones write for, unless `CacheConfig.trust_domain` is "all"."""
+        layout, own = self.layout, self._one_domain or not writers
+        domain = OWN_DOMAIN if own else domain_of(writers)
+        return PrefixChain.of(layout.layout_id, salt, layout.page_size, domain=domain, lookahead=layout.lookahead)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """The pages that hold the longest known beginning of a sequence with these `keys`; they are nobody's until

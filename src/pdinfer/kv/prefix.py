@@ -1,10 +1,11 @@
 """Which cached page holds which tokens: the prefix index of one pool. Plain values, no tensors, no clock.
 
-A page's key says everything that its latents depend on: the layout (model, weights, page size), who may share them, and
-through the key of the page before it every token up to its own last one, with an MTP layer also the one behind that.
-Only full pages have a key.
+A page's key says everything that its latents depend on: the layout (model, weights, page size), who may share them, who
+wrote them, and through the key of the page before it every token up to its own last one, with an MTP layer also the one
+behind that. Only full pages have a key.
 
-    root = H(layout_id, salt)        key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
+    root = H(layout_id, salt, domain)
+    key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from pdinfer.errors import PDInferError
+from pdinfer.kv.protocol import peer_key
+from pdinfer.types import PeerAddress
 
 
 def digest(*fields: bytes) -> bytes:
@@ -27,6 +30,17 @@ def digest(*fields: bytes) -> bytes:
         hashed.update(len(field).to_bytes(8, "little"))
         hashed.update(field)
     return hashed.digest()
+
+
+OWN_DOMAIN = b""
+"""Of pages that this process computed from nothing but its own."""
+
+
+def domain_of(writers: Iterable[PeerAddress]) -> bytes:
+    """The trust domain of pages that these peers wrote, and of all that is computed on top of them. A peer is who the
+    host says, for it names the writers of a request; a restarted one is another."""
+    keys = sorted({peer_key(writer) for writer in writers})
+    return digest(*(b"%d %d " % (epoch, rank) + engine_id for engine_id, epoch, rank in keys))
 
 
 @attrs.define
@@ -40,9 +54,11 @@ class PrefixChain:
     keys: list[bytes] = attrs.field(factory=list)
 
     @classmethod
-    def of(cls, layout_id: bytes, salt: bytes, page_size: int, *, lookahead: int = 0) -> PrefixChain:
+    def of(
+        cls, layout_id: bytes, salt: bytes, page_size: int, *, domain: bytes = OWN_DOMAIN, lookahead: int = 0
+    ) -> PrefixChain:
         """The chain of a sequence without tokens."""
-        return cls(page_size, digest(b"pdinfer prefix 1", layout_id, salt), lookahead)
+        return cls(page_size, digest(b"pdinfer prefix 2", layout_id, salt, domain), lookahead)
 
     def num_full(self, num_tokens: int) -> int:
         """How many pages a sequence of `num_tokens` fills."""

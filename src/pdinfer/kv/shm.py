@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
@@ -16,6 +15,7 @@ from pdinfer.kv.segment import CAN_SHARE, Segment
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.stream import StreamTransport
 from pdinfer.kv.transport import Link, Memory, Receiver, Transport
+from pdinfer.scratch import ScratchFolder
 
 SCHEME = "shm://"
 
@@ -72,9 +72,9 @@ def same_host_transport(*, digest: bool = True) -> Transport:
 def _listen(path: str | None) -> dial.Listener:
     if path is not None:
         return dial.listen_unix(path, scheme=SCHEME)
-    folder = tempfile.mkdtemp(prefix="pdinfer-")
+    folder = ScratchFolder()
     try:
-        return dial.listen_unix(os.path.join(folder, "kv.sock"), scheme=SCHEME, folder=folder)
+        return dial.listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
     except ConfigError:
-        os.rmdir(folder)
+        folder.close()
         raise

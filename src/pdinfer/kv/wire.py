@@ -45,7 +45,8 @@ MAJOR, MINOR = 2, 0
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours this version understands; a peer that requires another one is refused."""
 MAX_REASON_BYTES = 320
-"""How much of a reason for refusing travels as text; differences also travel one by one."""
+"""How much of a reason for refusing travels as text. Differences travel one by one, and the other end lists them."""
+MAX_DIFFERENCE_CHARACTERS = 120
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
@@ -206,14 +207,32 @@ def encode(message: Message) -> bytes:
 
 
 def rejection(error: PDInferError, *, again: bool) -> bytes:
-    """A Reject frame that an untrusted link takes: of many long differences the last ones stay unsaid."""
-    fields = error.fields if isinstance(error, LayoutMismatch) else ()
-    short = error_from_code(error.code, str(error).encode()[:MAX_REASON_BYTES].decode(errors="ignore"))
+    """A Reject frame that an untrusted link takes: long texts are cut between words, and of many differences the last
+    ones stay unsaid."""
+    fields: tuple[tuple[str, str, str], ...] = ()
+    text = str(error)
+    if isinstance(error, LayoutMismatch):
+        text = "the two ends' KV layouts differ"
+        fields = tuple(
+            (name, _cut(ours, MAX_DIFFERENCE_CHARACTERS), _cut(theirs, MAX_DIFFERENCE_CHARACTERS))
+            for name, ours, theirs in error.fields
+        )
+    short = error_from_code(error.code, _cut(text, MAX_REASON_BYTES))
     while True:
         frame = encode(Reject(short, fields, again))
         if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES - MAX_TAG_BYTES or not fields:
             return frame
         fields = fields[:-1]
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """At most so many bytes of UTF-8, whole words (or numbers of a list) and a mark where some are left out."""
+    if len(text.encode()) <= num_bytes:
+        return text
+    mark = " …"
+    short = text.encode()[: num_bytes - len(mark.encode())].decode(errors="ignore")
+    end = max(short.rfind(" "), short.rfind(","))
+    return (short[:end] if end > 0 else short) + mark
 
 
 def decode(frame: bytes) -> Message:

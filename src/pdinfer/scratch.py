@@ -1,0 +1,76 @@
+"""Temporary folders: each is removed by its process, or, when that was killed, by the next one that makes one."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from pathlib import Path
+
+PREFIX = "pdinfer-"
+LOCK = "pdinfer.lock"
+
+
+class ScratchFolder:
+    """A new folder below `parent` (the system's temporary folder) that only this user can enter.
+
+    Its owner holds a lock on a file in it until `close`, which removes all of it; in a forked child `close` does
+    nothing. Making one first removes those beside it that are this user's and whose lock nobody holds: their owner is
+    gone, or the kernel had not let go of it. Raises OSError where it cannot be made.
+    """
+
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        self._pid = os.getpid()
+        self._lock: int | None = None
+        nameless = self.path / "lock"
+        try:
+            self._lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody else will ever remove it
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                nameless.rename(self.path / LOCK)  # locked before anyone looks for it
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the folder. A second call does nothing."""
+        if os.getpid() != self._pid:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> ScratchFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Removes the scratch folders in `parent` that are this user's and whose owner is gone."""
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            if entry.name.startswith(PREFIX):
+                with contextlib.suppress(OSError):
+                    _remove_if_abandoned(entry)
+
+
+def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
+    """OSError when its lock is held, or it is no scratch folder."""
+    if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+        return
+    lock = os.open(Path(entry.path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if stat.S_ISREG(os.fstat(lock).st_mode):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(entry.path, ignore_errors=True)
+    finally:
+        os.close(lock)

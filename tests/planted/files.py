@@ -1,0 +1,83 @@
+"""Files nobody vouches for, what is compiled and kept, and pages that a peer wrote."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+TRUST, HUB = "tests/e2e/test_trust.py::", "tests/unit/test_hub_cache.py::"
+BUILD, SCRATCH = "tests/unit/test_native_build.py::", "tests/unit/test_scratch.py::"
+HOSTILE = "tests/unit/test_hostile_files.py::"
+LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_another"
+
+MUTANTS = [
+    Mutant(
+        "whoever wrote a page, all find it",
+        "src/pdinfer/kv/pool.py",
+        "own = self.layout, self._one_domain or not writers",
+        "own = self.layout, True",
+        LIES,
+    ),
+    Mutant(
+        "a request that changed its prefill keeps the keys of the first",
+        "src/pdinfer/page_tables.py",
+        "if chain.root != sequence.chain.root:",
+        "if not sequence.chain.keys:",
+        TRUST + "test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote",
+    ),
+    Mutant(
+        "pages in a pool that prefill shares belong to their writer",
+        "src/pdinfer/page_tables.py",
+        "writers = () if shared else sequence.writers",
+        "writers = sequence.writers",
+        TRUST + "test_prefills_that_use_decodes_own_pool_share_and_find_nothing_that_came_from_elsewhere",
+    ),
+    Mutant(
+        "blobs that are a link are the cache's own",
+        "src/pdinfer/files.py",
+        "if blobs.is_dir() and not blobs.is_symlink():",
+        "if blobs.is_dir():",
+        HUB + "test_blobs_that_are_a_link_are_not_the_caches_own",
+    ),
+    Mutant(
+        "any folder called snapshots is of a hub cache",
+        "src/pdinfer/files.py",
+        'if snapshots.name == "snapshots" and cache.name.startswith("models--"):',
+        'if snapshots.name == "snapshots":',
+        HUB + "test_what_only_looks_like_a_hub_cache_is_none",
+    ),
+    Mutant(
+        "a kept library is loaded as it lies",
+        "src/pdinfer/kernels/native_build.py",
+        'return path.stem.rpartition("-")[2] == _digest(file.read())',
+        "return True",
+        BUILD + "test_what_is_not_whole_is_built_anew",
+    ),
+    Mutant(
+        "code is loaded from where others can write",
+        "src/pdinfer/kernels/native_build.py",
+        "if status.st_uid == os.getuid() and not _others_write(status):\n        return folder",
+        "if status.st_uid == os.getuid():\n        return folder",
+        BUILD + "test_a_folder_that_others_can_write_is_not_used",
+    ),
+    Mutant(
+        "a scratch folder of a living process is removed",
+        "src/pdinfer/scratch.py",
+        "            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)\n            shutil",
+        "            shutil",
+        SCRATCH + "test_it_is_there_until_it_is_closed",
+    ),
+    Mutant(
+        "what a config promises is not counted",
+        "src/pdinfer/weights.py",
+        "    if least > len(files.tensors) + MANY:",
+        "    if False:",
+        HOSTILE + "test_promises_are_counted_against_the_files_before_anything_is_made",
+    ),
+    Mutant(
+        "a refused layout is listed as the other end sees it",
+        "src/pdinfer/kv/peers.py",
+        "for name, theirs, ours in message.fields)",
+        "for name, ours, theirs in message.fields)",
+        "tests/unit/test_channel.py::test_the_connecting_end_learns_every_difference",
+    ),
+]

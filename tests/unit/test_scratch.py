@@ -1,0 +1,113 @@
+"""Temporary folders: gone with their owner, however it goes, and never anybody else's."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdinfer import scratch
+from pdinfer.kv import shm
+from pdinfer.kv.segment import CAN_SHARE
+from pdinfer.scratch import LOCK, ScratchFolder
+
+
+def in_child(work: Callable[[], object], *, killed: bool = True) -> None:
+    """Runs `work` in a forked child, which is killed then, or ends without any cleaning up."""
+    pid = os.fork()
+    if not pid:
+        work()
+        if killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def test_it_is_there_until_it_is_closed(tmp_path: Path) -> None:
+    with ScratchFolder(tmp_path) as folder:
+        assert folder.path.stat().st_mode & 0o777 == 0o700
+        (folder.path / "file").write_text("content")
+        with ScratchFolder(tmp_path):
+            assert (folder.path / "file").exists(), "its owner lives"
+    folder.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    in_child(lambda: (ScratchFolder(tmp_path).path / "file").write_text("content"))
+    assert len(list(tmp_path.iterdir())) == 1
+    with ScratchFolder(tmp_path) as folder:
+        assert list(tmp_path.iterdir()) == [folder.path]
+
+
+def test_a_forked_child_leaves_what_is_its_parents(tmp_path: Path) -> None:
+    folder = ScratchFolder(tmp_path)
+    in_child(folder.close, killed=False)
+    in_child(lambda: ScratchFolder(tmp_path).close(), killed=False)
+    assert (folder.path / LOCK).exists()
+    folder.close()
+
+
+def test_what_cannot_be_known_to_be_abandoned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders without a lock, of others, and links to folders."""
+    in_child(lambda: ScratchFolder(tmp_path))
+    (abandoned,) = tmp_path.iterdir()
+    elsewhere = tmp_path / "elsewhere"
+    abandoned.rename(elsewhere)
+    (tmp_path / "pdinfer-link").symlink_to(elsewhere)
+    mine = tmp_path / "pdinfer-results"
+    mine.mkdir()
+    (mine / "lock").write_text("")
+    (tmp_path / "pdinfer-pipe").mkdir()
+    os.mkfifo(tmp_path / "pdinfer-pipe" / LOCK)
+    before = sorted(tmp_path.rglob("*"))
+    ScratchFolder(tmp_path).close()
+    assert sorted(tmp_path.rglob("*")) == before
+    elsewhere.rename(abandoned)
+    monkeypatch.setattr(scratch.os, "geteuid", lambda: os.getuid() + 1)
+    scratch.remove_abandoned(tmp_path)
+    assert abandoned.exists()
+
+
+def test_without_locks_it_is_made_and_removed_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", refuse)
+    with ScratchFolder(tmp_path) as folder:
+        assert not (folder.path / LOCK).exists()
+        ScratchFolder(tmp_path).close()
+        assert folder.path.exists()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not CAN_SHARE, reason="needs Linux")
+def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
+    in_child(lambda: shm._listen(None))
+    (left,) = tmp_path.iterdir()
+    assert (left / "kv.sock").is_socket()
+    listener = shm._listen(None)
+    (folder,) = tmp_path.iterdir()
+    assert folder != left
+    listener.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_many_processes_may_clean_up_at_once(tmp_path: Path) -> None:
+    for _ in range(5):
+        in_child(lambda: ScratchFolder(tmp_path))
+    cleaners = [
+        multiprocessing.get_context("fork").Process(target=lambda: ScratchFolder(tmp_path).close()) for _ in range(4)
+    ]
+    for cleaner in cleaners:
+        cleaner.start()
+    for cleaner in cleaners:
+        cleaner.join()
+    assert [cleaner.exitcode for cleaner in cleaners] == [0] * 4
+    ScratchFolder(tmp_path).close()
+    assert not list(tmp_path.iterdir())
