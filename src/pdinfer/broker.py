@@ -1,4 +1,4 @@
-"""What becomes of the requests of a Pairing: the line, the pair each is sent to, what the ports answer, and what is
+"""What becomes of the requests of a Pairing: the pair each is sent to, what the ports answer, and what is
 done when a port, or the link between two, is lost.
 
     line ─► policy ─► decode.submit ─► Granted ─► prefill.submit ─► (the channel) ─► TokenEvent

@@ -189,7 +189,7 @@ class PairingConfig:
     A request whose decode is lost goes to another one; with `continue_elsewhere` once also when it has given tokens.
     On by default: tokens depend on seed and position, so the stream is the one that a retraction would have given.
     `fair_share` has tenants, requests of equal `cache_salt`, take turns in the line by the tokens they ask for, within
-    a priority. It is off by default, since salts need not name tenants; see docs/decisions/0020.
+    a priority. It is off by default, since salts need not name tenants; see docs/decisions/0022.
     """
 
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
