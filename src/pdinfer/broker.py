@@ -1,5 +1,5 @@
-"""What becomes of the requests of a Pairing: the pair each is sent to, what the ports answer, and what is
-done when a port, or the link between two, is lost.
+"""What becomes of the requests of a Pairing: the pair each is sent to, what the ports answer, and what is done when a
+port, or the link between two, is lost.
 
     line ─► policy ─► decode.submit ─► Granted ─► prefill.submit ─► (the channel) ─► TokenEvent
       ▲                     │                                                          │
@@ -11,15 +11,17 @@ Everything here happens in the thread that steps the Pairing.
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import le
 
 from pdinfer.config import PairingConfig
 from pdinfer.decode import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
 from pdinfer.line import Line
 from pdinfer.policy import Policy
-from pdinfer.ports import Port, Promised, Roster, Sides
+from pdinfer.ports import Port, Promised, Roster
 from pdinfer.schedule import queueing_s
 from pdinfer.ticket import Ticket
 from pdinfer.types import Event, FinishReason, Granted, PairingStats, PeerAddress, Refused, TokenEvent
@@ -153,16 +155,16 @@ class Broker:
         if not self.line:
             return
         promised = self._promised()
-        everywhere = self._roster.fitting(0)
-        held: list[Sides] = []
+        rooms = self._roster.rooms
+        held: list[list[int]] = []  # by how many ports of each side hold it: those that hold more hold less too
         for ticket in self.line.in_turn(now):
-            sides = self._roster.fitting(ticket.max_tokens)
-            if self._is_parting(ticket) or any(sides[0] <= other[0] and sides[1] <= other[1] for other in held):
+            fitting = [len(room) - bisect_left(room, ticket.max_tokens) for room in rooms]
+            if self._is_parting(ticket) or any(all(map(le, fitting, other)) for other in held):
                 continue
             if not self._assign(ticket, now, promised):
-                if sides == everywhere:
+                if fitting == list(map(len, rooms)):
                     return
-                held.append(sides)
+                held.append(fitting)
 
     def _is_parting(self, ticket: Ticket) -> bool:
         return any((ticket.request_id, decode) in self._parting for decode in self._roster.decodes)

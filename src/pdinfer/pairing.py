@@ -229,13 +229,13 @@ class Pairing:
             self._joining[port.address] = token
         try:
             self._join(port, token)
+            port.notify(self._inbox.wake)
         finally:
             with self._admission:
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]
             if self.num_unfinished:
                 self._inbox.wake()
-        port.notify(self._inbox.wake)
 
     def _join(self, port: PrefillPort | DecodePort, token: object) -> None:
         """Links the port to who is here, then to who has joined meanwhile, until nobody has."""

@@ -76,8 +76,6 @@ class DecodePort(Port, Protocol):
 
 
 AnyPort = TypeVar("AnyPort", bound=Port)
-Sides = tuple[frozenset[PeerAddress], frozenset[PeerAddress]]
-"""Prefills and decodes."""
 
 
 class Promised:
@@ -217,9 +215,18 @@ class Roster:
             if side
         ]
 
-    def fitting(self, total: int) -> Sides:
+    @property
+    def rooms(self) -> tuple[list[int], list[int]]:
+        """The longest request that each prefill and each decode holds which may be chosen, in ascending order."""
+        prefills, decodes = self._fitting(self.prefills, 0), self._fitting(self.decodes, 0)
+        return (
+            sorted(port.limits.max_tokens for port in prefills.values()),
+            sorted(port.limits.max_tokens for port in decodes.values()),
+        )
+
+    def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
         """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""
-        return frozenset(self._fitting(self.prefills, total)), frozenset(self._fitting(self.decodes, total))
+        return list(self._fitting(self.prefills, total)), list(self._fitting(self.decodes, total))
 
     def choose(
         self,

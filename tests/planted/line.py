@@ -12,14 +12,14 @@ MUTANTS = [
     Mutant(
         "the first who cannot go holds all",
         "src/pdinfer/broker.py",
-        "                held.append(sides)\n",
+        "                held.append(fitting)\n",
         "                return\n",
         LINE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
     ),
     Mutant(
         "who cannot go holds nobody, though it needs the same ports",
         "src/pdinfer/broker.py",
-        "                held.append(sides)\n",
+        "                held.append(fitting)\n",
         "                pass\n",
         LINE + "test_of_requests_for_the_same_ports_none_is_overtaken",
     ),
