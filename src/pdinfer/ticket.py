@@ -172,7 +172,7 @@ class Ticket:
             self.tokens = []
             self.streamed_s = now - self.submitted_at - self.first_token_s
         self.lost, self.waiting_since = lost, now
-        self.prefill = self.decode = self.hopeless_until = self.granted_s = None
+        self.prefill = self.decode = self.hopeless_until = None
         self.forwarded = self.landed = False
         self.num_grants = 0
 
@@ -267,7 +267,7 @@ class Ticket:
     def _timeline(self, decodes: Timeline | None) -> Timeline:
         """Decode's, counted from our submit; without one, what was seen from here."""
         if decodes is None:
-            queued_s = None if self.decode is None else self.line_s
+            queued_s = None if self.decode is None and self.lost is None else self.line_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
         stages = {stage: None if at is None else at + self.line_s for stage, at in attrs.asdict(decodes).items()}
         if self.continued:
