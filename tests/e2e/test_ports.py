@@ -372,8 +372,9 @@ def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(tra
     with several(1, 2, transport, policy=pd.policy.round_robin, config=config) as setup:
         for number in range(4):
             setup.pairing.submit(request(str(number), 12))
-        events = setup.pairing.step() + setup.pairing.step()
-        assert {event.request_id for event in events} == set("0123")
+        events: list[pd.TokenEvent] = []
+        while {event.request_id for event in events} != set("0123"):
+            events += setup.pairing.step()
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         events += collect(setup.pairing)
         check_failed(events, "0", "2")
