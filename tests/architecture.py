@@ -25,6 +25,7 @@ LAYERS = (
     ("testing",),
     ("pairing", "remote"),
     ("broker", "mailman"),
+    ("line", "joining"),
     ("ports", "ticket", "messages"),
     ("prefill", "decode"),
     ("page_tables",),

@@ -1,9 +1,9 @@
-"""What becomes of the requests of a Pairing: the line, the pair each is sent to, what the ports answer, and what is
-done when a port, or the link between two, is lost.
+"""What becomes of the requests of a Pairing: the pair each is sent to, what the ports answer, and what is done when a
+port, or the link between two, is lost.
 
     line ─► policy ─► decode.submit ─► Granted ─► prefill.submit ─► (the channel) ─► TokenEvent
-      ▲                     │
-      └── Refused: no room ─┘
+      ▲                     │                                                          │
+      └── Refused: no room ─┴──────────────────── its decode is lost ──────────────────┘
 
 Everything here happens in the thread that steps the Pairing.
 """
@@ -11,12 +11,15 @@ Everything here happens in the thread that steps the Pairing.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping
+from operator import le
 
 from pdinfer.config import PairingConfig
 from pdinfer.decode import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
+from pdinfer.line import Line
 from pdinfer.policy import Policy
 from pdinfer.ports import Port, Promised, Roster
 from pdinfer.schedule import queueing_s
@@ -33,8 +36,8 @@ _log = logging.getLogger("pdinfer")
 
 class Broker:
     """The requests under way and the decisions about them. `tickets` holds all that have not ended; the host's threads
-    add to it. `emit` takes every event for the host. A request that we ended while its decode did not answer is
-    *parting*: its id goes to that decode again only when the decode has let go of it."""
+    add to it. `emit` takes every event for the host. A request that a decode has and we took away, by ending it or by
+    removing that port, is *parting*: its id waits for that decode to let go of it while the decode is a port."""
 
     def __init__(
         self,
@@ -45,19 +48,20 @@ class Broker:
         emit: Callable[[TokenEvent], None],
     ) -> None:
         self.tickets: dict[str, Ticket] = {}
-        self.line: deque[Ticket] = deque()
+        self.line = Line(fair_share=config.fair_share)
         self._roster = roster
         self._config = config
         self._policy = policy
         self._clock = clock
         self._emit = emit
-        self._parting: dict[str, PeerAddress] = {}
+        self._parting: set[tuple[str, PeerAddress]] = set()
         self._look_at = float("-inf")
         self._num_changes = 0
         self._stranded = False
         self._num_choices = 0
         self._num_retries = 0
         self._num_reroutes = 0
+        self._num_moved = 0
         self._num_ports_lost = 0
         self._ended: Counter[FinishReason] = Counter()
 
@@ -70,10 +74,13 @@ class Broker:
         if self._stranded or self._roster.num_changes != self._num_changes:
             self._relink(now)
         self._dispatch(now)
+        num_moved = self._num_moved
         for address, decode in list(self._roster.decodes.items()):
             self.step_port(address, decode)
         for address, prefill in list(self._roster.prefills.items()):
             self.step_port(address, prefill)
+        if num_moved != self._num_moved:  # nothing else would wake the host for those
+            self._dispatch(now)
         self._end_overdue()
 
     def wakes_at(self) -> float:
@@ -93,6 +100,7 @@ class Broker:
             ended=tuple(sorted(self._ended.items(), key=lambda item: item[0].value)),
             num_retries=self._num_retries,
             num_reroutes=self._num_reroutes,
+            num_moved=self._num_moved,
             num_ports_lost=self._num_ports_lost,
             links_down=tuple(sorted(self._roster.links_down, key=str)),
         )
@@ -128,18 +136,38 @@ class Broker:
             ticket.unwanted(self._clock())
             self._roster.decodes[ticket.decode].cancel(ticket.request_id)
 
+    def displace(self, ticket: Ticket) -> None:
+        """Ends a request that gives its place in the line to one of higher priority, unless it has left it."""
+        if ticket in self.line and self.tickets.get(ticket.request_id) is ticket:
+            self.line.remove(ticket)
+            self.end(ticket, FinishReason.FAILED, ticket.displaced)
+        ticket.displaced = None
+
     def _dispatch(self, now: float) -> None:
-        """Sends requests of the line to the pair the policy chooses, by priority, deadline and age, until it says
-        wait."""
+        """Sends requests of the line, in turn, to the pair the policy chooses. Where it says wait, only those wait too
+        that could go to no other ports: a request never waits behind one that needs what it does not, and gets the
+        first place on the ports that it does need."""
         most = self._roster.most_tokens
-        for ticket in list(self.line):
+        for ticket in self.line:
             if (end := self._end_in_line(ticket, now, most)) is not None:
                 self.line.remove(ticket)
                 self.end(ticket, *end)
-        promised = self._promised() if self.line else Promised()
-        for ticket in sorted(self.line, key=lambda ticket: ticket.order):
-            if ticket.request_id not in self._parting and not self._assign(ticket, now, promised):
-                break
+        if not self.line:
+            return
+        promised = self._promised()
+        rooms = self._roster.rooms
+        held: list[list[int]] = []  # by how many ports of each side hold it: those that hold more hold less too
+        for ticket in self.line.in_turn(now):
+            fitting = [len(room) - bisect_left(room, ticket.max_tokens) for room in rooms]
+            if self._is_parting(ticket) or any(all(map(le, fitting, other)) for other in held):
+                continue
+            if not self._assign(ticket, now, promised):
+                if fitting == list(map(len, rooms)):
+                    return
+                held.append(fitting)
+
+    def _is_parting(self, ticket: Ticket) -> bool:
+        return any((ticket.request_id, decode) in self._parting for decode in self._roster.decodes)
 
     def _end_in_line(
         self, ticket: Ticket, now: float, most_tokens: Mapping[str, int]
@@ -150,6 +178,7 @@ class Broker:
         side = next((side for side, tokens in most_tokens.items() if ticket.max_tokens > tokens), None)
         if side is not None:
             reason = f"no {side} port is left that holds its {ticket.max_tokens} tokens"
+            reason += f"; {ticket.lost}" if ticket.lost is not None else ""
             grace_s = self._config.port_wait_s
         elif self._roster.links_down and not self._has_linked_pair(ticket):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
@@ -171,7 +200,7 @@ class Broker:
             return False
         promised.add(choice.prefill, shape)
         self._num_choices += 1
-        self.line.remove(ticket)
+        self.line.serve(ticket)
         ticket.prefill, ticket.decode, ticket.line_s = choice.prefill, choice.decode, now - ticket.submitted_at
         self._roster.decodes[choice.decode].submit(ticket.request_at(now), writers=self._roster.writers(choice.prefill))
         return True
@@ -214,8 +243,8 @@ class Broker:
         if isinstance(event, Granted):
             if decode in self._roster.decodes:
                 self._roster.decodes[decode].cancel(request_id)
-        elif (isinstance(event, Refused) or event.finish_reason) and self._parting.get(request_id) == decode:
-            del self._parting[request_id]
+        elif isinstance(event, Refused) or event.finish_reason:
+            self._parting.discard((request_id, decode))
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
@@ -231,14 +260,14 @@ class Broker:
             self._relink(self._clock())
 
     def _refused(self, ticket: Ticket, error: PDInferError) -> None:
-        """Decode has no place: back to the front of the line. Any other reason is final."""
+        """Decode has no place: back to the line. Any other reason is final."""
         if not isinstance(error, Overloaded) or ticket.failure is not None:
             self.end(ticket, FinishReason.FAILED, ticket.failure or error)
         elif ticket.cancelled:  # decode did not know it any more when the cancellation came
             self.end(ticket, FinishReason.CANCELLED)
         else:
             ticket.prefill = ticket.decode = None
-            self.line.appendleft(ticket)
+            self.line.put(ticket)
 
     # -- ports and links that are lost ------------------------------------------------------------------------------
 
@@ -254,17 +283,38 @@ class Broker:
             port.close()
         except Exception:  # noqa: BLE001 - it is broken already
             _log.exception("closing the lost port failed")
+        self._parting = {(request_id, decode) for request_id, decode in self._parting if decode != address}
         self.part_with(address, error)
 
+    def take_back(self, address: PeerAddress, port: Port) -> None:
+        """Has a decode that is removed, and may live on, let go of what it has. It may be added again and still say of
+        these requests what is then for others to say; of ports that were removed before, nothing is kept."""
+        self._parting = {parting for parting in self._parting if parting[1] in self._roster.decodes}
+        for ticket in self.assigned(address):
+            if ticket.decode == address:
+                self._parting.add((ticket.request_id, address))
+                port.cancel(ticket.request_id)
+
     def part_with(self, address: PeerAddress, error: Exception) -> None:
-        """Takes a port off the list. Requests of a decode end FAILED, those of a prefill go to another one."""
+        """Takes a port off the list. What it had goes to others, as far as it may."""
         self._roster.drop(address)
-        self._parting = {request_id: decode for request_id, decode in self._parting.items() if decode != address}
         lost = TransferError(f"its decode is lost: {address}: {error}")
         for ticket in list(self.tickets.values()):
             if ticket.decode == address:
-                self.end(ticket, FinishReason.FAILED, lost)
+                self._move(ticket, lost)
         self._relink(self._clock())
+
+    def _move(self, ticket: Ticket, lost: TransferError) -> None:
+        """Another decode for a request whose own is gone, or its end. What the old one may still say of it is not heard
+        any more: it is no port, and this is not its request."""
+        if ticket.cancelled:
+            self.end(ticket, FinishReason.CANCELLED)
+        elif ticket.failure is not None or ticket.stays_lost(may_continue=self._config.continue_elsewhere):
+            self.end(ticket, FinishReason.FAILED, ticket.failure or lost)
+        else:
+            ticket.leave(self._clock(), lost)
+            self._num_moved += 1
+            self.line.put(ticket)
 
     def _relink(self, now: float) -> None:
         """Another prefill for every request that decode holds and whose own is gone or out of its reach; for a running
@@ -315,7 +365,7 @@ class Broker:
         for ticket in list(self.tickets.values()):
             if (end := ticket.overdue(now)) is not None:
                 assert ticket.decode is not None
-                self._parting[ticket.request_id] = ticket.decode
+                self._parting.add((ticket.request_id, ticket.decode))
                 self._roster.decodes[ticket.decode].cancel(ticket.request_id)
                 self.end(ticket, *end)
 

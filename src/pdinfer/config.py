@@ -188,6 +188,11 @@ class PairingConfig:
 
     `default_deadline_s` is for requests that bring none; None lets them take as long as they need. `port_wait_s` is how
     long requests wait for a port to join when one side has none left that could serve them: 0 fails them at once.
+
+    A request whose decode is lost goes to another one; with `continue_elsewhere` once also when it has given tokens.
+    On by default: tokens depend on seed and position, so the stream is the one that a retraction would have given.
+    `fair_share` has tenants, requests of equal `cache_salt`, take turns in the line by the tokens they ask for, within
+    a priority. It is off by default, since salts need not name tenants; see docs/decisions/0022.
     """
 
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
@@ -199,3 +204,5 @@ class PairingConfig:
     )
     connect_timeout_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
     port_wait_s: float = attrs.field(default=0.0, converter=as_float, validator=float_in(0, 3600, low_included=True))
+    continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
+    fair_share: bool = attrs.field(default=False, validator=a_bool)

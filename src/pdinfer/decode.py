@@ -7,6 +7,8 @@ import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from functools import partial
+from operator import attrgetter
 
 import attrs
 
@@ -20,7 +22,7 @@ from pdinfer.leader import empty_decode
 from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
-from pdinfer.schedule import choose_victim
+from pdinfer.schedule import by_age, choose_victim
 from pdinfer.sequence import Sequence, SequenceState
 from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
@@ -77,6 +79,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._running: list[Sequence] = []
         self._tables = PageTables(channel.pool, self.config)
         self._arrivals = 0
+        self._num_grants = 0
         self._stalled = False
         self._drafted = DraftCounts()
 
@@ -248,8 +251,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- pages ------------------------------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Grants pages down the line. The first who cannot have them holds it, so no one starves; only those whose
-        prefill is gone are passed over."""
+        """Grants pages down the line, every OLDEST_EVERY-th time to who has waited longest. The first who cannot have
+        them holds it, so no one starves; only those whose prefill is gone are passed over."""
         self._miss_writers()
         while (sequence := self._next_in_line()) is not None:
             self._tables.belong(sequence, shared=self._ends.shares_pool(sequence.writers))
@@ -259,7 +262,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._open_room(sequence)
 
     def _next_in_line(self) -> Sequence | None:
-        return next((sequence for sequence in self._waiting if self._has_writers(sequence)), None)
+        able, now = partial(filter, self._has_writers, self._waiting), self._clock()
+        return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)
 
     def _has_writers(self, sequence: Sequence) -> bool:
         return all(map(self._ends.connected, sequence.writers))
@@ -285,6 +289,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         sequence.granted(self._clock())
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
+        self._num_grants += 1
         self._ends.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)

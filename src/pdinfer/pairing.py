@@ -21,16 +21,18 @@ from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import ConfigError, Overloaded, RequestError, TransferError
 from pdinfer.inbox import Inbox
+from pdinfer.joining import link
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
+from pdinfer.line import gives_way
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
-from pdinfer.ports import DecodePort, Port, PrefillPort, Roster, addresses_of
+from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
 from pdinfer.prefill import PrefillEngine
 from pdinfer.sampling import LogitsProcessorFactory
 from pdinfer.schedule import check_request
-from pdinfer.ticket import Ticket, refusal
-from pdinfer.types import FinishReason, PairingStats, PeerAddress, PrefillLoad, Request, TokenEvent
+from pdinfer.ticket import Ticket, Wish, refusal
+from pdinfer.types import FinishReason, PairingStats, PeerAddress, Request, TokenEvent
 from pdinfer.weights import Device, DType, load_model
 
 _log = logging.getLogger("pdinfer")
@@ -39,9 +41,9 @@ _log = logging.getLogger("pdinfer")
 class Pairing:
     """Pairs any number of prefill ports with any number of decode ports and serves requests over them.
 
-    `submit`, `cancel` and `close` may be called from any thread; `step`, `generate`, `add`, `remove` and `drain` from
-    one at a time. Every submitted request ends in exactly one event with a `finish_reason`. Connects every pair when
-    made: LayoutMismatch or TransferError when one cannot be, ConfigError when a side is empty.
+    `submit`, `cancel`, `add` and `close` may be called from any thread; `step`, `generate`, `remove` and `drain` from
+    one at a time. Every submitted request ends in exactly one event with a `finish_reason`. Connects its ports when
+    made, as `add` does; ConfigError when a side is empty.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Pairing:
         self._clock = clock
         self._random_bytes = random_bytes
         self._roster = Roster()
-        self._admission = threading.Lock()
-        self._inbox: Inbox[tuple[Ticket, bool]] = Inbox()  # and whether it is wanted, or not any more
+        self._admission = threading.Lock()  # held for a moment only: `step` needs it too
+        self._joining: dict[PeerAddress, object] = {}
+        self._inbox: Inbox[tuple[Ticket, Wish]] = Inbox()
         self._broker = Broker(self._roster, self.config, policy, clock, self._emit)
         self._stepping = threading.RLock()
         self._undelivered: list[TokenEvent] = []
@@ -112,7 +115,8 @@ class Pairing:
         """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
 
         Raises RequestError for a request that can never be served, and Overloaded when the line is full or so long that
-        the request's deadline would probably be over before its turn; then nothing was taken.
+        the request's deadline would probably be over before its turn; then nothing was taken. In a full line it takes
+        the place of the youngest request of the lowest priority below its own, which ends FAILED with Overloaded.
         """
         check_request(request, self._roster.roomiest_limits())
         ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
@@ -123,14 +127,14 @@ class Pairing:
                 raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
             self._check_line(ticket)
             self._broker.tickets[ticket.request_id] = ticket
-            self._inbox.put((ticket, True))
+            self._inbox.put((ticket, Wish.SERVE))
         return ticket.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
         ticket = self._broker.tickets.get(request_id)  # now: the id may name another request by the time of the step
         if ticket is not None:
-            self._inbox.put((ticket, False))
+            self._inbox.put((ticket, Wish.CANCEL))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Serves `requests` and yields their events as they come. Pulls lazily, and waits where `submit` would raise
@@ -214,49 +218,70 @@ class Pairing:
     # -- ports ------------------------------------------------------------------------------------------------------
 
     def add(self, port: PrefillPort | DecodePort) -> None:
-        """Connects a port to every port of the other side and puts it to use. LayoutMismatch or TransferError when a
-        pair cannot be connected, ConfigError when it says that it is one which is here; then it does not join."""
-        if port.address in (known.address for known in self._roster.all):
-            raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
-        if isinstance(port.load(), PrefillLoad):
-            for address, decode in list(self._roster.decodes.items()):
-                self._connect(port, decode, address, decode)
-        else:
-            for address, prefill in list(self._roster.prefills.items()):
-                self._connect(prefill, port, address, prefill)
-        with self._stepping:
-            if self._closed:
-                raise TransferError("the pairing was closed while the port was connected; it is open, and yours")
-            self._roster.add(port)
-        port.notify(self._inbox.wake)
-        if self.num_unfinished:
-            self._inbox.wake()
-
-    def _connect(self, prefill: Port, decode: Port, address: PeerAddress, known: Port) -> None:
-        """A known port that turns out to be lost is no reason to refuse a new one."""
+        """Connects a port to the ports of the other side and puts it to use. Other threads step meanwhile. A pair that
+        cannot be connected now is dialled again, and in `stats.links_down` until it is. TransferError when there are
+        others and none can be connected, or the pairing is closed; LayoutMismatch when one has another layout,
+        ConfigError when the port says that it is one which is here. Then it does not join."""
+        token = object()
+        with self._admission:
+            if port.address in self._joining or port.address in (known.address for known in self._roster.all):
+                raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
+            self._joining[port.address] = token
         try:
-            for rank in addresses_of(decode):
-                prefill.connect(rank, timeout_s=self.config.connect_timeout_s)
-        except TransferError:
-            with self._stepping:
-                self._broker.step_port(address, known)
-                if known in self._roster.all:
-                    raise
+            self._join(port, token)
+            port.notify(self._inbox.wake)
+        finally:
+            with self._admission:
+                if self._joining.get(port.address) is token:
+                    del self._joining[port.address]
+            if self.num_unfinished:
+                self._inbox.wake()
+
+    def _join(self, port: PrefillPort | DecodePort, token: object) -> None:
+        """Links the port to who is here, then to who has joined meanwhile, until nobody has."""
+        met: set[PeerAddress] = set()
+        unlinked: dict[PeerAddress, TransferError] = {}
+        while True:
+            with self._admission:
+                others = self._roster.opposite(port)
+                newcomers = [other for other in others if other.address not in met]
+                if self._closed or self._joining.get(port.address) is not token:
+                    what = "pairing was closed" if self._closed else "port was removed"
+                    raise TransferError(f"the {what} while the port was connected; it is open, and yours")
+                if not newcomers:
+                    if others and all(other.address in unlinked for other in others):
+                        raise unlinked[others[0].address]
+                    self._roster.add(port, unlinked)
+                    return
+            met.update(other.address for other in newcomers)
+            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)
+            self._find_lost([other for other in newcomers if other.address in unlinked])
+
+    def _find_lost(self, others: Iterable[Port]) -> None:
+        """A known port that turns out to be lost is no reason to refuse a new one. Who steps finds it out; if nobody
+        does now, this thread does."""
+        if self._stepping.acquire(blocking=False):
+            try:
+                for other in others:
+                    if other in self._roster.all:
+                        self._broker.step_port(other.address, other)
+            finally:
+                self._stepping.release()
 
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
-        Requests of a prefill then go to another one, those of a decode end FAILED. Events stay for the next `step`."""
+        What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
         address = port.address
+        with self._admission:
+            self._joining.pop(address, None)  # whoever adds it now is told
         self._roster.leaving.add(address)
         end = time.monotonic() + drain_s
         while self._broker.assigned(address) and time.monotonic() < end:
             self._advance()
             self._sleep(min(0.05, max(0.0, end - time.monotonic())))
         with self._stepping:
-            left = self._broker.assigned(address) if address in self._roster.decodes else []
+            self._broker.take_back(address, port)
             self._broker.part_with(address, TransferError("its port was removed from the pairing"))
-            for ticket in left:
-                port.cancel(ticket.request_id)
             self._broker.step_port(address, port)
             self._advance()
             self._broker.step_port(address, port)  # so that it answers those who took its rooms away
@@ -278,32 +303,50 @@ class Pairing:
     def _take_inbox(self) -> None:
         with self._admission:
             items = self._inbox.take()
-            self._broker.line += [ticket for ticket, wanted in items if wanted]
-        for ticket, wanted in items:
-            if not wanted:
+            for ticket, wish in items:
+                if wish is Wish.SERVE:
+                    self._broker.line.put(ticket)
+        for ticket, wish in items:
+            if wish is Wish.CANCEL:
                 self._broker.cancel(ticket)
+            elif wish is Wish.DISPLACE:
+                self._broker.displace(ticket)
+
+    def _in_line(self) -> list[Ticket]:
+        """Who holds a place in the line, as far as the last step and submits since then know."""
+        unseen = [ticket for ticket, wish in self._inbox.peek() if wish is Wish.SERVE]
+        return [ticket for ticket in (*self._broker.line, *unseen) if ticket.displaced is None]
 
     def _line_has_room(self) -> bool:
-        unseen = sum(wanted for _, wanted in self._inbox.peek())
-        return len(self._broker.line) + unseen < self.config.max_queued_requests
+        return len(self._in_line()) < self.config.max_queued_requests
 
     def _check_line(self, ticket: Ticket) -> None:
-        """Overloaded when there is no place for it, or none that it would live to leave."""
+        """Overloaded when there is no place for it, or none that it would live to leave. In a full line it gets that of
+        one with a lower priority."""
+        displaced, full = None, f"the line already holds {self.config.max_queued_requests} requests"
         if not self._line_has_room():
-            waits_s = self._broker.queueing_s()
-            raise Overloaded(
-                f"the line already holds {self.config.max_queued_requests} requests",
-                retry_after_s=None if waits_s is None else waits_s / 2,  # the line is half empty then
+            displaced = gives_way(self._in_line(), ticket.request.priority)
+            if displaced is None:
+                raise Overloaded(full, retry_after_s=self._half_empty_in_s())
+        if ticket.deadline_at is not None:
+            waits_s = self._broker.queueing_s(ticket.request.priority)
+            left_s = ticket.deadline_at - ticket.submitted_at
+            if waits_s is not None and waits_s > left_s:
+                raise Overloaded(
+                    f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
+                    retry_after_s=waits_s - left_s,
+                )
+        if displaced is not None:
+            displaced.displaced = Overloaded(
+                f"{full}, and one of priority {ticket.request.priority} took the place of this one, "
+                f"which has {displaced.request.priority}",
+                retry_after_s=self._half_empty_in_s(),
             )
-        if ticket.deadline_at is None:
-            return
-        waits_s = self._broker.queueing_s(ticket.request.priority)
-        left_s = ticket.deadline_at - ticket.submitted_at
-        if waits_s is not None and waits_s > left_s:
-            raise Overloaded(
-                f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
-                retry_after_s=waits_s - left_s,
-            )
+            self._inbox.put((displaced, Wish.DISPLACE))
+
+    def _half_empty_in_s(self) -> float | None:
+        waits_s = self._broker.queueing_s()
+        return None if waits_s is None else waits_s / 2
 
     def _emit(self, event: TokenEvent) -> None:
         """Keeps an event for the host, unless nobody will ask for it."""

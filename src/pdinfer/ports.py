@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol, TypeVar, cast
 
 import attrs
 
@@ -103,7 +104,8 @@ class Promised:
 
 class Roster:
     """The ports of both sides by address, and which of them reach each other. A leaving port serves what it has and is
-    chosen no more. `num_changes` grows whenever a port or a link comes or goes."""
+    chosen no more. `num_changes` grows whenever a port or a link comes or goes. One thread looks, and any may add and
+    drop meanwhile: whoever goes through `prefills` or `decodes` has them as they were."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
@@ -111,7 +113,8 @@ class Roster:
         self.leaving: set[PeerAddress] = set()
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
-        self._met: set[tuple[PeerKey, PeerKey]] = set()
+        self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
+        self._changing = threading.Lock()
 
     @property
     def has_links(self) -> bool:
@@ -132,20 +135,41 @@ class Roster:
             for role, ports in sides.items()
         }
 
-    def add(self, port: PrefillPort | DecodePort) -> None:
-        """Lists a port that is connected."""
-        side = self.prefills if isinstance(port.load(), PrefillLoad) else self.decodes
-        side[port.address] = port  # type: ignore[assignment]
-        self.num_changes += 1
+    def opposite(self, port: Port) -> list[Port]:
+        """The ports of the other side."""
+        return [*(self.decodes if isinstance(port.load(), PrefillLoad) else self.prefills).values()]
+
+    def add(self, port: PrefillPort | DecodePort, unlinked: Collection[PeerAddress] = ()) -> None:
+        """Lists a port that is connected to those of the other side but the `unlinked`: these pairs are down until one
+        end tells of a link."""
+        others = [other for other in self.opposite(port) if other.address in unlinked]
+        with self._changing:
+            if isinstance(port.load(), PrefillLoad):
+                down: list[tuple[Port, Port]] = [(port, other) for other in others]
+                self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
+            else:
+                down = [(other, port) for other in others]
+                self.decodes = {**self.decodes, port.address: cast(DecodePort, port)}
+            self._met |= {
+                (peer_key(prefill.address), peer_key(rank)) for prefill, decode in down for rank in addresses_of(decode)
+            }
+            self.links_down |= {(prefill.address, decode.address) for prefill, decode in down}
+            self.num_changes += 1
 
     def drop(self, address: PeerAddress) -> None:
         """Takes a port off the list."""
-        self.leaving.discard(address)
-        self.prefills.pop(address, None)
-        self.decodes.pop(address, None)
-        self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
-        self._met = {pair for pair in self._met if peer_key(address) not in pair}
-        self.num_changes += 1
+        with self._changing:
+            keys = set(map(peer_key, self._ranks_of(address)))
+            self.leaving.discard(address)
+            self.prefills = {known: port for known, port in self.prefills.items() if known != address}
+            self.decodes = {known: port for known, port in self.decodes.items() if known != address}
+            self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
+            self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
+            self.num_changes += 1
+
+    def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
+        port: Port | None = self.prefills.get(address) or self.decodes.get(address)
+        return (address,) if port is None else addresses_of(port)
 
     def look(self) -> None:
         """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that
@@ -155,16 +179,17 @@ class Roster:
             for port in self.all
             for peer in port.load().kv.peers
         }
-        self._met |= told.keys()
-        lost = {pair for pair in self._met if not told.get(pair, False)}
-        links_down = frozenset(
-            (prefill, decode)
-            for prefill in self.prefills
-            for decode in self.decodes
-            if not lost.isdisjoint({(peer_key(prefill), peer_key(decode)), (peer_key(decode), peer_key(prefill))})
-        )
-        self.num_changes += links_down != self.links_down
-        self.links_down = links_down
+        with self._changing:
+            self._met |= told.keys()
+            lost = {pair for pair in self._met if not told.get(pair, False)}
+            links_down = frozenset(
+                (prefill, decode)
+                for prefill in self.prefills
+                for decode, port in self.decodes.items()
+                if any(_meets(lost, prefill, rank) for rank in addresses_of(port))
+            )
+            self.num_changes += links_down != self.links_down
+            self.links_down = links_down
 
     def linked(self, prefill: PeerAddress | None, decode: PeerAddress) -> bool:
         """Whether both are here and reach each other."""
@@ -189,6 +214,15 @@ class Roster:
             for side in sides
             if side
         ]
+
+    @property
+    def rooms(self) -> tuple[list[int], list[int]]:
+        """The longest request that each prefill and each decode holds which may be chosen, in ascending order."""
+        prefills, decodes = self._fitting(self.prefills, 0), self._fitting(self.decodes, 0)
+        return (
+            sorted(port.limits.max_tokens for port in prefills.values()),
+            sorted(port.limits.max_tokens for port in decodes.values()),
+        )
 
     def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
         """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""
@@ -233,6 +267,11 @@ class Roster:
             for address, port in ports.items()
             if address not in self.leaving and port.limits.max_tokens >= total
         }
+
+
+def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:
+    keys = peer_key(one), peer_key(other)
+    return keys in pairs or keys[::-1] in pairs
 
 
 def _shows(loads: Iterable[EngineLoad], address: PeerAddress) -> bool:

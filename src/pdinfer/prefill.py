@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Protocol
 
 import attrs
@@ -18,10 +20,13 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.leader import RankChannel, empty_prefill
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
-from pdinfer.schedule import due_at, is_late, plan_chunk
+from pdinfer.schedule import by_age, due_at, is_late, plan_chunk
 from pdinfer.trace import part
 from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
 from pdinfer.warm_up import WarmUpRun
+
+FIRST = (False, -math.inf, False)
+"""Sorts before every class of prompts: (whether it is late, minus its priority, whether it has given no token)."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -70,9 +75,11 @@ class _Prompt:
         return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
 
     @cached_property
-    def order(self) -> tuple[int, float, int]:
-        """Both lines are sorted by this: priority first, then deadline and age."""
-        return -self.request.priority, due_at(self.submitted_at, self.deadline_at), self.arrival
+    def order(self) -> tuple[int, bool, float, int]:
+        """Both lines are sorted by this: priority first, then who has given tokens already and whose reader waits for
+        the next, then deadline and age."""
+        is_new = not self.request.output
+        return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
 
 
 class PrefillEngine(Engine[tuple[Request, PageGrant]]):
@@ -101,6 +108,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._active: list[_Prompt] = []
         self._sending: list[_Prompt] = []
         self._arrivals = 0
+        self._num_starts = 0
+        self._num_chunks = 0
 
     @property
     def num_unfinished(self) -> int:
@@ -202,10 +211,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
             return None
-        for prompt in self._queue:
-            if not self._ends.is_full(prompt.grant):
-                return prompt if self._fits(prompt) else None
-        return None
+        able = partial(filter, lambda prompt: not self._ends.is_full(prompt.grant), self._queue)
+        oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
+        first = oldest or next(able(), None)
+        return first if first is not None and self._fits(first) else None
 
     def _fits(self, prompt: _Prompt) -> bool:
         pool = self.channel.pool
@@ -225,6 +234,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         while (prompt := self._next()) is not None:
             self._queue.remove(prompt)
             self._active.append(prompt)
+            self._num_starts += 1
             prompt.started_at = self._clock()
             try:
                 self._lay_out(prompt)
@@ -252,16 +262,23 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def _plan(self) -> list[tuple[_Prompt, int]]:
         """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
-        else needs."""
+        else needs; every OLDEST_EVERY-th chunk begins with who came first, if that has waited long."""
         now, speed = self._clock(), self._best_tokens_per_s
         late = {
             prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
             for prompt in self._active
         }
-        self._active.sort(key=lambda prompt: (late[prompt], prompt.order))
+        classes: dict[_Prompt, tuple[bool, float, bool]] = {
+            prompt: (late[prompt], *prompt.order[:2]) for prompt in self._active
+        }
+        oldest = by_age(self._active, attrgetter("submitted_at"), num_turns=self._num_chunks, now=now)
+        if oldest is not None:
+            classes[oldest] = FIRST
+        self._active.sort(key=lambda prompt: (classes[prompt], prompt.order))
+        self._num_chunks += bool(self._active)
         counts = plan_chunk(
             [prompt.num_remaining for prompt in self._active],
-            [(late[prompt], prompt.request.priority) for prompt in self._active],
+            [classes[prompt] for prompt in self._active],
             chunk_size=self.config.chunked_prefill_size,
             max_tokens=self.config.max_prefill_tokens,
         )

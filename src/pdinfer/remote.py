@@ -187,14 +187,16 @@ def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_
 
 
 class _Client:
-    """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`; none but
-    `connect` waits for the engine's process."""
+    """What both clients share. Methods may be called from any thread but `step` and `close`; none but `connect` waits
+    for the engine's process, and it holds up no other."""
 
     role: ClassVar[str]
 
     def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
         self._inbox: Inbox[Report | None] = Inbox()
         self._lock = threading.Lock()
+        self._answered = threading.Condition()
+        self._answers: dict[PeerAddress, Connected | None] = {}
         self._events: list[Event] = []
         self._lost = False
         self._num_submitted = self._num_seen = 0
@@ -216,9 +218,14 @@ class _Client:
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised."""
-        self._mailman.post(Connect(peer, timeout_s))
-        # an answer that came too late for an earlier call is not this one's
-        answer = self._await(Connected, timeout_s + CONNECT_MARGIN_S, lambda connected: connected.peer == peer)
+        waits_s = timeout_s + CONNECT_MARGIN_S
+        with self._answered:
+            self._answers[peer] = None
+            self._mailman.post(Connect(peer, timeout_s))
+            self._answered.wait_for(lambda: self._answers.get(peer) or self._mailman.loss, waits_s)
+            answer = self._answers.pop(peer, None)
+        if answer is None:
+            raise self._loss() if self._mailman.loss else self._no_answer(waits_s)
         if answer.error is not None:
             if answer.fields:
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
@@ -266,6 +273,14 @@ class _Client:
             with self._lock:
                 self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
             return
+        with self._answered:
+            if isinstance(report, Connected):
+                if report.peer in self._answers:  # else it comes too late
+                    self._answers[report.peer] = report
+                self._answered.notify_all()
+                return
+            if report is None:
+                self._answered.notify_all()
         if isinstance(report, Ready | Stepped):
             with self._lock:
                 self._check(report)
@@ -313,14 +328,17 @@ class _Client:
     def _loss(self) -> TransferError:
         return TransferError(f"the process at the other end of a port {self._mailman.loss}")
 
-    def _await(self, kind: type[M], timeout_s: float, wanted: Callable[[M], bool] = lambda _: True) -> M:
-        """The next report of that kind that is `wanted`; what else arrives meanwhile is kept for `step`."""
+    def _no_answer(self, timeout_s: float) -> TransferError:
+        return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
+
+    def _await(self, kind: type[M], timeout_s: float) -> M:
+        """The next report of that kind; what else arrives meanwhile is kept for `step`."""
         end = time.monotonic() + timeout_s
         while True:
             woken = self._inbox.wait(max(0.0, end - time.monotonic()))
             found = None
             for report in self._inbox.take():
-                if isinstance(report, kind) and wanted(report):
+                if isinstance(report, kind):
                     found = report
                 else:
                     self._read(report)
@@ -329,7 +347,7 @@ class _Client:
             if self._lost:
                 raise self._loss()
             if not woken:
-                raise TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
+                raise self._no_answer(timeout_s)
 
 
 class PrefillClient(_Client):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import attrs
 from msgspec import Meta
@@ -15,6 +15,8 @@ from pdinfer.checks import clip, is_int
 from pdinfer.config import MAX_DEADLINE_S
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.types import Request, SamplingParams
+
+T = TypeVar("T")
 
 MAX_ID_CHARACTERS = 256
 MAX_SALT_BYTES = 256
@@ -36,6 +38,8 @@ SHOWN_NAMES = 120
 
 PATIENCE_S = 30.0
 """How long a request without a deadline, or with a later one, may be overtaken by urgent ones of its priority."""
+OLDEST_EVERY = 8
+"""Of so many turns one is for who has waited longest, whatever its priority, once that is more than PATIENCE_S."""
 RESUME_TOKENS = 128
 """What there must be room for, beyond its tokens, before a sequence that lost its KV comes back (less at its end): its
 prompt and output are computed and sent again for that."""
@@ -203,6 +207,19 @@ def is_late(deadline_at: float | None, num_tokens: int, *, now: float, tokens_pe
     if deadline_at is None:
         return False
     return now + (num_tokens / tokens_per_s if tokens_per_s else 0.0) > deadline_at
+
+
+def is_turn_of_oldest(num_turns: int) -> bool:
+    """Whether the turn behind so many others is one that goes by age alone. So priorities are kept in all other turns,
+    and who has waited for PATIENCE_S has its own after at most OLDEST_EVERY for each that has waited longer."""
+    return num_turns % OLDEST_EVERY == OLDEST_EVERY - 1
+
+
+def by_age(waiting: Iterable[T], since: Callable[[T], float], *, num_turns: int, now: float) -> T | None:
+    """Who has the next turn because it has waited longest; None when the turn goes by priority."""
+    if not is_turn_of_oldest(num_turns):
+        return None
+    return min((one for one in waiting if now - since(one) > PATIENCE_S), key=since, default=None)
 
 
 # -- prefill steps ----------------------------------------------------------------------------------------------------

@@ -59,9 +59,10 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
-        """The waiting line is sorted by this: priority first, then who comes back, then deadline and age."""
+        """The waiting line is sorted by this: priority first, then who comes back, here or from another decode, then
+        deadline and age."""
         due = due_at(self.submitted_at, self.deadline_at)
-        return -self.request.priority, not self.attempts, due, self.arrival
+        return -self.request.priority, not (self.attempts or self.request.output), due, self.arrival
 
     @cached_property
     def prompt(self) -> Seq[int]:

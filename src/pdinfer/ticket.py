@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import cached_property
 
@@ -18,7 +19,18 @@ DEADLINE_GRACE_S = 0.1
 CANCEL_GRACE_S = 0.05
 """The same for one that is not wanted any more."""
 
+MAX_DECODES_LOST = 3
+"""With so many decodes lost that had granted it pages, a request goes to no further one: it may be what kills them."""
+
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
+
+
+class Wish(enum.Enum):
+    """What a host's thread wants done with a ticket. DISPLACE: a request of higher priority needs its place."""
+
+    SERVE = enum.auto()
+    CANCEL = enum.auto()
+    DISPLACE = enum.auto()
 
 
 @attrs.define(eq=False)
@@ -27,7 +39,8 @@ class Ticket:
     by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
     under way; before that only we know that it is coming. `failure` is why we had decode end it; `ends_by` is when we
     end it ourselves, whether decode answers or not. `hopeless_until` is how long it waits for a port or a link that is
-    not there."""
+    not there. `displaced` is why it gives its place in the line to another. `lost` is why it had to leave its last
+    decode, `tokens` what it has given since `request` was made, and `streamed_s` for how long lost decodes ran it."""
 
     request_id: str
     request: Request
@@ -46,6 +59,13 @@ class Ticket:
     failure: PDInferError | None = None
     ends_by: float = float("inf")
     hopeless_until: float | None = None
+    displaced: PDInferError | None = None
+    waiting_since: float = 0.0
+    lost: PDInferError | None = None
+    num_decodes_lost: int = 0
+    continued: bool = False
+    streamed_s: float = 0.0
+    tokens: list[int] = attrs.field(factory=list)
 
     @classmethod
     def of(
@@ -64,6 +84,7 @@ class Ticket:
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
+            waiting_since=now,
         )
         if ticket.deadline_at is not None:
             ticket.ends_by = ticket.deadline_at + DEADLINE_GRACE_S
@@ -79,10 +100,15 @@ class Ticket:
         """What prefill has to run for it: the prompt, and the output it came with or has given."""
         return len(self.request.prompt) + self.num_tokens
 
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it comes with output: somebody reads its stream already."""
+        return self.num_tokens > 0
+
     @cached_property
-    def order(self) -> tuple[int, float]:
-        """The line goes by this: priority first, then deadline and age."""
-        return -self.request.priority, due_at(self.submitted_at, self.deadline_at)
+    def due_at(self) -> float:
+        """Requests of one priority have their turn in this order."""
+        return due_at(self.submitted_at, self.deadline_at)
 
     def needs(self, address: PeerAddress) -> bool:
         """Whether the request cannot go on without this port."""
@@ -127,6 +153,29 @@ class Ticket:
             return min(deadline_at, hopeless_until)
         return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, hopeless_until)
 
+    # -- when its decode is lost ------------------------------------------------------------------------------------
+
+    def stays_lost(self, *, may_continue: bool) -> bool:
+        """Whether it cannot go to another decode. Without a token it may, with tokens once and only if the host allows
+        it."""
+        if self.first_token_s is not None:
+            return self.continued or not may_continue
+        return self.num_decodes_lost + (self.num_grants > 0) >= MAX_DECODES_LOST
+
+    def leave(self, now: float, lost: PDInferError) -> None:
+        """Back to the line without the decode it had: it goes on behind the tokens that were told of, as one that its
+        host resumes. Tokens depend on seed and position, so it gives those that it would have given."""
+        self.num_decodes_lost += self.num_grants > 0
+        if self.first_token_s is not None:
+            self.continued = True
+            self.request = attrs.evolve(self.request, output=(*self.request.output, *self.tokens))
+            self.tokens = []
+            self.streamed_s = now - self.submitted_at - self.first_token_s
+        self.lost, self.waiting_since = lost, now
+        self.prefill = self.decode = self.hopeless_until = None
+        self.forwarded = self.landed = False
+        self.num_grants = 0
+
     # -- what others see of it --------------------------------------------------------------------------------------
 
     def request_at(self, now: float) -> Request:
@@ -156,6 +205,8 @@ class Ticket:
         self._check(event)
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
+        if event.token is not None:
+            self.tokens.append(event.token)
         if event.token is not None and self.first_token_s is None:
             self.first_token_s = now - self.submitted_at
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
@@ -165,7 +216,10 @@ class Ticket:
             return event
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.line_s
         usage = attrs.evolve(
-            usage, queue_s=usage.queue_s + self.line_s, ttft_s=ttft_s, timeline=self._timeline(usage.timeline)
+            usage,
+            queue_s=usage.queue_s + self.line_s - self.streamed_s,
+            ttft_s=self.first_token_s if self.continued else ttft_s,
+            timeline=self._timeline(usage.timeline),
         )
         return attrs.evolve(event, usage=usage)
 
@@ -197,7 +251,7 @@ class Ticket:
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
             cached_tokens=0,
-            queue_s=now - self.submitted_at if self.decode is None else self.line_s,
+            queue_s=(now - self.submitted_at if self.decode is None else self.line_s) - self.streamed_s,
             ttft_s=self.first_token_s,
             timeline=self._timeline(None),
         )
@@ -213,10 +267,12 @@ class Ticket:
     def _timeline(self, decodes: Timeline | None) -> Timeline:
         """Decode's, counted from our submit; without one, what was seen from here."""
         if decodes is None:
-            queued_s = None if self.decode is None else self.line_s
+            queued_s = None if self.decode is None and self.lost is None else self.line_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
-        stages = attrs.asdict(decodes)
-        return Timeline(**{stage: None if at is None else at + self.line_s for stage, at in stages.items()})
+        stages = {stage: None if at is None else at + self.line_s for stage, at in attrs.asdict(decodes).items()}
+        if self.continued:
+            stages["first_token_s"] = self.first_token_s
+        return Timeline(**stages)
 
 
 def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:

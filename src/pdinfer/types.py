@@ -387,13 +387,14 @@ class Choice:
 @attrs.frozen(kw_only=True)
 class PairingStats:
     """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
-    `num_retries` are grants beyond a request's first, `num_reroutes` requests given another prefill, `links_down` the
-    (prefill, decode) pairs that are not chosen because their channels have lost each other."""
+    `num_retries` are grants of a decode beyond a request's first, `num_reroutes` requests given another prefill and
+    `num_moved` another decode, `links_down` the (prefill, decode) pairs not chosen as their channels have no link."""
 
     num_queued_requests: int
     num_unfinished_requests: int
     ended: tuple[tuple[FinishReason, int], ...]
     num_retries: int
     num_reroutes: int
+    num_moved: int
     num_ports_lost: int
     links_down: tuple[tuple[PeerAddress, PeerAddress], ...]

@@ -121,7 +121,15 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
         ours, thread = serving(engine)
         client = pd.remote.DecodeClient(ours)
         endpoint = f"tcp://127.0.0.1:{nobody.getsockname()[1]}"
-        client._mailman.post(messages.Connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), 2.0))
+        answers: list[pd.PDInferError] = []
+
+        def connect() -> None:
+            with pytest.raises(pd.TransferError) as caught:
+                client.connect(pd.PeerAddress(b"n" * 16, 1, 0, (endpoint,)), timeout_s=2.0)
+            answers.append(caught.value)
+
+        asking = threading.Thread(target=connect)
+        asking.start()
         started = time.monotonic()
         client.submit(request(None), writers=[])
         events: list[pd.types.Event] = []
@@ -130,8 +138,8 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
             events = client.step()
         assert time.monotonic() - started < 1.0
         assert isinstance(events[0], pd.Refused)
-        answer = client._await(messages.Connected, 5.0)
-        assert isinstance(answer.error, pd.TransferError)
+        asking.join(10.0)
+        assert len(answers) == 1
         client.close()
         thread.join(5.0)
         assert not thread.is_alive()

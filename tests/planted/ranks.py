@@ -862,8 +862,8 @@ MUTANTS = [
     Mutant(
         "a prefill's unsent window is not looked at",
         "src/pdinfer/prefill.py",
-        "if not self._ends.is_full(prompt.grant):",
-        "if True:",
+        "lambda prompt: not self._ends.is_full(prompt.grant), self._queue",
+        "lambda prompt: True, self._queue",
         "tests/unit/test_prefill.py::test_a_full_decode_holds_its_own_prompts_and_no_others",
     ),
     Mutant(

@@ -71,8 +71,9 @@ MUTANTS = [
     Mutant(
         "an answer about another peer is taken",
         "src/pdinfer/remote.py",
-        "lambda connected: connected.peer == peer)",
-        "lambda connected: True)",
+        "                if report.peer in self._answers:  # else it comes too late\n"
+        "                    self._answers[report.peer] = report\n",
+        "                for peer in self._answers:\n                    self._answers[peer] = report\n",
         "tests/e2e/test_faulty_peers.py::test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked",
     ),
     Mutant(
@@ -127,7 +128,7 @@ MUTANTS = [
     Mutant(
         "a port takes the place of another of the same identity",
         "src/pdinfer/pairing.py",
-        "if port.address in (known.address for known in self._roster.all):",
+        "if port.address in self._joining or port.address in (known.address for known in self._roster.all):",
         "if False:",
         "tests/e2e/test_faulty_peers.py::test_a_port_with_the_identity_of_another_does_not_join",
     ),

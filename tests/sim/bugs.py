@@ -28,6 +28,7 @@ from pdinfer.kv.transport import Transfer
 from pdinfer.page_tables import PageTables
 from pdinfer.prefill import PrefillEngine
 from pdinfer.testing import Placement, SimNetwork, SimTransport
+from pdinfer.ticket import Ticket
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
 
@@ -337,6 +338,47 @@ def the_head_of_the_line_hides_the_others(patch: pytest.MonkeyPatch) -> None:
 def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """The list of ports is shorter, and who waited for the dead one waits on (sglang#31144)."""
     patch.setattr(Broker, "part_with", lambda self, address, error: self._roster.drop(address))
+
+
+DEATHS = {"crash": 1.0, "freeze": 0.9}
+
+
+@bug(ports=("piped",), armed=DEATHS)
+def requests_end_with_their_decode(patch: pytest.MonkeyPatch) -> None:
+    """Whatever a dead decode had fails, though another one could take it."""
+    patch.setattr(Ticket, "stays_lost", lambda self, *, may_continue: True)
+
+
+@bug(ports=("piped",), armed=DEATHS)
+def a_stream_that_goes_on_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    """Its reader gets the first tokens twice."""
+    leave = Ticket.leave
+
+    def forget(self: Ticket, now: float, lost: Any) -> None:
+        self.tokens.clear()
+        self.num_tokens = len(self.request.output)
+        leave(self, now, lost)
+
+    patch.setattr(Ticket, "leave", forget)
+
+
+@bug(ports=("piped",), armed=DEATHS)
+def a_stream_that_goes_on_draws_by_another_seed(patch: pytest.MonkeyPatch) -> None:
+    """Behind the loss it is another answer."""
+    leave = Ticket.leave
+
+    def reseed(self: Ticket, now: float, lost: Any) -> None:
+        leave(self, now, lost)
+        sampling = attrs.evolve(self.request.sampling, seed=99)
+        self.request = attrs.evolve(self.request, sampling=sampling)
+
+    patch.setattr(Ticket, "leave", reseed)
+
+
+@bug(ports=("piped",), armed=DEATHS)
+def a_request_on_its_way_to_another_decode_is_lost(patch: pytest.MonkeyPatch) -> None:
+    """It left the dead one and stands in no line."""
+    patch.setattr(Broker, "_move", lambda self, ticket, lost: ticket.leave(self._clock(), lost))
 
 
 @bug(drafts=(1, 2, 3))

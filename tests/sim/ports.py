@@ -242,8 +242,9 @@ class Port:
         self._lost = self._closed = False
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Takes no time, as the handshake in a simulated network."""
+        """Takes no time, as the handshake in a simulated network. A process that is frozen hears of it later."""
         if self._lost or not self._simulation.running(self._served.node):
+            self._post(partial(self._served.engine.connect, peer, timeout_s=0.0))
             raise TransferError("the process at the other end of a port does not answer")
         self._served.engine.connect(peer, timeout_s=timeout_s)
 

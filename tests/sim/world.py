@@ -27,6 +27,7 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.pairing import Pairing
 from pdinfer.prefill import PrefillEngine
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
+from pdinfer.ticket import MAX_DECODES_LOST, Ticket
 from pdinfer.types import FinishReason, Request, TokenEvent
 from tests.sim import reach
 from tests.sim.fakes import CellBrain, Violation
@@ -87,6 +88,7 @@ class Stream:
     """What one request has given so far."""
 
     arrival: Arrival
+    ticket: Ticket
     tokens: list[int] = attrs.field(factory=list)
     end: TokenEvent | None = None
     cancelled_at: float | None = None
@@ -218,6 +220,7 @@ class World:
             if not self.simulation.run(self._idle, timeout_s=HEAL_S):
                 raise Violation(f"not idle {HEAL_S:g} s after everything was healed: {self._unrest()}")
             self._judge()
+            self.counts["moved"] += self.pairing.stats.num_moved
             errors.check(quiet=self.plan.quiet)
         finally:
             pushes.GROUP_BYTES, lockstep.Doorbell = grouping, bell
@@ -242,7 +245,7 @@ class World:
         except (Overloaded, RequestError):
             self.counts["not taken"] += 1
             return
-        self.streams[request.request_id] = Stream(arrival)
+        self.streams[request.request_id] = Stream(arrival, self.pairing._broker.tickets[request.request_id])
         if request.deadline_s is not None:
             self.simulation.later(request.deadline_s + PROMPT_S, partial(self._overdue, request.request_id))
         if arrival.cancel_s is not None:
@@ -407,10 +410,24 @@ class World:
             fair = stream.cancelled_at is not None
         elif reason is FinishReason.DEADLINE:
             fair = deadline_s is not None and self.simulation.clock.now_s >= stream.arrival.at_s + deadline_s - 1e-9
+        elif isinstance(event.error, Overloaded):
+            self.counts["displaced"] += 1
+            fair = stream.arrival.request.priority < max(arrival.request.priority for arrival in self.plan.arrivals)
         else:
-            fair = not self.plan.quiet
+            fair = not self.plan.quiet and not self._could_go_on(stream.ticket, event)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.counts["continued"] += stream.ticket.continued
         if not fair:
             raise Violation(f"{name} ended with {reason} after {stream.tokens}: {event.error}")
+
+    def _could_go_on(self, ticket: Ticket, event: TokenEvent) -> bool:
+        """Whether it failed with its decode though there is another one that it might have gone to."""
+        _, others = self.pairing._broker._roster.fitting(ticket.max_tokens)
+        if not others or not str(event.error).startswith("its decode is lost"):
+            return False
+        if event.index > len(ticket.request.output) or ticket.continued:
+            return self.plan.pairing.continue_elsewhere and not ticket.continued
+        return ticket.num_decodes_lost + 1 < MAX_DECODES_LOST
 
     def _idle(self) -> bool:
         # what a call other than `step` has ended is told by the next step

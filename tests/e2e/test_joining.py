@@ -1,0 +1,281 @@
+"""A port joins beside the running work: with the links that can be had now, whatever else happens meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+import pdinfer as pd
+from pdinfer.broker import LOOK_S
+from pdinfer.joining import FIRST_TRY_S, link
+from pdinfer.testing import VirtualClock
+from tests.e2e.setups import (
+    PROMPT,
+    Setup,
+    by_request,
+    collect,
+    join,
+    model_of,
+    pool_of,
+    reference,
+    request,
+    tokens_of,
+    wait_until,
+)
+
+EXPECTED = list(reference("v3", PROMPT, 5).tokens)
+
+
+def several(num_prefill: int, num_decode: int, transport: str = "tcp", **more: Any) -> Setup:
+    pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
+    return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
+
+
+def newcomer(role: type = pd.PrefillEngine) -> Any:
+    return role(model_of(), pd.KVChannel(pool_of(model_of(), num_pages=64), pd.kv.SocketTransport()))
+
+
+class Held:
+    """A port whose `connect` waits until it may go on."""
+
+    def __init__(self, port: Any) -> None:
+        self.asked, self.go = threading.Event(), threading.Event()
+        connect = port.connect
+
+        def wait(peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
+            self.asked.set()
+            assert self.go.wait(60.0)
+            connect(peer, timeout_s=timeout_s)
+
+        port.connect = wait
+
+
+@contextmanager
+def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, list[Exception]]]:
+    """`add` in a thread of its own; what it raises comes in the list once the thread has ended."""
+    errors: list[Exception] = []
+
+    def add() -> None:
+        try:
+            pairing.add(port)
+        except pd.PDInferError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    yield thread, errors
+    thread.join(60.0)
+    assert not thread.is_alive()
+
+
+def unplug(prefill: pd.PrefillEngine, *addresses: pd.PeerAddress) -> Callable[[], None]:
+    """It cannot dial these until the returned function is called."""
+    transport = prefill.channel.transport
+    dial = transport.connect
+
+    def refuse(endpoints: Sequence[str], *, timeout_s: float) -> object:
+        if tuple(endpoints) in [address.endpoints for address in addresses]:
+            raise pd.TransferError("the cable is unplugged")
+        return dial(endpoints, timeout_s=timeout_s)
+
+    transport.connect = refuse  # type: ignore[method-assign,assignment]
+
+    def plug() -> None:
+        transport.connect = dial  # type: ignore[method-assign]
+
+    return plug
+
+
+# -- beside the running work --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
+def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
+    with several(1, 1) as setup, newcomer(role) as port:
+        held = Held(port if role is pd.PrefillEngine else setup.prefills[0])
+        with adding(setup.pairing, port) as (thread, errors):
+            assert held.asked.wait(60.0)
+            setup.pairing.submit(request("a", 12))
+            setup.pairing.submit(request("b", 12))
+            setup.pairing.cancel("b")
+            setup.pairing.wait(0.0)
+            assert setup.pairing.stats.links_down == ()
+            events = [event for event in collect(setup.pairing) if event.request_id == "a"]
+            assert tokens_of(events) == list(reference("v3", PROMPT, 12).tokens)
+            assert thread.is_alive()  # not one of these calls has waited for it
+            held.go.set()
+        assert errors == []
+        assert port in setup.pairing._roster.all
+
+
+def test_a_pair_that_cannot_be_linked_now_is_down_until_it_can() -> None:
+    clock = VirtualClock()
+    with several(1, 2, clock=clock) as setup, newcomer() as port:
+        unreachable = setup.decodes[0].address
+        plug = unplug(port, unreachable)
+        setup.pairing.add(port)
+        pair = port.address, unreachable
+        assert setup.pairing.stats.links_down == (pair,)
+        setup.pairing.remove(setup.prefills[0], drain_s=0.0)
+        for name in "abcd":
+            setup.pairing.submit(request(name))
+        streams = by_request(collect(setup.pairing))
+        assert {name: tokens_of(stream) for name, stream in streams.items()} == dict.fromkeys("abcd", EXPECTED)
+        assert setup.pairing.stats.links_down == (pair,)
+        plug()
+        wait_until(lambda: setup.decodes[0].channel.connected(port.address))
+        clock.advance(LOOK_S)
+        setup.pairing.submit(request())
+        collect(setup.pairing)
+        assert setup.pairing.stats.links_down == ()
+
+
+def test_a_port_that_reaches_nobody_does_not_join() -> None:
+    with several(1, 2, config=pd.PairingConfig(connect_timeout_s=0.2)) as setup, newcomer() as port:
+        unplug(port, *(decode.address for decode in setup.decodes))
+        with pytest.raises(pd.TransferError, match="unplugged"):
+            setup.pairing.add(port)
+        assert setup.pairing.stats.links_down == ()
+        setup.pairing.submit(request())
+        assert tokens_of(collect(setup.pairing)) == EXPECTED
+
+
+class Stub:
+    """A port that says how long it was given to connect, and which peers it cannot reach."""
+
+    addresses = ()
+
+    def __init__(self, name: bytes, load: Any, unreachable: Sequence[Any] = ()) -> None:
+        self.address = pd.PeerAddress(name * 16, 1, 0)
+        self.asked: list[tuple[bytes, float]] = []
+        self._load, self._unreachable = load, [one.address for one in unreachable]
+
+    def load(self) -> Any:
+        return self._load
+
+    def connect(self, peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
+        self.asked.append((peer.engine_id[:1], timeout_s))
+        if peer in self._unreachable:
+            raise pd.TransferError("nobody answers")
+
+
+def test_a_port_that_does_not_answer_costs_a_second_and_not_the_whole_time() -> None:
+    with several(1, 1, "loopback") as setup:
+        prefill, decode = setup.prefills[0].load(), setup.decodes[0].load()
+    others = [Stub(name, decode) for name in (b"x", b"y", b"z")]
+    port = Stub(b"p", prefill, others[:1])
+    assert list(link(port, others, timeout_s=10.0)) == [others[0].address]  # type: ignore[arg-type,list-item]
+    assert port.asked == [(b"x", FIRST_TRY_S), (b"y", FIRST_TRY_S), (b"z", FIRST_TRY_S), (b"x", 0.0)]
+    port = Stub(b"p", prefill, others)
+    assert len(link(port, others, timeout_s=9.0)) == 3  # type: ignore[arg-type]
+    assert [timeout_s for _, timeout_s in port.asked] == [FIRST_TRY_S] * 3 + [pytest.approx(3.0, abs=1.0)] * 3
+
+
+# -- races --------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_calls_that_add_one_port_one_does() -> None:
+    with several(1, 1) as setup, newcomer() as port:
+        held = Held(port)
+        with adding(setup.pairing, port) as (_, errors):
+            assert held.asked.wait(60.0)
+            with pytest.raises(pd.ConfigError, match="is a port of this pairing already"):
+                setup.pairing.add(port)
+            held.go.set()
+        assert errors == []
+        assert len(setup.pairing._roster.prefills) == 2
+
+
+def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> None:
+    with several(1, 1) as setup, newcomer() as prefill, newcomer(pd.DecodeEngine) as decode:
+        held = Held(prefill)
+        with adding(setup.pairing, prefill) as (_, errors):
+            assert held.asked.wait(60.0)
+            setup.pairing.add(decode)
+            held.go.set()
+        assert errors == []
+        assert prefill.channel.connected(decode.address)
+        assert len(setup.pairing._roster.all) == 4
+
+
+def test_a_port_whose_pairing_is_closed_meanwhile_stays_open() -> None:
+    with several(1, 1) as setup, newcomer() as port:
+        held = Held(port)
+        with adding(setup.pairing, port) as (_, errors):
+            assert held.asked.wait(60.0)
+            setup.pairing.close()
+            held.go.set()
+        (error,) = errors
+        assert "pairing was closed while the port was connected" in str(error)
+        assert not port.closed
+        with pytest.raises(pd.TransferError, match="closed"):
+            setup.pairing.add(port)
+
+
+def test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later() -> None:
+    with several(1, 1) as setup, newcomer() as port:
+        held = Held(port)
+        with adding(setup.pairing, port) as (_, errors):
+            assert held.asked.wait(60.0)
+            setup.pairing.remove(port, drain_s=0.0)
+            held.go.set()
+        (error,) = errors
+        assert "port was removed while the port was connected" in str(error)
+        assert port not in setup.pairing._roster.all
+        setup.pairing.add(port)
+        assert port in setup.pairing._roster.all
+
+
+def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one() -> None:
+    with several(1, 2) as setup, newcomer() as port:
+        unplug(port, setup.decodes[0].address)
+        held = Held(port)
+        with adding(setup.pairing, port) as (_, errors):
+            assert held.asked.wait(60.0)
+            for decode in setup.decodes:
+                setup.pairing.remove(decode, drain_s=0.0)
+            held.go.set()
+        assert errors == []
+        assert setup.pairing.stats.links_down == ()
+
+
+# -- clients ------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps() -> None:
+    """Else two threads take events, and those of one request change places."""
+    with several(1, 1) as setup, several(1, 1) as other:
+        decode = setup.decodes[0]
+        held = Held(decode)
+        ours, theirs = Pipe()
+        serving = threading.Thread(target=pd.remote.serve, args=(decode, theirs), daemon=True)
+        serving.start()
+        client = pd.remote.DecodeClient(ours)
+        take, takers = client._inbox.take, set()
+
+        def taken() -> Any:
+            takers.add(threading.current_thread())
+            return take()
+
+        client._inbox.take = taken  # type: ignore[method-assign]
+        peer = other.prefills[0].address
+        asking = threading.Thread(target=client.connect, args=(peer,))
+        asking.start()
+        assert held.asked.wait(60.0)
+        client.submit(request(None), writers=[])
+        events: list[pd.types.Event] = []
+        while not events:
+            client.wait(0.1)
+            events = client.step()
+        held.go.set()
+        asking.join(60.0)
+        assert not asking.is_alive()
+        assert takers == {threading.current_thread()}
+        assert decode.channel.connected(peer)
+        client.close()
+        serving.join(10.0)

@@ -1,0 +1,268 @@
+"""Who waits behind whom: nobody behind what it does not need, and a stream behind no backlog."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+
+import pdinfer as pd
+from pdinfer.broker import LINK_WAIT_S
+from pdinfer.testing import VirtualClock
+from tests.e2e.setups import (
+    PROMPT,
+    Setup,
+    by_request,
+    collect,
+    hang,
+    join,
+    local,
+    model_of,
+    pool_of,
+    prompt_of,
+    recover,
+    reference,
+    request,
+    tokens_of,
+    watch,
+)
+
+BIG = request("big", 5, prompt=prompt_of(60))
+
+
+def uneven(**more: Any) -> Setup:
+    """A decode that holds everything, and one that does not hold BIG."""
+    pools = [pool_of(model_of(), num_pages=count) for count in (64, 64, 8)]
+    return join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], **more)
+
+
+def grants_of(setup: Setup) -> list[list[pd.types.Event]]:
+    return [watch(decode) for decode in setup.decodes]
+
+
+def ended(events: Sequence[pd.TokenEvent]) -> list[str]:
+    return [event.request_id for event in events if event.finish_reason is not None]
+
+
+def steps(setup: Setup, count: int) -> list[pd.TokenEvent]:
+    return [event for _ in range(count) for event in setup.pairing.step()]
+
+
+# -- behind one that cannot go ------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_behind_a_request_whose_only_decode_is_leaving() -> None:
+    with uneven(config=pd.PairingConfig(port_wait_s=30.0), clock=VirtualClock()) as setup:
+        setup.pairing._roster.leaving.add(setup.decodes[0].address)  # as `remove` does while it drains
+        setup.pairing.submit(attrs.evolve(BIG, priority=1))
+        setup.pairing.submit(request("small"))
+        assert ended(steps(setup, 12)) == ["small"]
+        assert setup.pairing.num_unfinished == 1
+
+
+def test_nobody_waits_behind_a_request_whose_only_link_is_down() -> None:
+    clock = VirtualClock()
+    with uneven(clock=clock) as setup:
+        look = setup.pairing._roster.look
+        pair = setup.prefills[0].address, setup.decodes[0].address
+        setup.pairing._roster.look = lambda: None  # type: ignore[method-assign]
+        setup.pairing._roster.links_down = frozenset({pair})
+        setup.pairing.submit(attrs.evolve(BIG, priority=1))
+        setup.pairing.submit(request("small"))
+        assert ended(steps(setup, 12)) == ["small"]
+        setup.pairing._roster.look = look  # type: ignore[method-assign]
+        clock.advance(LINK_WAIT_S / 2)
+        assert ended(collect(setup.pairing)) == ["big"]
+
+
+def test_a_full_decode_idles_no_other_and_who_waits_for_it_gets_its_first_place() -> None:
+    """Nobody who came later is placed where the big one has to go."""
+    engine = pd.EngineConfig(max_running_requests=1)
+    with uneven(engine=engine, config=pd.PairingConfig(max_queued_per_decode=1)) as setup:
+        large, small = grants_of(setup)
+        for name in ("running", "queued"):
+            setup.pairing.submit(attrs.evolve(BIG, request_id=name))
+            steps(setup, 1)
+        setup.pairing.submit(BIG)
+        for number in range(8):
+            setup.pairing.submit(request(str(number), 2))
+        streams = by_request(collect(setup.pairing))
+        assert len(streams) == 11
+        granted = [
+            [event.request.request_id for event in seen if isinstance(event, pd.Granted)] for seen in (large, small)
+        ]
+        assert granted[0][:3] == ["running", "queued", "big"]
+        assert len(granted[1]) >= 2
+        assert granted[1][:2] == ["0", "1"]
+
+
+def test_of_requests_for_the_same_ports_none_is_overtaken() -> None:
+    """A policy that says wait for one says so for all behind it that could go nowhere else."""
+    asked: list[int] = []
+
+    def never(shape: pd.types.RequestShape, prefills: Sequence[Any], decodes: Sequence[Any]) -> None:
+        asked.append(len(decodes))
+
+    with uneven(policy=never) as setup:
+        for number in range(50):
+            setup.pairing.submit(request(str(number)))
+        for number in range(3):
+            setup.pairing.submit(attrs.evolve(BIG, request_id=f"big {number}", priority=1))
+        assert setup.pairing.step() == []
+        assert asked == [1, 2]  # once for the big ones, once for all others
+
+
+# -- priorities ---------------------------------------------------------------------------------------------------
+
+
+def full_of_low(**more: Any) -> Setup:
+    """A line of three requests of priorities 0, -1 and -1 behind ports that do nothing."""
+    setup = local(config=pd.PairingConfig(max_queued_requests=3), clock=VirtualClock(), **more)
+    for name, priority in {"a": 0, "b": -1, "c": -1}.items():
+        setup.pairing.submit(request(name, priority=priority))
+    return setup
+
+
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: bool) -> None:
+    def patient(shape: Any, prefills: Sequence[Any], decodes: Sequence[Any]) -> pd.types.Choice | None:
+        return pd.policy.least_tokens(shape, prefills, decodes) if go else None
+
+    go = False
+    with full_of_low(policy=patient) as setup:
+        events = setup.pairing.step() if seen else []
+        for name in "xyz":
+            setup.pairing.submit(request(name, priority=5))
+        with pytest.raises(pd.Overloaded, match="already holds 3"):
+            setup.pairing.submit(request("late", priority=5))
+        with pytest.raises(pd.Overloaded):
+            setup.pairing.submit(request("low", priority=-9))
+        events += setup.pairing.step()
+        assert ended(events) == ["c", "b", "a"]
+        for event in events:
+            assert (event.finish_reason, event.token) == (pd.FinishReason.FAILED, None)
+            assert isinstance(event.error, pd.Overloaded)
+            assert "one of priority 5 took the place of this one" in str(event.error)
+        go = True
+        assert sorted(ended(collect(setup.pairing))) == ["x", "y", "z"]
+        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.FAILED: 3, pd.FinishReason.LENGTH: 3}
+
+
+def test_who_has_left_the_line_meanwhile_is_not_displaced() -> None:
+    with full_of_low() as setup:
+        take = setup.pairing._take_inbox
+
+        def late() -> None:
+            """The step that sends the line on has begun when the submit comes."""
+            take()
+            if "x" not in setup.pairing._broker.tickets:
+                setup.pairing.submit(request("x", priority=5))
+
+        setup.pairing._take_inbox = late  # type: ignore[method-assign]
+        assert sorted(ended(collect(setup.pairing))) == ["a", "b", "c", "x"]
+        assert dict(setup.pairing.stats.ended) == {pd.FinishReason.LENGTH: 4}
+
+
+def test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced() -> None:
+    config = pd.PairingConfig(max_queued_requests=2)
+    with local(config=config, policy=lambda *_: None) as setup:
+        output = reference("v3", PROMPT, 3).tokens
+        setup.pairing.submit(request("stream", 12, output=output, priority=-5))
+        setup.pairing.submit(request("a"))
+        with pytest.raises(pd.Overloaded):
+            setup.pairing.submit(request("b"))
+        setup.pairing.submit(request("c", priority=1))
+        assert ended(setup.pairing.step()) == ["a"]
+
+
+def test_a_displaced_request_that_was_cancelled_ends_once() -> None:
+    with full_of_low(policy=lambda *_: None) as setup:
+        setup.pairing.cancel("c")
+        setup.pairing.submit(request("x", priority=5))
+        setup.pairing.cancel("c")
+        assert ended(setup.pairing.step()) == ["c"]
+        assert setup.pairing.num_unfinished == 3
+
+
+def test_a_low_priority_runs_though_high_ones_never_end() -> None:
+    """At most OLDEST_EVERY turns after PATIENCE_S, at each engine."""
+    clock = VirtualClock()
+    engine = pd.EngineConfig(max_running_requests=1, chunked_prefill_size=4)
+    config = pd.PairingConfig(max_queued_per_decode=2)
+    with local(engine=engine, config=config, clock=clock) as setup:
+        setup.pairing.submit(request("low", 2, priority=-3))
+        events: list[pd.TokenEvent] = []
+        for number in range(120):
+            while len(setup.pairing._broker.tickets) < 6:
+                setup.pairing.submit(request(f"high {number} {len(setup.pairing._broker.tickets)}", 2, priority=9))
+            events += setup.pairing.step()
+            clock.advance(1.0)
+            if "low" in ended(events):
+                break
+        assert "low" in ended(events)
+        assert len(ended(events)) > 20
+
+
+# -- fair shares --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_with_fair_shares_a_tenant_does_not_wait_for_all_of_another(fair: bool) -> None:
+    engine = pd.EngineConfig(max_running_requests=1)
+    config = pd.PairingConfig(fair_share=fair, max_queued_per_decode=1)
+    with local(engine=engine, config=config) as setup:
+        for number in range(8):
+            setup.pairing.submit(request(f"many {number}", 1, cache_salt=b"many"))
+        for number in range(2):
+            setup.pairing.submit(request(f"few {number}", 1, cache_salt=b"few"))
+        order = ended(collect(setup.pairing))
+        assert order.index("few 1") == (3 if fair else 9)
+
+
+# -- streams that were retracted ----------------------------------------------------------------------------------
+
+
+def test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill() -> None:
+    """Its largest gap, in steps, stays close to that without a backlog."""
+    gaps = {}
+    for backlog in (0, 12):
+        pools = [pool_of(model_of(), num_pages=count) for count in (256, 20, 256)]
+        engine = pd.EngineConfig(chunked_prefill_size=8)
+        with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
+            roomy = setup.decodes[1]
+            setup.pairing._roster.leaving.add(roomy.address)
+            for name in "ab":  # they do not fit together: one is retracted
+                setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
+            events: list[pd.TokenEvent] = []
+            while len(by_request(events)) < 2:
+                events += setup.pairing.step()
+            setup.pairing._roster.leaving = {setup.decodes[0].address}
+            for number in range(backlog):
+                setup.pairing.submit(request(f"new {number}", 2, prompt=prompt_of(80, seed=number)))
+            last, widest, step = dict.fromkeys("ab", 0), 0, 0
+            while {"a", "b"} & setup.pairing._broker.tickets.keys():
+                step += 1
+                for event in setup.pairing.step():
+                    if event.request_id in last:
+                        widest = max(widest, step - last[event.request_id])
+                        last[event.request_id] = step
+                        events.append(event)
+            assert sum(one.attempts for one in roomy._sequences.values()) <= backlog
+            for name in "ab":
+                expected = list(reference("v3", PROMPT, 50).tokens)
+                assert tokens_of(by_request(events)[name]) == expected
+            gaps[backlog] = widest
+    assert gaps[0] > 3  # one was retracted
+    assert gaps[12] <= gaps[0] + 3
+
+
+def test_a_hung_prefill_is_no_reason_to_lose_a_place() -> None:
+    with local() as setup:
+        hang(setup.prefills[0])
+        for name in "ab":
+            setup.pairing.submit(request(name))
+        assert steps(setup, 3) == []
+        recover(setup.prefills[0])
+        assert sorted(ended(collect(setup.pairing))) == ["a", "b"]

@@ -1,0 +1,174 @@
+"""The line, requests that go to another decode, and ports that join."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+LINE = "tests/e2e/test_line.py::"
+MOVING = "tests/e2e/test_moving.py::"
+JOINING = "tests/e2e/test_joining.py::"
+
+MUTANTS = [
+    Mutant(
+        "the first who cannot go holds all",
+        "src/pdinfer/broker.py",
+        "                held.append(fitting)\n",
+        "                return\n",
+        LINE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
+    ),
+    Mutant(
+        "who cannot go holds nobody, though it needs the same ports",
+        "src/pdinfer/broker.py",
+        "                held.append(fitting)\n",
+        "                pass\n",
+        LINE + "test_of_requests_for_the_same_ports_none_is_overtaken",
+    ),
+    Mutant(
+        "a full line refuses high priorities",
+        "src/pdinfer/pairing.py",
+        "displaced = gives_way(self._in_line(), ticket.request.priority)",
+        "displaced = None",
+        LINE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
+    ),
+    Mutant(
+        "one request gives way twice",
+        "src/pdinfer/line.py",
+        " and not one.is_resumed and not one.displaced]",
+        " and not one.is_resumed]",
+        LINE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
+    ),
+    Mutant(
+        "a stream that has begun gives way",
+        "src/pdinfer/line.py",
+        " and not one.is_resumed and not one.displaced]",
+        " and not one.displaced]",
+        LINE + "test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced",
+    ),
+    Mutant(
+        "who has left the line is displaced all the same",
+        "src/pdinfer/broker.py",
+        "if ticket in self.line and self.tickets.get(ticket.request_id) is ticket:",
+        "if True:",
+        LINE + "test_who_has_left_the_line_meanwhile_is_not_displaced",
+    ),
+    Mutant(
+        "a retracted stream is the newest at its prefill",
+        "src/pdinfer/prefill.py",
+        "is_new = not self.request.output",
+        "is_new = True",
+        LINE + "test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill",
+    ),
+    Mutant(
+        "decode grants by priority alone",
+        "src/pdinfer/decode.py",
+        'return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)',
+        "return next(able(), None)",
+        LINE + "test_a_low_priority_runs_though_high_ones_never_end",
+    ),
+    Mutant(
+        "the line goes by priority alone",
+        "src/pdinfer/line.py",
+        "next(by_age, None) if is_turn_of_oldest(self._num_turns) else None",
+        "None",
+        "tests/unit/test_line.py::test_the_oldest_has_one_turn_in_so_many_and_only_when_it_has_waited_long",
+    ),
+    Mutant(
+        "a tenant that was away has saved up",
+        "src/pdinfer/line.py",
+        "self._least = min(map(self.of, tenants), default=self._least)",
+        "self._least = 0",
+        "tests/unit/test_line.py::test_who_was_away_has_saved_up_nothing",
+    ),
+    Mutant(
+        "a stream goes on as often as it likes",
+        "src/pdinfer/ticket.py",
+        "return self.continued or not may_continue",
+        "return not may_continue",
+        MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
+    ),
+    Mutant(
+        "a stream goes on without its host's leave",
+        "src/pdinfer/ticket.py",
+        "return self.continued or not may_continue",
+        "return self.continued",
+        "tests/e2e/test_ports.py::test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others",
+    ),
+    Mutant(
+        "a stream goes on behind its prompt",
+        "src/pdinfer/ticket.py",
+        "output=(*self.request.output, *self.tokens))",
+        "output=self.request.output)",
+        MOVING + "test_streams_go_on_as_if_nothing_had_happened",
+    ),
+    Mutant(
+        "a request that kills decodes has no end",
+        "src/pdinfer/ticket.py",
+        "        self.num_decodes_lost += self.num_grants > 0\n",
+        "",
+        MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
+    ),
+    Mutant(
+        "a decode that was removed is heard when it is back",
+        "src/pdinfer/broker.py",
+        "                self._parting.add((ticket.request_id, address))\n",
+        "",
+        MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
+    ),
+    Mutant(
+        "any decode may speak of a request",
+        "src/pdinfer/broker.py",
+        "if ticket is None or ticket.decode != decode:",
+        "if ticket is None:",
+        MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
+    ),
+    Mutant(
+        "who was cancelled moves",
+        "src/pdinfer/broker.py",
+        "        if ticket.cancelled:\n            self.end(ticket, FinishReason.CANCELLED)\n        elif ticket.failure is not None or",
+        "        if ticket.failure is not None or",
+        MOVING + "test_a_request_that_nobody_wants_any_more_does_not_move",
+    ),
+    Mutant(
+        "connecting holds the steps up",
+        "src/pdinfer/pairing.py",
+        "            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
+        "            with self._stepping:\n"
+        "                unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
+        JOINING + "test_every_call_goes_on_while_a_port_is_connected",
+    ),
+    Mutant(
+        "one known port that cannot be reached keeps a new one out",
+        "src/pdinfer/pairing.py",
+        "if others and all(other.address in unlinked for other in others):",
+        "if others and any(other.address in unlinked for other in others):",
+        JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
+    ),
+    Mutant(
+        "a pair without a link is chosen",
+        "src/pdinfer/pairing.py",
+        "self._roster.add(port, unlinked)",
+        "self._roster.add(port)",
+        JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
+    ),
+    Mutant(
+        "a pair without a link is not dialled again",
+        "src/pdinfer/joining.py",
+        "                _connect(port, known[address], 0.0)\n",
+        "                pass\n",
+        JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
+    ),
+    Mutant(
+        "who joined meanwhile is not met",
+        "src/pdinfer/pairing.py",
+        "                if not newcomers:\n",
+        "                if not newcomers or met:\n",
+        JOINING + "test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other",
+    ),
+    Mutant(
+        "a removed port joins",
+        "src/pdinfer/pairing.py",
+        "if self._closed or self._joining.get(port.address) is not token:",
+        "if self._closed:",
+        JOINING + "test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later",
+    ),
+]
