@@ -84,6 +84,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
         return len(self._sequences) + self._tables.num_orphans + len(self._inbox.peek())
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests without a final event."""
+        return list(self._sequences)
+
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
         self._put((request, tuple(writers)))

@@ -202,7 +202,8 @@ class Pairing:
         with self._stepping, contextlib.ExitStack() as ports:
             for ticket in list(self._broker.tickets.values()):
                 self._broker.end(ticket, FinishReason.CANCELLED)
-            for port in reversed(self._roster.all):  # one that cannot be closed does not keep the others open
+            # one that cannot be closed does not keep the others open
+            for port in [*self._broker.away.values(), *reversed(self._roster.all)]:
                 ports.callback(port.close)
 
     def __enter__(self) -> Pairing:
@@ -247,6 +248,7 @@ class Pairing:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         Requests of a prefill then go to another one, those of a decode end FAILED. Events stay for the next `step`."""
         address = port.address
+        self._broker.away.pop(address, None)
         self._roster.leaving.add(address)
         end = time.monotonic() + drain_s
         while self._broker.assigned(address) and time.monotonic() < end:

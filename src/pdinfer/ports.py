@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import attrs
 
-from pdinfer.errors import ConfigError
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
@@ -74,6 +75,14 @@ class DecodePort(Port, Protocol):
     def load(self) -> DecodeLoad: ...
 
 
+@runtime_checkable
+class ReturningPort(Port, Protocol):
+    """A port that may come back after it was lost, with nothing of what it had: `recover` tells whether it has, and
+    raises when it will not."""
+
+    def recover(self) -> bool: ...
+
+
 AnyPort = TypeVar("AnyPort", bound=Port)
 
 
@@ -132,7 +141,7 @@ class Roster:
             for role, ports in sides.items()
         }
 
-    def add(self, port: PrefillPort | DecodePort) -> None:
+    def add(self, port: Port) -> None:
         """Lists a port that is connected."""
         side = self.prefills if isinstance(port.load(), PrefillLoad) else self.decodes
         side[port.address] = port  # type: ignore[assignment]
@@ -146,6 +155,26 @@ class Roster:
         self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
         self._met = {pair for pair in self._met if peer_key(address) not in pair}
         self.num_changes += 1
+
+    def part(self, port: Port) -> None:
+        """Has the ports of the other side close their links to one that is lost: it may still be alive."""
+        for other in self._across(port):
+            if (disconnect := getattr(other, "disconnect", None)) is not None:
+                for rank in addresses_of(port):
+                    disconnect(rank)
+
+    def take_back(self, port: Port) -> None:
+        """Lists a port that was lost. Its links are dialled anew, for which nobody waits."""
+        for other in self._across(port):
+            prefill, decode = (port, other) if isinstance(port.load(), PrefillLoad) else (other, port)
+            for rank in addresses_of(decode):
+                with contextlib.suppress(TransferError):
+                    prefill.connect(rank, timeout_s=0.0)
+        self.add(port)
+
+    def _across(self, port: Port) -> list[Port]:
+        side: Mapping[PeerAddress, Port] = self.decodes if isinstance(port.load(), PrefillLoad) else self.prefills
+        return list(side.values())
 
     def look(self) -> None:
         """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that

@@ -107,6 +107,11 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Prompts without a hand-off, and hand-offs whose bytes have not all left."""
         return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
 
+    @property
+    def request_ids(self) -> list[str]:
+        """Prompts without a hand-off."""
+        return [prompt.request.request_id or "" for prompt in self._unfinished]
+
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""
         self._put((request, grant))

@@ -385,10 +385,22 @@ class Choice:
 
 
 @attrs.frozen(kw_only=True)
+class LostPort:
+    """A port that was lost `age_s` seconds ago, and why. `is_back` says whether it is in use again."""
+
+    address: PeerAddress
+    role: str
+    age_s: float
+    reason: str
+    is_back: bool
+
+
+@attrs.frozen(kw_only=True)
 class PairingStats:
     """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
     `num_retries` are grants beyond a request's first, `num_reroutes` requests given another prefill, `links_down` the
-    (prefill, decode) pairs that are not chosen because their channels have lost each other."""
+    (prefill, decode) pairs that are not chosen because their channels have lost each other. `ports_lost` are the newest
+    of `num_ports_lost` losses, oldest first."""
 
     num_queued_requests: int
     num_unfinished_requests: int
@@ -397,3 +409,4 @@ class PairingStats:
     num_reroutes: int
     num_ports_lost: int
     links_down: tuple[tuple[PeerAddress, PeerAddress], ...]
+    ports_lost: tuple[LostPort, ...] = ()
