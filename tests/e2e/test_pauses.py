@@ -5,15 +5,33 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import pytest
 
 import pdinfer as pd
-from tests.e2e.setups import PROMPT, by_request, collect, reference, request, tokens_of
+from pdinfer.config import HUNG_S, hung_after_s
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    hang,
+    local,
+    recover,
+    reference,
+    request,
+    tokens_of,
+    wait_until,
+)
+from tests.e2e.test_ports import several
 from tests.e2e.test_processes import Fleet, check_streams, fleet
 from tests.e2e.worker import Workers
 
@@ -106,6 +124,8 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
         for name in "ab":
             processes.pairing.submit(request(name, LENGTH))
         events = processes.step_until(2)
+        while {event.request_id for event in events} != {"a", "b"}:
+            events += processes.step_until(1)
         with worker.frozen():
             events += step_until_lost(processes)
             (lost,) = processes.pairing.stats.ports_lost
@@ -132,3 +152,134 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
             else:
                 assert last.finish_reason is pd.FinishReason.LENGTH
         assert processes.pairing.stats.num_ports_lost == 1
+
+
+# -- connections that end -------------------------------------------------------------------------------------------
+
+
+def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is_left() -> None:
+    key = b"the same for all of them"
+    with local() as setup, Listener(authkey=key) as listener:
+        decode = setup.decodes[0]
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, listener))
+        thread.start()
+        with pytest.raises(AuthenticationError):
+            Client(listener.address, authkey=b"another")
+        client = pd.remote.DecodeClient(partial(Client, listener.address, authkey=key))
+        hang(setup.prefills[0])
+        for session in range(3):
+            client.submit(request("a"), writers=[setup.prefills[0].address])
+            client.submit(request("b"), writers=[])
+            events: list[pd.types.Event] = []
+            wait_until(lambda events=events: bool(events.extend(client.step()) or len(events) == 2))  # type: ignore[misc]
+            assert {type(event) for event in events} == {pd.Granted, pd.Refused}, session
+            assert client.load().num_granted_requests == 1
+            with socket.socket(fileno=os.dup(client._mailman.connection.fileno())) as broken:  # type: ignore[attr-defined]
+                broken.shutdown(socket.SHUT_RDWR)
+            with pytest.raises(pd.TransferError, match="is gone"):
+                wait_until(lambda: bool(client.wait(0.1) and client.step()))
+            client.submit(request("nobody hears this"), writers=[])
+            recover(setup.prefills[0])
+            wait_until(lambda: not setup.prefills[0].step() and client.recover())
+            assert client.load().num_granted_requests == client.load().num_waiting_requests == 0
+            assert decode.channel.pool.num_granted == 0
+            hang(setup.prefills[0])
+        client.close()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
+    config = pd.RemoteConfig(return_s=0.5)
+    with local() as setup, Listener() as listener:
+        thread = threading.Thread(
+            target=pd.remote.serve, args=(setup.decodes[0], listener), kwargs={"config": config}, daemon=True
+        )
+        thread.start()
+        connections = [Client(listener.address)]
+        client = pd.remote.DecodeClient(connections.pop, config=config)
+        assert client._mailman.loss is None
+        if is_served:
+            client._mailman.connection.close()
+            thread.join(10.0)
+            assert not thread.is_alive()
+        else:
+            setup.decodes[0].close()
+        with pytest.raises(pd.TransferError, match="is gone"):
+            wait_until(lambda: bool(client.wait(0.1) and client.step()))
+        with pytest.raises(pd.TransferError, match="is gone"):
+            wait_until(client.recover)
+        client.close()
+
+
+# -- steps that do not end ------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
+    """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
+    free for it since decode closes its link to the one that hangs."""
+    limits = pd.RemoteConfig(hung_s=0.5)
+    with several(2, 1, "tcp") as setup:
+        threads, ports = [], []
+        for engine in setup.engines:
+            ours, theirs = Pipe()
+            threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
+            threads[-1].start()
+            ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
+        hung, decode = setup.prefills[0], setup.decodes[0]
+        with pd.Pairing(ports[:2], ports[2], policy=pd.policy.round_robin) as pairing:
+            goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
+            decode.disconnect = lambda peer: parted.append(peer) or disconnect(peer)  # type: ignore[method-assign,func-returns-value]
+            step = hung.step
+            hung.step = lambda: goes_on.wait(30.0) and step()  # type: ignore[method-assign,assignment,return-value]
+            for name in "abcd":
+                pairing.submit(request(name))
+            check_streams(collect(pairing), *"abcd")
+            (lost,) = pairing.stats.ports_lost
+            assert (lost.address, lost.role, lost.is_back) == (hung.address, "prefill", False)
+            assert "hangs: its step has not ended for" in lost.reason
+            assert parted == [hung.address]
+            assert decode.channel.pool.num_granted == 0
+            goes_on.set()
+            wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
+            wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
+            for name in "abcd":
+                pairing.submit(request(name))
+            check_streams(collect(pairing), *"abcd")
+            assert hung.load().num_tokens > 0
+        for thread in threads:
+            thread.join(10.0)
+            assert not thread.is_alive()
+
+
+def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
+    with local() as setup:
+        decode = setup.decodes[0]
+        assert hung_after_s(decode.longest_warm_up_s) == HUNG_S == 60.0
+        longest_s = max(step.seconds for step in decode.warm_up().steps)
+        assert decode.longest_warm_up_s == longest_s > 0
+        decode.longest_warm_up_s = 4.0
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
+        thread.start()
+        client = pd.remote.DecodeClient(ours)
+        assert client._ready is not None
+        assert client._ready.hung_s == 80.0
+        client.close()
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("end", ["dies", "closes"])
+def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Workers, tmp_path: Path, end: str) -> None:
+    hung = tmp_path / "hung"
+    (worker,) = workers.take(1)
+    client = worker.serve("decode", hung_while=hung, remote=pd.RemoteConfig(exit_s=0.5))
+    hung.touch()
+    wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
+    assert worker.process.is_alive()
+    if end == "dies":
+        client._mailman.connection.close()
+    client.close()
+    worker.process.join(10.0)
+    assert worker.process.exitcode == 1
