@@ -40,7 +40,7 @@ LAYERS = (
     ("speculation",),
     ("cluster",),
     ("rank_weights",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc", "orphan"),
     ("destinations", "unread"),
     ("schemes",),
     ("model",),

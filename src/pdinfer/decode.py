@@ -33,9 +33,8 @@ from pdinfer.types import (
     PeerAddress,
     Refused,
     Request,
-    WarmUpStep,
 )
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 WRITER_GRACE_S = 30.0
 """How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;

@@ -26,8 +26,8 @@ from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
 from pdinfer.trace import STEP, Trace, part, span
-from pdinfer.types import Event, PeerAddress, Request, SamplingParams, WarmUp, WarmUpStep
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.types import Event, PeerAddress, Request, SamplingParams
+from pdinfer.warm_up import WarmUp, WarmUpRun, WarmUpStep
 
 Submitted = TypeVar("Submitted")
 
@@ -239,7 +239,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         try:
             with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
-            self.longest_warm_up_s = max((step.seconds for step in ran.steps), default=0.0)
+            self.longest_warm_up_s = ran.longest_s
             return ran
         finally:
             if self._rebalancing.recorder is not None:

@@ -20,8 +20,8 @@ from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import due_at, is_late, plan_chunk
 from pdinfer.trace import part
-from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 _log = logging.getLogger("pdinfer")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
-from pdinfer import messages
+from pdinfer import messages, orphan
 from pdinfer.config import RemoteConfig, hung_after_s
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
@@ -112,6 +112,7 @@ class _Host:
         self.dismissed = False
         self.ended = threading.Event()
         self.exits = threading.current_thread() is threading.main_thread()
+        self.is_armed = self.exits and orphan.arm()
         self.mailman: Mailman[Command] | None = None
         self.listener: Listener | None = None
         engine.notify(self.inbox.wake)
@@ -175,6 +176,8 @@ class _Host:
         In ticks, as silence is counted: a process that was stopped has waited for nobody."""
         ticked_at, away_s, stuck_s, num_steps = time.monotonic(), 0.0, 0.0, 0
         while not self.ended.wait(TICK_S):
+            if self.is_armed:
+                orphan.disarm()
             now = time.monotonic()
             elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
             is_away = self.may_return and self.mailman is not None and self.mailman.loss is not None

@@ -343,28 +343,6 @@ class DecodeLoad(EngineLoad):
 
 
 @attrs.frozen(kw_only=True)
-class WarmUpStep:
-    """One step of a warm-up: `kind` "prefill" of `size` tokens, or "decode" of `size` sequences, or "draft", the same
-    with drafts. `seconds` is how long this first time took."""
-
-    kind: str
-    size: int
-    seconds: float
-
-
-@attrs.frozen(kw_only=True)
-class WarmUp:
-    """What a warm-up ran, in order."""
-
-    steps: tuple[WarmUpStep, ...]
-
-    @property
-    def seconds(self) -> float:
-        """How long all of it took."""
-        return sum(step.seconds for step in self.steps)
-
-
-@attrs.frozen(kw_only=True)
 class RequestShape:
     """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far."""
 

@@ -7,6 +7,7 @@ import ctypes
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ from tests.e2e.test_ports import several
 from tests.e2e.test_processes import Fleet, check_streams, fleet
 from tests.e2e.worker import Workers
 
+PATH = os.pathsep.join(filter(None, sys.path))
 SOON_S = 5.0
 LENGTH = 60
 QUICK = pd.RemoteConfig(silent_s=1.0)
@@ -283,3 +285,43 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     client.close()
     worker.process.join(10.0)
     assert worker.process.exitcode == 1
+
+
+HOST = """
+import multiprocessing, sys, time
+from pathlib import Path
+from tests.e2e import worker as module
+import pdinfer as pd
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    module.context = lambda: multiprocessing.get_context("spawn")  # whose parent is this process
+    worker = module.Worker(folder)
+    client = worker.serve("decode", hung_while=folder / "hung", holds_gil=sys.argv[2] == "held",
+                          remote=pd.RemoteConfig(exit_s=0.5))
+    print(worker.process.pid, flush=True)
+    (folder / "hung").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("interpreter", ["free", pytest.param("held", marks=pytest.mark.full)])
+def test_a_process_whose_step_hangs_ends_when_its_host_is_killed(tmp_path: Path, interpreter: str) -> None:
+    """Though the step should hold the interpreter; there the kernel does it, and takes longer."""
+    (tmp_path / "host.py").write_text(HOST)
+    command = [sys.executable, str(tmp_path / "host.py"), str(tmp_path), interpreter]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PATH}) as host:
+        assert host.stdout is not None
+        pid = int(host.stdout.readline())
+        time.sleep(1.0)
+        os.kill(pid, 0)
+        host.kill()
+    wait_until(lambda: not is_alive(pid), 120.0)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that nobody has waited for is dead too."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
