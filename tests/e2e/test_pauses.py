@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import pdinfer as pd
+from pdinfer import messages
 from pdinfer.config import HUNG_S, hung_after_s
 from tests.e2e.setups import (
     PROMPT,
@@ -154,6 +155,24 @@ def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, sl
             else:
                 assert last.finish_reason is pd.FinishReason.LENGTH
         assert processes.pairing.stats.num_ports_lost == 1
+
+
+def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
+    config = pd.RemoteConfig(silent_s=1.0)
+    with local() as setup:
+        decode = setup.decodes[0]
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs), kwargs={"config": config})
+        thread.start()
+        ours.send_bytes(messages.encode(messages.Beat()))
+        thread.join(2.0)
+        ours.send_bytes(messages.encode(messages.Cancel("a")))
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert not decode.closed
+        ours.close()
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 # -- connections that end -------------------------------------------------------------------------------------------

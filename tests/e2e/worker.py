@@ -104,11 +104,14 @@ def slow_down(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path) -> None:
 def hang_up(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path, *, holds_gil: bool) -> None:
     """Has steps wait while there is a file at `path`, as for a kernel that hangs."""
     step = engine.step
-    sleep = ctypes.PyDLL(None).usleep if holds_gil else ctypes.CDLL(None).usleep
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
 
     def hung() -> list[pd.types.Event]:
         while path.exists():
-            sleep(600_000_000 if holds_gil else 50_000)
+            if holds_gil:  # locked twice by one thread: no signal wakes it
+                libc.pthread_mutex_lock(mutex)
+            else:
+                time.sleep(0.05)
         return step()
 
     engine.step = hung  # type: ignore[method-assign]
