@@ -200,7 +200,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             with pytest.raises(pd.TransferError, match="is gone"):
                 wait_until(lambda: bool(client.wait(0.1) and client.step()))
             client.submit(request("nobody hears this"), writers=[])
-            client.wait(0.5)
+            time.sleep(0.5)
             assert not client.recover()  # while a writer of before may still write
             recover(setup.prefills[0])
             wait_until(lambda: not setup.prefills[0].step() and client.recover())
