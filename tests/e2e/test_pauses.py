@@ -194,6 +194,9 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             events: list[pd.types.Event] = []
             wait_until(lambda events=events: bool(events.extend(client.step()) or len(events) == 2))  # type: ignore[misc]
             assert {type(event) for event in events} == {pd.Granted, pd.Refused}, session
+            (granted,) = (event for event in events if isinstance(event, pd.Granted))
+            setup.prefills[0].submit(granted.request, granted.grant)
+            setup.prefills[0].step()
             assert client.load().num_granted_requests == 1
             with socket.socket(fileno=os.dup(client._mailman.connection.fileno())) as broken:  # type: ignore[attr-defined]
                 broken.shutdown(socket.SHUT_RDWR)
