@@ -24,7 +24,8 @@ LAYERS = (
     ("__init__",),
     ("testing",),
     ("pairing", "remote"),
-    ("broker", "mailman"),
+    ("broker", "served"),
+    ("mailman",),
     ("line", "joining"),
     ("ports", "ticket", "messages"),
     ("prefill", "decode"),
@@ -40,7 +41,7 @@ LAYERS = (
     ("speculation",),
     ("cluster",),
     ("rank_weights",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc"),
+    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc", "orphan"),
     ("destinations", "unread"),
     ("schemes",),
     ("model",),
@@ -148,6 +149,8 @@ MUTABLE_CALLS = frozenset(
 
 MAX_FILE_LINES = 400
 LONGER = {
+    "broker": "one object: what becomes of a request, whatever its ports do",
+    "remote": "one object: a client of an engine elsewhere, through its sessions",
     "decode": "one object: the life of a request at decode, from its grant to its last token",
     "kv.channel": "one object: both ends of a hand-off share their links and their lock",
 }

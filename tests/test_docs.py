@@ -7,8 +7,10 @@ import importlib
 import re
 from pathlib import Path
 
+import attrs
 import pytest
 
+from pdinfer.config import HUNG_FACTOR, HUNG_S, RemoteConfig
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.wire import Message
 
@@ -31,6 +33,14 @@ def test_a_test_that_is_named_exists(name: str) -> None:
 @pytest.mark.parametrize(("module", "name", "value"), NUMBERS)
 def test_a_number_is_that_of_the_code(module: str, name: str, value: str) -> None:
     assert getattr(importlib.import_module(f"pdinfer.{module}"), name) == float(value)
+
+
+def test_the_times_of_a_connection_are_those_of_the_code() -> None:
+    table = dict(re.findall(r"^\| `(\w+_s)` \| (.+?) \|", PROTOCOL, re.MULTILINE))
+    values = attrs.asdict(RemoteConfig())
+    assert values.pop("hung_s") is None
+    assert table.pop("hung_s") == f"max({HUNG_S:g}, {HUNG_FACTOR:g} × warm-up)"
+    assert {name: float(value) for name, value in table.items()} == values
 
 
 def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 
 from pdinfer import kernels, kv, moe, policy, remote, testing
-from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import (
     BackendUnavailable,
@@ -75,6 +75,7 @@ __all__ = [
     "PrefillEngine",
     "RankLost",
     "Refused",
+    "RemoteConfig",
     "Request",
     "RequestError",
     "SamplingParams",

@@ -12,32 +12,38 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from operator import le
 
+import attrs
+
+from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.decode import WRITER_GRACE_S
-from pdinfer.errors import Overloaded, PDInferError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, TransferError
 from pdinfer.line import Line
 from pdinfer.policy import Policy
-from pdinfer.ports import Port, Promised, Roster
+from pdinfer.ports import Port, Promised, ReturningPort, Roster
 from pdinfer.schedule import queueing_s
 from pdinfer.ticket import Ticket
-from pdinfer.types import Event, FinishReason, Granted, PairingStats, PeerAddress, Refused, TokenEvent
+from pdinfer.types import Event, FinishReason, Granted, LostPort, PairingStats, PeerAddress, Refused, TokenEvent
 
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or are back."""
 LINK_WAIT_S = WRITER_GRACE_S
 """How long a request waits for a link that is down: as long as decode waits for the prefill of one that it has."""
+MAX_PORTS_LOST = 64
+"""How many losses `stats` tells of."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class Broker:
     """The requests under way and the decisions about them. `tickets` holds all that have not ended; the host's threads
-    add to it. `emit` takes every event for the host. A request that a decode has and we took away, by ending it or by
-    removing that port, is *parting*: its id waits for that decode to let go of it while the decode is a port."""
+    add to it. `emit` takes every event for the host. `away` are ports that were lost and may come back. A request that
+    a decode has and we took away, by ending it or by removing that port, is *parting*: its id waits for that decode to
+    let go of it while the decode is a port."""
 
     def __init__(
         self,
@@ -49,6 +55,7 @@ class Broker:
     ) -> None:
         self.tickets: dict[str, Ticket] = {}
         self.line = Line(fair_share=config.fair_share)
+        self.away: dict[PeerAddress, ReturningPort] = {}
         self._roster = roster
         self._config = config
         self._policy = policy
@@ -63,11 +70,13 @@ class Broker:
         self._num_reroutes = 0
         self._num_moved = 0
         self._num_ports_lost = 0
+        self._ports_lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
         self._ended: Counter[FinishReason] = Counter()
 
     def advance(self) -> None:
         """One step: sends on what can be sent, steps every port, and ends what has to end."""
         now = self._clock()
+        self._use_again()
         if self.tickets and now >= self._look_at:
             self._roster.look()
             self._look_at = now + LOOK_S
@@ -94,6 +103,7 @@ class Broker:
     @property
     def stats(self) -> PairingStats:
         """What is and what was."""
+        now = self._clock()
         return PairingStats(
             num_queued_requests=len(self.line),
             num_unfinished_requests=len(self.tickets),
@@ -103,6 +113,7 @@ class Broker:
             num_moved=self._num_moved,
             num_ports_lost=self._num_ports_lost,
             links_down=tuple(sorted(self._roster.links_down, key=str)),
+            ports_lost=tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._ports_lost)),
         )
 
     def queueing_s(self, priority: float = float("-inf")) -> float | None:
@@ -276,15 +287,46 @@ class Broker:
         return [ticket for ticket in list(self.tickets.values()) if ticket.needs(address)]
 
     def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
-        """A port failed: its process is gone or it broke. Closing it is what proves to the others that it stopped."""
+        """A port failed: its process is gone, silent or hangs, or it broke. Closing it is what proves to the others
+        that it stopped; one that may come back stays open, and the others close their links to it."""
         _log.error("a port was lost: %s: %s", address, error)
         self._num_ports_lost += 1
+        role = "decode" if address in self._roster.decodes else "prefill"
+        reason = escaped(str(error) or type(error).__name__)
+        lost = LostPort(address=address, role=role, age_s=0.0, reason=reason, is_back=False)
+        self._ports_lost.append((self._clock(), lost))
+        if isinstance(port, ReturningPort):
+            self.away[address] = port
+            self._roster.part(port)
+        else:
+            self._close(port)
+        self._parting = {(request_id, decode) for request_id, decode in self._parting if decode != address}
+        self.part_with(address, error)
+
+    def _use_again(self) -> None:
+        """Puts ports that were away to use again, and lets those go that will not come back."""
+        for address, port in list(self.away.items()):
+            try:
+                if not port.recover():
+                    continue
+                if address in (known.address for known in self._roster.all):
+                    raise ConfigError("the host has added another port to it")
+                self._roster.take_back(port)
+            except Exception as error:  # noqa: BLE001 - as of a step
+                _log.error("a port that was lost will not come back: %s: %s", address, error)
+                self._close(port)
+            else:
+                _log.warning("a port that was lost is back: %s", address)
+                for at, (lost_at, lost) in enumerate(self._ports_lost):
+                    if lost.address == address:
+                        self._ports_lost[at] = lost_at, attrs.evolve(lost, is_back=True)
+            del self.away[address]
+
+    def _close(self, port: Port) -> None:
         try:
             port.close()
         except Exception:  # noqa: BLE001 - it is broken already
             _log.exception("closing the lost port failed")
-        self._parting = {(request_id, decode) for request_id, decode in self._parting if decode != address}
-        self.part_with(address, error)
 
     def take_back(self, address: PeerAddress, port: Port) -> None:
         """Has a decode that is removed, and may live on, let go of what it has. It may be added again and still say of

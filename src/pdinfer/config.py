@@ -24,6 +24,7 @@ __all__ = [
     "IndexerType",
     "ModelConfig",
     "PairingConfig",
+    "RemoteConfig",
     "ScoringFunc",
     "TopkMethod",
     "YarnScaling",
@@ -206,3 +207,35 @@ class PairingConfig:
     port_wait_s: float = attrs.field(default=0.0, converter=as_float, validator=float_in(0, 3600, low_included=True))
     continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
     fair_share: bool = attrs.field(default=False, validator=a_bool)
+
+
+@attrs.frozen(kw_only=True)
+class RemoteConfig:
+    """How long either end of a served engine's connection waits, in seconds; the table of defaults of `pdinfer.remote`.
+
+    A client whose engine was not heard for `silent_s` tells its Pairing that the port is lost. Then it listens on for
+    `return_s`, or dials for as long if it can, and the Pairing uses the port again. `serve` lets what it runs go on and
+    waits as long for a client that is silent, or for another connection when it has a listener. `hung_s` is how long a
+    step may take: a port whose step takes longer is lost in the same way; None is what the engine says of itself, see
+    `hung_after_s`. When the client is gone for good and a step does not end for another `exit_s`, the engine's process
+    ends without it.
+    """
+
+    silent_s: float = attrs.field(default=2.4, converter=as_float, validator=float_in(1, 3600, low_included=True))
+    return_s: float = attrs.field(default=60.0, converter=as_float, validator=float_in(0, 86400, low_included=True))
+    hung_s: float | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(as_float),
+        validator=attrs.validators.optional(float_in(0, 86400)),
+    )
+    exit_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
+
+
+HUNG_S = 60.0
+HUNG_FACTOR = 20.0
+
+
+def hung_after_s(longest_warm_up_s: float) -> float:
+    """How long a step may take where no `hung_s` says it: HUNG_S, or HUNG_FACTOR times the longest step of the warm-up,
+    whichever is more. Without a warm-up a first step that compiles its kernels may be taken for one that hangs."""
+    return max(HUNG_S, HUNG_FACTOR * longest_warm_up_s)

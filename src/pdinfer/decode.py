@@ -35,9 +35,8 @@ from pdinfer.types import (
     PeerAddress,
     Refused,
     Request,
-    WarmUpStep,
 )
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 WRITER_GRACE_S = 30.0
 """How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
@@ -87,6 +86,11 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def num_unfinished(self) -> int:
         """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
         return len(self._sequences) + self._tables.num_orphans + len(self._inbox.peek())
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests without a final event."""
+        return list(self._sequences)
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""

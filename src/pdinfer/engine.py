@@ -26,8 +26,8 @@ from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import RequestLimits, check_request, withheld_pages
 from pdinfer.trace import STEP, Trace, part, span
-from pdinfer.types import Event, PeerAddress, Request, SamplingParams, WarmUp, WarmUpStep
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.types import Event, PeerAddress, Request, SamplingParams
+from pdinfer.warm_up import WarmUp, WarmUpRun, WarmUpStep
 
 Submitted = TypeVar("Submitted")
 
@@ -91,6 +91,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             )
             self._runner, self._ends = self._ranks.runner, self._ranks.ends
         self._events: list[Event] = []
+        self.longest_warm_up_s = 0.0
         self._num_tokens = 0
         self._busy_s = 0.0
         self._best_tokens_per_s = 0.0
@@ -154,9 +155,18 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
     def num_unfinished(self) -> int:
         """Requests this engine still has to do with."""
 
+    @property
+    @abstractmethod
+    def request_ids(self) -> list[str]:
+        """Requests that a `cancel` would end."""
+
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
         self._ends.connect(peer, timeout_s=timeout_s)
+
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Closes the channel's link to a peer; what that one still owed settles ABORTED."""
+        self.channel.drop_peer(peer)
 
     def _put(self, item: Submitted | str) -> None:
         """Into the inbox, if this rank takes requests."""
@@ -228,7 +238,9 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         )
         try:
             with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
-                return WarmUp(steps=tuple(self._warm_up(run)))
+                ran = WarmUp(steps=tuple(self._warm_up(run)))
+            self.longest_warm_up_s = ran.longest_s
+            return ran
         finally:
             if self._rebalancing.recorder is not None:
                 self._rebalancing.recorder.reset()

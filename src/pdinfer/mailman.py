@@ -2,7 +2,8 @@
 process, and one that stands still is noticed.
 
 Three threads, because each may be stuck alone: one reads, one sends, one keeps time. A process that is alive sends a
-beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or its host is gone.
+beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or its host is gone. A long
+message travels in pieces and each of them is a sign of life.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from pdinfer import messages
+from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
 from pdinfer.messages import Beat, Command, Report
 
 TICK_S = 0.2
 BEAT_S = 0.4
-SILENT_S = 2.4
-"""An end that was not heard for so long is given up: known, with the tick that notices it, within 3 s."""
+SILENT_S = RemoteConfig().silent_s
+"""An end that was not heard for so long is silent: known, with the tick that notices it, within 3 s."""
 MAX_UNSENT_BYTES = 256 << 20
 """A process that lives empties its connection at once; so much is left only by one that does not read."""
 FLUSH_S = 0.2
@@ -49,8 +51,9 @@ M = TypeVar("M")
 
 class Mailman(Generic[M]):
     """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
-    SILENT_S since its first word, or not reading) or this one was closed. `beat` makes the sign of life. Both are
-    called from our threads."""
+    `silent_s` and another `return_s` since its first word, or not reading) or this one was closed. `beat` makes the
+    sign of life; `on_silence` is told when the other end falls silent, and when it is heard again. All are called from
+    our threads."""
 
     def __init__(
         self,
@@ -58,8 +61,15 @@ class Mailman(Generic[M]):
         decode: Callable[[bytes], M],
         deliver: Callable[[M | None], None],
         beat: Callable[[], Beat] = Beat,
+        *,
+        silent_s: float | None = None,
+        return_s: float = 0.0,
+        on_silence: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.connection = connection
+        self._silent_s = SILENT_S if silent_s is None else silent_s
+        self._return_s = return_s
+        self._on_silence = on_silence
         self._decode = decode
         self._deliver = deliver
         self._beat = beat
@@ -69,6 +79,7 @@ class Mailman(Generic[M]):
         self._num_heard = 0
         self._closing = False
         self._loss: str | None = None
+        self._broke = False
         self._stopping = threading.Event()
         self._reader, self._sender, timekeeper = (
             threading.Thread(target=work, name="pdinfer-remote", daemon=True)
@@ -82,6 +93,22 @@ class Mailman(Generic[M]):
     def loss(self) -> str | None:
         """What became of the other end, once it is lost: "is gone"."""
         return self._loss
+
+    @property
+    def broke(self) -> bool:
+        """Whether the connection itself ended: another one may lead to the same process."""
+        return self._broke
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    def forget(self) -> None:
+        """Drops what waits to be sent."""
+        with self._changed:
+            self._unsent_bytes -= sum(map(len, self._outgoing))
+            self._outgoing.clear()
 
     def post(self, message: Command | Report) -> None:
         """Queues a message; never blocks. Once the other end is lost it goes nowhere."""
@@ -117,21 +144,24 @@ class Mailman(Generic[M]):
     # -- our threads ------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        joiner = messages.Joiner()
+        broke = False
         try:
             while not self._stopping.is_set():
                 if self.connection.poll(TICK_S):
                     data = self.connection.recv_bytes()
                     self._num_heard += 1
-                    self._deliver(self._decode(data))
+                    if (whole := joiner.add(data)) is not None:
+                        self._deliver(self._decode(whole))
             return
         except (OSError, EOFError):
-            reason = "is gone"
+            reason, broke = "is gone", True
         except TransferError as error:
             reason = f"makes no sense: {error}"
         except Exception as error:  # noqa: BLE001 - whatever a connection raises, nobody reads it any more
             _log.exception("reading a connection failed; the port is given up")
             reason = f"is gone: {type(error).__name__}"
-        self._give_up(reason)
+        self._give_up(reason, broke=broke)
 
     def _send(self) -> None:
         try:
@@ -141,18 +171,19 @@ class Mailman(Generic[M]):
                     if self._loss is not None or not self._outgoing:
                         return
                     data = self._outgoing.popleft()
-                self.connection.send_bytes(data)
+                for piece in messages.pieces(data):
+                    self.connection.send_bytes(piece)
                 with self._changed:
                     self._unsent_bytes -= len(data)
         except Exception as error:  # noqa: BLE001 - as for reading
             # Its last words may still be on their way to the thread that reads, which ends on its own behind them.
             self._reader.join(BEAT_S)
-            self._give_up(f"is gone: {error}")
+            self._give_up(f"is gone: {error}", broke=True)
 
     def _keep_time(self) -> None:
         """Silence is counted in ticks that found it, not read off a clock: a process that was stopped itself has heard
         nothing either, and reads what has arrived before it judges."""
-        num_heard, silent_s, since_beat_s = 0, 0.0, BEAT_S
+        num_heard, silent_s, since_beat_s, is_silent = 0, 0.0, BEAT_S, False
         ticked_at = time.monotonic()
         while not self._stopping.is_set() and self._loss is None:
             if since_beat_s >= BEAT_S:
@@ -166,14 +197,18 @@ class Mailman(Generic[M]):
             silent_s += elapsed
             if self._num_heard != num_heard or not num_heard:
                 num_heard, silent_s = self._num_heard, 0.0
-            if silent_s >= SILENT_S:
-                self._give_up(f"was silent for {SILENT_S:g} s")
+            limit_s = self._silent_s + self._return_s
+            if silent_s >= limit_s:
+                self._give_up(f"was silent for {limit_s:g} s")
+            elif is_silent != (silent_s >= self._silent_s):
+                is_silent = not is_silent
+                self._on_silence(is_silent)
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, broke: bool = False) -> None:
         with self._changed:
             if self._loss is not None or self._closing:
                 return
-            self._loss = reason
+            self._loss, self._broke = reason, broke
             self._outgoing.clear()
             self._changed.notify_all()
         self._shut()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, TypeVar
 
 import attrs
@@ -18,7 +19,7 @@ from pdinfer.prefill import PrefillEngine
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import DecodeLoad, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
 
-VERSION = 1
+VERSION = 2
 """Of what is said here; an engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
@@ -109,22 +110,36 @@ class Cancel(msgspec.Struct, tag="cancel"):
     request_id: Name
 
 
+class Disconnect(msgspec.Struct, tag="disconnect"):
+    """Close the channel's link to a peer that is not to be trusted any more."""
+
+    peer: PeerAddress
+
+
+class Renew(msgspec.Struct, tag="renew"):
+    """End what runs for this client, then say Ready for the session of that number."""
+
+    session: Count
+
+
 class Close(msgspec.Struct, tag="close"):
     """The engine is not wanted any more."""
 
 
-Command = Beat | Connect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Close
+Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Renew | Close
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message: who the engine is, with the addresses of all ranks behind this one port; `version` is the
-    VERSION it speaks, 1 where it says none."""
+    """The first message of a session: who the engine is, with the addresses of all ranks behind this one port;
+    `version` is the VERSION it speaks, 1 where it says none, `hung_s` how long its steps may take."""
 
     address: PeerAddress
     limits: RequestLimits
     load: Load
     addresses: Addresses = ()
     version: Index = 1
+    session: Count = 0
+    hung_s: Seconds | None = None
 
 
 class Connected(msgspec.Struct, tag="connected"):
@@ -179,6 +194,47 @@ def decode_report(data: bytes) -> Report:
         return _reports.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise TransferError(f"an engine sent something that is not a report: {broken_bound(error)}") from error
+
+
+PIECE_BYTES = 1 << 17
+"""A longer message travels in pieces, each a sign of life of its own: one piece takes less than any silence even where
+a connection carries 60 kB a second."""
+MORE, LAST = b"\xc1\x01", b"\xc1\x00"
+"""What a piece begins with: no MessagePack begins with 0xc1."""
+MAX_BYTES = 256 << 20
+"""Of a message in pieces."""
+
+
+def pieces(data: bytes) -> Iterator[bytes]:
+    """What is sent for a message: the message itself, unless it is long."""
+    if len(data) <= PIECE_BYTES:
+        yield data
+        return
+    for at in range(0, len(data), PIECE_BYTES):
+        end = at + PIECE_BYTES
+        yield (MORE if end < len(data) else LAST) + data[at:end]
+
+
+class Joiner:
+    """Joins pieces to the message they are of."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, piece: bytes) -> bytes | None:
+        """The message that is whole with this piece, if it is; TransferError when it gets too long."""
+        head = piece[: len(MORE)]
+        if head not in (MORE, LAST):
+            if self._data:
+                raise TransferError("a message came in the middle of another one")
+            return piece
+        self._data += memoryview(piece)[len(head) :]
+        if len(self._data) > MAX_BYTES:
+            raise TransferError(f"a message of more than {MAX_BYTES} bytes")
+        if head == MORE:
+            return None
+        data, self._data = bytes(self._data), bytearray()
+        return data
 
 
 def digested(body: bytes) -> bytes:

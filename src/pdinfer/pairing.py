@@ -206,7 +206,8 @@ class Pairing:
         with self._stepping, contextlib.ExitStack() as ports:
             for ticket in list(self._broker.tickets.values()):
                 self._broker.end(ticket, FinishReason.CANCELLED)
-            for port in reversed(self._roster.all):  # one that cannot be closed does not keep the others open
+            # one that cannot be closed does not keep the others open
+            for port in [*self._broker.away.values(), *reversed(self._roster.all)]:
                 ports.callback(port.close)
 
     def __enter__(self) -> Pairing:
@@ -272,6 +273,7 @@ class Pairing:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
         address = port.address
+        self._broker.away.pop(address, None)
         with self._admission:
             self._joining.pop(address, None)  # whoever adds it now is told
         self._roster.leaving.add(address)

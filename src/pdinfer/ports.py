@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import attrs
 
-from pdinfer.errors import ConfigError
+from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
@@ -73,6 +74,14 @@ class DecodePort(Port, Protocol):
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None: ...
 
     def load(self) -> DecodeLoad: ...
+
+
+@runtime_checkable
+class ReturningPort(Port, Protocol):
+    """A port that may come back after it was lost, with nothing of what it had: `recover` tells whether it has, and
+    raises when it will not."""
+
+    def recover(self) -> bool: ...
 
 
 AnyPort = TypeVar("AnyPort", bound=Port)
@@ -139,7 +148,7 @@ class Roster:
         """The ports of the other side."""
         return [*(self.decodes if isinstance(port.load(), PrefillLoad) else self.prefills).values()]
 
-    def add(self, port: PrefillPort | DecodePort, unlinked: Collection[PeerAddress] = ()) -> None:
+    def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
         """Lists a port that is connected to those of the other side but the `unlinked`: these pairs are down until one
         end tells of a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
@@ -170,6 +179,22 @@ class Roster:
     def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
         port: Port | None = self.prefills.get(address) or self.decodes.get(address)
         return (address,) if port is None else addresses_of(port)
+
+    def part(self, port: Port) -> None:
+        """Has the ports of the other side close their links to one that is lost: it may still be alive."""
+        for other in self.opposite(port):
+            if (disconnect := getattr(other, "disconnect", None)) is not None:
+                for rank in addresses_of(port):
+                    disconnect(rank)
+
+    def take_back(self, port: Port) -> None:
+        """Lists a port that was lost. Its links are dialled anew, for which nobody waits."""
+        for other in self.opposite(port):
+            prefill, decode = (port, other) if isinstance(port.load(), PrefillLoad) else (other, port)
+            for rank in addresses_of(decode):
+                with contextlib.suppress(TransferError):
+                    prefill.connect(rank, timeout_s=0.0)
+        self.add(port)
 
     def look(self) -> None:
         """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that

@@ -22,8 +22,8 @@ from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import by_age, due_at, is_late, plan_chunk
 from pdinfer.trace import part
-from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request, WarmUpStep
-from pdinfer.warm_up import WarmUpRun
+from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 FIRST = (False, -math.inf, False)
 """Sorts before every class of prompts: (whether it is late, minus its priority, whether it has given no token)."""
@@ -115,6 +115,11 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     def num_unfinished(self) -> int:
         """Prompts without a hand-off, and hand-offs whose bytes have not all left."""
         return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Prompts without a hand-off."""
+        return [prompt.request.request_id or "" for prompt in self._unfinished]
 
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""

@@ -4,11 +4,14 @@
 for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
 `multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
 
-    client ── Connect, Submit, Cancel, Close, Beat ──► serve          one message, one send_bytes
-    client ◄── Ready, Connected, Stepped, Beat ─────── serve
+    client ── Connect, Submit, Cancel, Renew, Close, Beat ──► serve          one message, one send_bytes
+    client ◄── Ready, Connected, Stepped, Beat ────────────── serve
 
 Neither end waits for the other: messages leave in threads of their own (`pdinfer.mailman`), where it is also noticed
 that a process is gone or stands still.
+
+What is said between one Ready and the loss of the port is a session. A client whose engine is heard again, or reached
+over another connection, asks for a new one, in which nothing of the last is left.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from typing import ClassVar, TypeVar
 import attrs
 
 from pdinfer import messages
-from pdinfer.decode import DecodeEngine
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.config import RemoteConfig
+from pdinfer.errors import TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.wire import PackedGrant
 from pdinfer.mailman import Connection, Mailman
@@ -35,213 +38,131 @@ from pdinfer.messages import (
     Command,
     Connect,
     Connected,
+    Disconnect,
     Load,
     PackedRequest,
     Ready,
+    Renew,
     Report,
     Stepped,
     SubmitDecode,
     SubmitPrefill,
 )
-from pdinfer.prefill import PrefillEngine
-from pdinfer.types import (
-    DecodeLoad,
-    Event,
-    Granted,
-    PageGrant,
-    PeerAddress,
-    PrefillLoad,
-    Refused,
-    Request,
-)
+from pdinfer.served import serve
+from pdinfer.types import DecodeLoad, Event, Granted, PageGrant, PeerAddress, PrefillLoad, Request
+
+__all__ = ["DecodeClient", "PrefillClient", "serve"]
 
 READY_S = 300.0
 """How long a client waits for its engine to say that it is ready: loading a model takes a while."""
-REPORT_S = 0.02
-"""How old a busy engine's load may become where no event carries a newer one."""
-IDLE_S = 0.1
-"""How long a served engine sleeps at most, and so how late a deadline of a request that is not running can be."""
 CONNECT_MARGIN_S = 5.0
+REDIAL_S = (0.1, 5.0)
+"""Seconds before the first and, doubling, before every later attempt to make another connection."""
 
 _log = logging.getLogger("pdinfer")
 
 M = TypeVar("M")
 
 
-def serve(engine: PrefillEngine | DecodeEngine, connection: Connection | None) -> None:
-    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes, is gone or was
-    silent for SILENT_S. A process that wakes from a longer sleep finds itself given up and closes as well.
-
-    Of an engine that runs as ranks every rank is served, those to which nobody talks with `connection` None. All return
-    when one of them does, and raise RankLost when one is lost.
-    """
-    if connection is None:
-        with engine:
-            while not engine.closed:
-                engine.step()
-                engine.wait(IDLE_S)
-        return
-    host = _Host(engine, connection)
-    try:
-        host.run()
-    except TransferError as error:
-        _log.error("a served engine stops: %s", error)
-    finally:
-        engine.close()
-        host.mailman.close()
-
-
-class _Host:
-    """The loop around a served engine."""
-
-    def __init__(self, engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
-        self.engine = engine
-        self.inbox: Inbox[Command | None] = Inbox()
-        self.num_seen = 0
-        self.stepped_at = time.monotonic()
-        self.reported: Load | None = None
-        self.reported_at = 0.0
-        engine.notify(self.inbox.wake)
-        self.mailman = Mailman(connection, messages.decode_command, self.deliver, self.beat)
-
-    def deliver(self, command: Command | None) -> None:
-        if not isinstance(command, Beat):
-            self.inbox.put(command)
-
-    def beat(self) -> Beat:
-        return Beat(time.monotonic() - self.stepped_at)
-
-    def run(self) -> None:
-        """Steps until the client is done with the engine or lost."""
-        self.mailman.post(
-            Ready(
-                self.engine.address, self.engine.limits, Load.of(self.engine), self.engine.addresses, messages.VERSION
-            )
-        )
-        while True:
-            commands = self.inbox.take()
-            for command in commands:
-                if command is None or isinstance(command, Close):
-                    _log.info("a served engine stops: its client %s", self.mailman.loss or "has closed it")
-                    return
-                self.obey(command)
-            if self.engine.closed:
-                _log.info("a served engine stops: it was closed on another of its ranks")
-                return
-            events = self.engine.step()
-            self.stepped_at = time.monotonic()
-            busy = self.engine.wait(0.0)
-            self.report(events, urgent=bool(events or commands), busy=busy)
-            if not busy:
-                self.inbox.wait(IDLE_S)
-
-    def obey(self, command: Command) -> None:
-        engine = self.engine
-        if isinstance(command, Connect):
-            threading.Thread(target=self.connect, args=(command,), name="pdinfer-connect", daemon=True).start()
-        elif isinstance(command, Cancel):
-            engine.cancel(command.request_id)
-        elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
-            engine.change_writers(command.request_id, writers=command.writers)
-        elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
-            engine.submit(command.request.unpack(), command.grant.unpack())
-            self.num_seen += 1
-        elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
-            engine.submit(command.request.unpack(), writers=command.writers)
-            self.num_seen += 1
-        else:
-            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
-
-    def connect(self, command: Connect) -> None:
-        """In a thread of its own: a peer that does not answer must not hold up the steps."""
-        error: PDInferError | None = None
-        try:
-            self.engine.connect(command.peer, timeout_s=command.timeout_s)
-        except PDInferError as problem:
-            error = problem
-        except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
-            _log.exception("connecting to a peer failed")
-            error = TransferError(f"connecting failed: {type(problem).__name__}")
-        self.mailman.post(Connected(command.peer, error, getattr(error, "fields", ())))
-
-    def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
-        """Tells what a step gave; of one that gave nothing the new load, now and then."""
-        report = _stepped(self.engine, events, self.num_seen)
-        now = time.monotonic()
-        load = report.load.ageless()
-        if urgent or (load != self.reported and (not busy or now > self.reported_at + REPORT_S)):
-            self.mailman.post(report)
-            self.reported, self.reported_at = load, now
-
-
-def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
-    report = Stepped(num_seen, Load.of(engine))
-    for event in events:
-        if isinstance(event, Granted):
-            report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
-        elif isinstance(event, Refused):
-            report.refused.append(event)
-        else:
-            report.tokens.append(event)
-    return report
-
-
 class _Client:
-    """What both clients share. Methods may be called from any thread but `step` and `close`; none but `connect` waits
-    for the engine's process, and it holds up no other."""
+    """What both clients share. Methods may be called from any thread but `step`, `recover` and `close`; none but
+    `connect` waits for the engine's process, and it holds up no other."""
 
     role: ClassVar[str]
 
-    def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
+    def __init__(
+        self,
+        connection: Connection | Callable[[], Connection],
+        *,
+        timeout_s: float = READY_S,
+        config: RemoteConfig | None = None,
+    ) -> None:
+        self._config = config or RemoteConfig()
         self._inbox: Inbox[Report | None] = Inbox()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._answered = threading.Condition()
         self._answers: dict[PeerAddress, Connected | None] = {}
         self._events: list[Event] = []
-        self._lost = False
+        self._lost = self._is_back = False
         self._num_submitted = self._num_seen = 0
         self._ready: Ready | None = None
+        self._session: int = 0
+        self._in_session = False
+        self._reason = ""
+        self._gone = False
+        self._closing = threading.Event()
         self._unseen: list[tuple[int, int]] = []
         self._load = Load()
         self._step_age_s, self._told_at = 0.0, time.monotonic()
-        self._mailman = Mailman(connection, messages.decode_report, self._deliver)
+        self._dial = connection if callable(connection) else None
+        self._mailman: Mailman[Report]
+        self._meet(connection() if callable(connection) else connection)
         try:
             ready = self._await(Ready, timeout_s)
             if getattr(ready.load, self.role) is None:
                 raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
         except BaseException:
-            self._mailman.close(Close())
+            self.close()
             raise
         self.address = ready.address
         self.limits = ready.limits
         self.addresses = ready.addresses or (ready.address,)
 
+    def _meet(self, connection: Connection) -> None:
+        with self._lock:  # its threads may have something to say at once
+            self._mailman = Mailman(
+                connection,
+                messages.decode_report,
+                self._deliver,
+                silent_s=self._config.silent_s,
+                return_s=self._config.return_s,
+                on_silence=self._silent,
+            )
+
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Has the engine connect its channel; raises what that raised."""
+        """Has the engine connect its channel; raises what that raised. With `timeout_s` 0 it does not wait."""
+        if timeout_s <= 0:
+            self._mailman.post(Connect(peer, timeout_s))
+            return
         waits_s = timeout_s + CONNECT_MARGIN_S
         with self._answered:
             self._answers[peer] = None
             self._mailman.post(Connect(peer, timeout_s))
-            self._answered.wait_for(lambda: self._answers.get(peer) or self._mailman.loss, waits_s)
+            self._answered.wait_for(lambda: self._answers.get(peer) or not self._in_session, waits_s)
             answer = self._answers.pop(peer, None)
         if answer is None:
-            raise self._loss() if self._mailman.loss else self._no_answer(waits_s)
+            raise self._no_answer(waits_s) if self._in_session else self._loss()
         if answer.error is not None:
             if answer.fields:
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
             raise answer.error
 
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Has the engine close its channel's link to a peer."""
+        self._mailman.post(Disconnect(peer))
+
     def cancel(self, request_id: str) -> None:
         self._mailman.post(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """What the engine said since the last call. TransferError when its process is lost."""
+        """What the engine said since the last call. TransferError when its process is lost: gone, silent, or in a step
+        that hangs."""
         for report in self._inbox.take():
             self._read(report)
         events, self._events = self._events, []
         if self._lost and not events:
             raise self._loss()
         return events
+
+    def recover(self) -> bool:
+        """After a loss: whether the engine is back, with nothing of what it had; TransferError when it will not be."""
+        for report in self._inbox.take():
+            self._read(report)
+        if self._gone:
+            raise self._loss()
+        if self._is_back:
+            self._lost = self._is_back = False
+        return not self._lost
 
     def notify(self, listener: Callable[[], None]) -> None:
         self._inbox.listen(listener)
@@ -252,13 +173,15 @@ class _Client:
 
     def close(self) -> None:
         """Tells the engine's process to close it, and does not wait until it has. A second call does nothing."""
+        self._closing.set()
         self._mailman.close(Close())
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         with self._lock:  # numbered in the order in which they are sent
-            self._num_submitted += 1
-            self._unseen.append((self._num_submitted, num_tokens))
-            self._mailman.post(message)
+            if self._in_session:
+                self._num_submitted += 1
+                self._unseen.append((self._num_submitted, num_tokens))
+                self._mailman.post(message)
 
     def _seen(self) -> tuple[Load, int, int, float]:
         """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
@@ -266,23 +189,98 @@ class _Client:
             age_s = self._step_age_s + time.monotonic() - self._told_at
             return self._load, len(self._unseen), sum(tokens for _, tokens in self._unseen), age_s
 
+    # -- sessions, in the threads that read and keep time -----------------------------------------------------------
+
+    def _end_session(self, reason: str) -> None:
+        """The port is lost; what is still said of this session is about requests that were given up."""
+        with self._lock:
+            if not self._in_session:
+                return
+            self._in_session, self._reason = False, reason
+            self._unseen.clear()
+            self._mailman.forget()
+        with self._answered:
+            self._answered.notify_all()
+        self._inbox.put(None)
+
+    def _renew(self) -> None:
+        with self._lock:
+            self._session += 1
+            self._mailman.post(Renew(self._session))
+
+    def _silent(self, is_silent: bool) -> None:
+        if is_silent:
+            self._end_session(f"was silent for {self._config.silent_s:g} s")
+        elif not self._in_session and self._ready is not None:
+            self._renew()
+
+    def _check_step(self, age_s: float) -> None:
+        """Gives a port up whose step takes too long; it is back when the step ends, unless that takes return_s."""
+        limit_s = self._config.hung_s
+        if limit_s is None:
+            limit_s = None if self._ready is None else self._ready.hung_s
+        if limit_s is None or age_s <= limit_s:
+            return
+        if self._in_session:
+            self._end_session(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
+            self._renew()
+        elif age_s > limit_s + self._config.return_s and not self._gone:
+            self._gone = True
+            self._inbox.wake()
+
+    def _disconnected(self) -> None:
+        """No more will come over this connection."""
+        with self._lock:
+            mailman = self._mailman
+        reason = str(mailman.loss)
+        self._end_session(reason)
+        if self._dial is not None and mailman.broke and self._ready is not None and not self._closing.is_set():
+            threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
+            return
+        self._reason, self._gone = self._reason or reason, True
+        self._inbox.put(None)
+
+    def _redial(self) -> None:
+        """Makes another connection."""
+        assert self._dial is not None
+        pause_s, left_s = REDIAL_S[0], self._config.return_s
+        while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
+            left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])
+            try:
+                connection = self._dial()
+            except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
+                _log.info("the process at the other end of a port cannot be reached: %s", error)
+                continue
+            self._mailman.close()
+            self._session = 0
+            self._meet(connection)
+            if self._closing.is_set():
+                self._mailman.close(Close())
+            return
+        self._gone = True
+        self._inbox.wake()
+
     def _deliver(self, report: Report | None) -> None:
         """In the reading thread: loads are kept, only the newest, so that a host that does not step collects nothing
         but its events."""
+        if report is None:
+            self._disconnected()
+            return
         if isinstance(report, Beat):
             with self._lock:
                 self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
+            self._check_step(self._step_age_s)
             return
-        with self._answered:
-            if isinstance(report, Connected):
+        if isinstance(report, Connected):
+            with self._answered:
                 if report.peer in self._answers:  # else it comes too late
                     self._answers[report.peer] = report
                 self._answered.notify_all()
-                return
-            if report is None:
-                self._answered.notify_all()
+            return
         if isinstance(report, Ready | Stepped):
             with self._lock:
+                if self._is_old(report):
+                    return
                 self._check(report)
                 self._load = report.load
                 self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
@@ -291,15 +289,24 @@ class _Client:
         else:
             self._inbox.put(report)
 
+    def _is_old(self, report: Ready | Stepped) -> bool:
+        """Whether it is of a session that has ended."""
+        if self._in_session or self._ready is None:
+            return False
+        return isinstance(report, Stepped) or report.session < self._session
+
     def _check(self, report: Ready | Stepped) -> None:
         """TransferError for what the engine that said Ready cannot say now: it is given up. Its load is what policies
         go by."""
         if isinstance(report, Ready):
-            if self._ready is not None or report.address not in (report.addresses or (report.address,))[:1]:
+            if self._in_session or report.address not in (report.addresses or (report.address,))[:1]:
                 raise TransferError("it says who it is twice, or in two ways")
             if report.version != messages.VERSION:
                 raise TransferError(f"it speaks version {report.version}, this end speaks {messages.VERSION}")
-            self._ready = report
+            if self._ready is not None and (report.address, report.limits) != (self._ready.address, self._ready.limits):
+                raise TransferError("it is another engine than before")
+            self._ready, self._in_session = report, True
+            self._num_submitted = self._num_seen = 0
         ready, load = self._ready, getattr(report.load, self.role)
         if ready is None or (load is not None and load.address != ready.address):
             raise TransferError("it tells the load of another engine than it said it is")
@@ -319,14 +326,16 @@ class _Client:
 
     def _read(self, report: Report | None) -> None:
         if report is None:
-            self._lost = True
+            self._lost, self._is_back = True, False
+        elif isinstance(report, Ready):
+            self._is_back = True
         elif isinstance(report, Stepped):
             self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
             self._events += report.refused
             self._events += report.tokens
 
     def _loss(self) -> TransferError:
-        return TransferError(f"the process at the other end of a port {self._mailman.loss}")
+        return TransferError(f"the process at the other end of a port {self._reason}")
 
     def _no_answer(self, timeout_s: float) -> TransferError:
         return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
@@ -352,7 +361,10 @@ class _Client:
 
 class PrefillClient(_Client):
     """A prefill engine behind a connection: a `PrefillPort`. Waits until the engine is ready; TransferError when its
-    process goes away, takes longer than `timeout_s` or serves a decode engine."""
+    process goes away, takes longer than `timeout_s` or serves a decode engine.
+
+    Where `connection` is a function that makes one, such as `partial(multiprocessing.connection.Client, address,
+    authkey=key)`, it is called anew when a connection breaks, for `config.return_s`."""
 
     role = "prefill"
 

@@ -343,28 +343,6 @@ class DecodeLoad(EngineLoad):
 
 
 @attrs.frozen(kw_only=True)
-class WarmUpStep:
-    """One step of a warm-up: `kind` "prefill" of `size` tokens, or "decode" of `size` sequences, or "draft", the same
-    with drafts. `seconds` is how long this first time took."""
-
-    kind: str
-    size: int
-    seconds: float
-
-
-@attrs.frozen(kw_only=True)
-class WarmUp:
-    """What a warm-up ran, in order."""
-
-    steps: tuple[WarmUpStep, ...]
-
-    @property
-    def seconds(self) -> float:
-        """How long all of it took."""
-        return sum(step.seconds for step in self.steps)
-
-
-@attrs.frozen(kw_only=True)
 class RequestShape:
     """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far."""
 
@@ -385,10 +363,22 @@ class Choice:
 
 
 @attrs.frozen(kw_only=True)
+class LostPort:
+    """A port that was lost `age_s` seconds ago, and why. `is_back` says whether it is in use again."""
+
+    address: PeerAddress
+    role: str
+    age_s: float
+    reason: str
+    is_back: bool
+
+
+@attrs.frozen(kw_only=True)
 class PairingStats:
     """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
     `num_retries` are grants of a decode beyond a request's first, `num_reroutes` requests given another prefill and
-    `num_moved` another decode, `links_down` the (prefill, decode) pairs not chosen as their channels have no link."""
+    `num_moved` another decode, `links_down` the (prefill, decode) pairs not chosen as their channels have no link.
+    `ports_lost` are the newest of `num_ports_lost` losses, oldest first."""
 
     num_queued_requests: int
     num_unfinished_requests: int
@@ -398,3 +388,4 @@ class PairingStats:
     num_moved: int
     num_ports_lost: int
     links_down: tuple[tuple[PeerAddress, PeerAddress], ...]
+    ports_lost: tuple[LostPort, ...] = ()

@@ -18,7 +18,7 @@ from pdinfer.runner import Runner
 from pdinfer.sampling import Draw
 from pdinfer.schedule import RequestLimits
 from pdinfer.speculation import Draft
-from pdinfer.types import SamplingParams, WarmUpStep
+from pdinfer.types import SamplingParams
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
@@ -26,6 +26,33 @@ MAX_DECODE_SEQUENCES = 512
 
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
+
+
+@attrs.frozen(kw_only=True)
+class WarmUpStep:
+    """One step of a warm-up: `kind` "prefill" of `size` tokens, or "decode" of `size` sequences, or "draft", the same
+    with drafts. `seconds` is how long this first time took."""
+
+    kind: str
+    size: int
+    seconds: float
+
+
+@attrs.frozen(kw_only=True)
+class WarmUp:
+    """What a warm-up ran, in order."""
+
+    steps: tuple[WarmUpStep, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long all of it took."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def longest_s(self) -> float:
+        """How long its longest step took."""
+        return max((step.seconds for step in self.steps), default=0.0)
 
 
 @attrs.frozen(kw_only=True)

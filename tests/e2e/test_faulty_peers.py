@@ -232,8 +232,13 @@ class Other:
 
     def ready(self, **values: Any) -> Ready:
         load = Load(**{self.engine.role: self.load})
-        fields = {"address": self.engine.address, "limits": self.engine.limits, "load": load, **values}
-        return Ready(**fields)
+        fields = {
+            "address": self.engine.address,
+            "limits": self.engine.limits,
+            "load": load,
+            "version": messages.VERSION,
+        }
+        return Ready(**{**fields, **values})
 
     def step(self, num_seen: int = 0, **values: Any) -> Stepped:
         return Stepped(num_seen, **{"load": Load(**{self.engine.role: self.load}), **values})
@@ -313,7 +318,7 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"version": 2}, "it speaks version 2, this end speaks 1"),
+        ({"version": 1}, "it speaks version 1, this end speaks 2"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
     ],
 )

@@ -10,6 +10,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer import broker
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
 from tests.e2e.setups import (
@@ -328,6 +329,28 @@ def test_a_port_that_cannot_be_reached_by_a_living_one_does_not_join() -> None:
         assert setup.pairing.stats.num_ports_lost == 0
         setup.pairing.submit(request())
         check_streams(collect(setup.pairing), "a")
+
+
+def test_lost_ports_are_named_and_the_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broker, "MAX_PORTS_LOST", 3)
+    clock = VirtualClock()
+    with several(4, 2, clock=clock) as setup:
+        dying = [*setup.prefills[1:], setup.decodes[1]]
+        for number, engine in enumerate(dying):
+
+            def fail(number: int = number) -> list[object]:
+                raise RuntimeError(f"device {number}\nfell \x1b[31moff")
+
+            engine.step = fail  # type: ignore[method-assign,assignment]
+            setup.pairing.step()
+            clock.advance(10.0)
+        stats = setup.pairing.stats
+        assert stats.num_ports_lost == 4
+        assert [lost.address for lost in stats.ports_lost] == [engine.address for engine in dying[1:]]
+        assert [lost.role for lost in stats.ports_lost] == ["prefill", "prefill", "decode"]
+        assert [lost.age_s for lost in stats.ports_lost] == [30.0, 20.0, 10.0]
+        assert stats.ports_lost[0].reason == r"device 1\nfell \x1b[31moff"
+        assert not any(lost.is_back for lost in stats.ports_lost)
 
 
 # -- breaking -----------------------------------------------------------------------------------------------------

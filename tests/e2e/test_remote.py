@@ -31,9 +31,15 @@ def _no_thread_stays() -> Iterator[None]:
     wait_until(lambda: num_readers() == before, 5.0)
 
 
-def serving(engine: Engine) -> tuple[Connection, threading.Thread]:
+def ready_of(engine: Engine) -> messages.Ready:
+    return messages.Ready(
+        engine.address, engine.limits, messages.Load.of(engine), version=messages.VERSION, hung_s=60.0
+    )
+
+
+def serving(engine: Engine, config: pd.RemoteConfig | None = None) -> tuple[Connection, threading.Thread]:
     ours, theirs = Pipe()
-    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), daemon=True)
+    thread = threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": config}, daemon=True)
     thread.start()
     return ours, thread
 
@@ -100,10 +106,10 @@ def test_a_connection_that_ends_before_anything_was_said() -> None:
             assert not thread.is_alive()
 
 
-def test_an_engine_whose_client_falls_silent_is_closed() -> None:
+def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return() -> None:
     """Its host was stopped, or its machine is gone; before its first word it may still be getting ready."""
     with local() as setup:
-        ours, thread = serving(setup.prefills[0])
+        ours, thread = serving(setup.prefills[0], pd.RemoteConfig(return_s=0.0))
         thread.join(SILENT_S + 0.5)
         assert thread.is_alive()
         ours.send_bytes(messages.encode(messages.Beat()))
@@ -151,7 +157,7 @@ def test_of_loads_a_client_keeps_the_newest() -> None:
         engine = setup.prefills[0]
         ours, theirs = Pipe()
         load = engine.load()
-        theirs.send_bytes(messages.encode(messages.Ready(engine.address, engine.limits, messages.Load(prefill=load))))
+        theirs.send_bytes(messages.encode(ready_of(engine)))
         client = pd.remote.PrefillClient(ours)
         assert not client.wait(0.0)
         for number in range(1, 51):
@@ -236,7 +242,7 @@ def test_a_client_of_a_process_that_stands_still_never_waits() -> None:
     with local() as setup:
         ours, theirs = Pipe()
         engine = setup.prefills[0]
-        theirs.send_bytes(messages.encode(messages.Ready(engine.address, engine.limits, messages.Load.of(engine))))
+        theirs.send_bytes(messages.encode(ready_of(engine)))
         client = pd.remote.PrefillClient(ours)
         seen = watch(setup.decodes[0])
         hang(engine)
@@ -250,7 +256,7 @@ def test_a_client_of_a_process_that_stands_still_never_waits() -> None:
             client.cancel("a")
         assert client.load().num_queued_tokens == 20 * len(long.prompt)
         assert time.monotonic() - started < 1.0
-        wait_until(lambda: client.wait(0.1) and client._mailman.loss is not None)
+        wait_until(lambda: None in client._inbox.peek())
         assert 2.0 < time.monotonic() - started < 4.0
         with pytest.raises(pd.TransferError, match="was silent"):
             client.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import secrets
@@ -56,7 +57,8 @@ def left_of_five(shift: int, output: Sequence[int], vocab_size: int = 97) -> ran
 @attrs.frozen(kw_only=True)
 class Order:
     """An engine to make and serve, with `one_in_five` if it `has_processor`. While `slow_while` exists, its steps take
-    long enough to be met in the middle."""
+    long enough to be met in the middle; while `hung_while` does, they do not end, and the interpreter is held if it
+    `holds_gil`."""
 
     role: str
     seed: int = 0
@@ -66,6 +68,9 @@ class Order:
     transport: str = "tcp"
     folder: Path
     slow_while: Path | None = None
+    hung_while: Path | None = None
+    holds_gil: bool = False
+    remote: pd.RemoteConfig | None = None
     has_processor: bool = False
 
 
@@ -96,6 +101,22 @@ def slow_down(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path) -> None:
     runner.prefill, runner.decode = slow_prefill, slow_decode
 
 
+def hang_up(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path, *, holds_gil: bool) -> None:
+    """Has steps wait while there is a file at `path`, as for a kernel that hangs."""
+    step = engine.step
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+
+    def hung() -> list[pd.types.Event]:
+        while path.exists():
+            if holds_gil:  # locked twice by one thread: no signal wakes it
+                libc.pthread_mutex_lock(mutex)
+            else:
+                time.sleep(0.05)
+        return step()
+
+    engine.step = hung  # type: ignore[method-assign]
+
+
 def work(control: Connection) -> None:
     """Runs in the process: each message is what to build and the connection to serve it on, None is the end."""
     torch.set_num_threads(1)
@@ -112,7 +133,9 @@ def work(control: Connection) -> None:
         engine = kind(model_of(wanted.seed), channel, wanted.config, logits_processors=processors)
         if wanted.slow_while is not None:
             slow_down(engine, wanted.slow_while)
-        pd.remote.serve(engine, connection)
+        if wanted.hung_while is not None:
+            hang_up(engine, wanted.hung_while, holds_gil=wanted.holds_gil)
+        pd.remote.serve(engine, connection, config=wanted.remote)
         control.send((engine.num_unfinished, pool.num_pages - pool.num_available))
 
 
@@ -135,7 +158,9 @@ class Worker:
         self.ready = False
         self.serving = False
 
-    def serve(self, role: str, **more: Any) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
+    def serve(
+        self, role: str, *, client_config: pd.RemoteConfig | None = None, **more: Any
+    ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
         """Starts an engine in the process and returns its client; `more` goes into the `Order`."""
         if not self.ready:
             assert self.hear(START_S) == "ready"
@@ -143,7 +168,7 @@ class Worker:
         ours, theirs = context().Pipe()
         self.control.send((Order(role=role, folder=self.folder, **more), theirs))
         client = {"prefill": pd.remote.PrefillClient, "decode": pd.remote.DecodeClient}[role]
-        made = client(ours, timeout_s=START_S)
+        made = client(ours, timeout_s=START_S, config=client_config)
         theirs.close()
         self.serving = True
         return made

@@ -214,6 +214,8 @@ COMMANDS: dict[str, messages.Command] = {
     "change_writers": messages.ChangeWriters("a", (PREFILL, DECODE)),
     "cancel": messages.Cancel("a"),
     "close": messages.Close(),
+    "disconnect": messages.Disconnect(PREFILL),
+    "renew": messages.Renew(3),
 }
 REPORTS: dict[str, messages.Report] = {
     "beat of an engine": messages.Beat(0.5),
@@ -222,7 +224,9 @@ REPORTS: dict[str, messages.Report] = {
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
         messages.Load(prefill=PREFILL_LOAD),
         (PREFILL,),
-        version=1,
+        version=2,
+        session=3,
+        hung_s=60.0,
     ),
     "connected": messages.Connected(DECODE, LayoutMismatch("they differ"), DIFFERENCES),
     "stepped decode": messages.Stepped(

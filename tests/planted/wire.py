@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "a served engine does not count the submits it takes",
-        "src/pdinfer/remote.py",
+        "src/pdinfer/served.py",
         "            engine.submit(command.request.unpack(), writers=command.writers)\n            self.num_seen += 1",
         "            engine.submit(command.request.unpack(), writers=command.writers)",
         "tests/e2e/test_faulty_peers.py::test_a_served_engine_tells_how_many_submits_it_has_seen",

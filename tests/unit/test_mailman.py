@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import pdinfer as pd
 from pdinfer import mailman, messages
 from pdinfer.mailman import Mailman
 from pdinfer.messages import Beat, Cancel, Close, Command, Report
@@ -226,3 +229,66 @@ def test_what_has_left_does_not_count_as_waiting(office: Office, monkeypatch: py
         office.ours.recv_bytes()
     assert not office.lost.is_set()
     assert office.mailman.loss is None
+
+
+class Throttled:
+    """A line of so many bytes a second between two connections."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.ours, far = Pipe()
+        near, self.theirs = Pipe()
+        self._pair, self._bytes_per_s = (far, near), bytes_per_s
+        for source, target in ((far, near), (near, far)):
+            threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: Connection, target: Connection) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(source.fileno(), 1 << 14):
+                time.sleep(len(data) / self._bytes_per_s)
+                os.write(target.fileno(), data)
+            target.close()
+
+
+def test_a_message_that_takes_longer_than_the_silence_is_none() -> None:
+    """Its bytes are a sign of life, though no beat can come before its end."""
+    line = Throttled(2.0e6)
+    heard: list[Report | Command | None] = []
+    lost = threading.Event()
+    sender = Mailman(line.ours, messages.decode_report, lambda message: lost.set(), silent_s=0.6)
+    receiver = Mailman(line.theirs, messages.decode_command, heard.append, silent_s=0.6)
+    long = pd.Request(prompt=tuple(range(3 << 18)), sampling=pd.SamplingParams(max_new_tokens=1))
+    packed = messages.PackedRequest.of(long)
+    assert len(packed.prompt) > 2 << 20
+    sender.post(messages.SubmitDecode(packed, ()))
+    sender.post(Cancel("end"))
+    end = time.monotonic() + 30.0
+    while Cancel("end") not in heard and None not in heard and time.monotonic() < end:
+        time.sleep(0.05)
+    assert None not in heard
+    assert heard.count(Cancel("end")) == 1
+    assert receiver.loss is sender.loss is None
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, messages.PIECE_BYTES, messages.PIECE_BYTES + 1, 5 * messages.PIECE_BYTES])
+def test_pieces_are_joined_to_what_they_were_cut_from(size: int) -> None:
+    data = os.urandom(1) * size
+    joiner = messages.Joiner()
+    cut = list(messages.pieces(data))
+    assert max(map(len, cut)) <= messages.PIECE_BYTES + 2
+    assert [joiner.add(piece) for piece in cut] == [None] * (len(cut) - 1) + [data]
+    assert joiner.add(b"next") == b"next"
+
+
+def test_pieces_that_make_no_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    joiner = messages.Joiner()
+    joiner.add(messages.MORE + b"x")
+    with pytest.raises(pd.TransferError, match="in the middle"):
+        joiner.add(b"x")
+    monkeypatch.setattr(messages, "MAX_BYTES", 100)
+    joiner = messages.Joiner()
+    for _ in range(100):
+        joiner.add(messages.MORE + b"x")
+    with pytest.raises(pd.TransferError, match="more than 100 bytes"):
+        joiner.add(messages.MORE + b"x")

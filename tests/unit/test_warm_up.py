@@ -15,7 +15,7 @@ import pdinfer as pd
 from pdinfer.batch import Batch
 from pdinfer.kv.view import KVView
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.warm_up import batch_sizes
+from pdinfer.warm_up import WarmUp, batch_sizes
 
 MODEL = random_model()
 DRAFTING = random_model(tiny_config("v3"), mtp=True)
@@ -45,7 +45,7 @@ def serve(pairing: pd.Pairing) -> tuple[list[int | None], int]:
     return [event.token for event in events], events[-1].usage.cached_tokens
 
 
-def ran(report: pd.types.WarmUp) -> list[tuple[str, int]]:
+def ran(report: WarmUp) -> list[tuple[str, int]]:
     return [(step.kind, step.size) for step in report.steps]
 
 

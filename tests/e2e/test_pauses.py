@@ -1,0 +1,351 @@
+"""Hosts and engines that stand still for a while: what was under way goes on or fails by name, and what comes after is
+answered, by the same processes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+import pytest
+
+import pdinfer as pd
+from pdinfer import messages
+from pdinfer.config import HUNG_S, hung_after_s
+from tests.e2e.setups import (
+    PROMPT,
+    by_request,
+    collect,
+    hang,
+    local,
+    recover,
+    reference,
+    request,
+    tokens_of,
+    wait_until,
+)
+from tests.e2e.test_ports import several
+from tests.e2e.test_processes import Fleet, check_streams, fleet
+from tests.e2e.worker import Workers
+
+PATH = os.pathsep.join(filter(None, sys.path))
+SOON_S = 5.0
+LENGTH = 60
+QUICK = pd.RemoteConfig(silent_s=1.0)
+"""Silence that is found within less than two seconds."""
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    pool = Workers(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """Engines that are told of this file take 20 ms for a token."""
+    path = tmp_path / "slow"
+    path.touch()
+    return path
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """No other thread of this process runs meanwhile, as in an extension that does not let go of the lock."""
+    ctypes.PyDLL(None).usleep(round(seconds * 1e6))
+
+
+def stop_this_process(seconds: float) -> None:
+    """As a debugger or the owner of a virtual machine does."""
+    pid = os.getpid()
+    with subprocess.Popen(["/bin/sh", "-c", f"kill -STOP {pid}; sleep {seconds}; kill -CONT {pid}"]):
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("pause", "seconds"),
+    [
+        (hold_the_interpreter, 4.0),
+        pytest.param(hold_the_interpreter, 2.0, marks=pytest.mark.full),
+        pytest.param(hold_the_interpreter, 20.0, marks=pytest.mark.full),
+        pytest.param(stop_this_process, 2.0, marks=pytest.mark.full),
+        pytest.param(stop_this_process, 4.0, marks=pytest.mark.full),
+        pytest.param(stop_this_process, 20.0, marks=pytest.mark.full),
+    ],
+)
+def test_a_host_that_pauses_loses_nothing(
+    workers: Workers, slow: Path, pause: Callable[[float], None], seconds: float
+) -> None:
+    with fleet(workers, slow_while=slow) as processes:
+        for name in "abc":
+            processes.pairing.submit(request(name, LENGTH))
+        events = processes.step_until(3)
+        pause(seconds)
+        processes.pairing.submit(request("after"))
+        started = time.monotonic()
+        events += collect(processes.pairing)
+        assert time.monotonic() - started < SOON_S
+        check_streams(events, *"abc", count=LENGTH)
+        check_streams(events, "after")
+        assert processes.pairing.stats.num_ports_lost == 0
+        assert sum(event.finish_reason is not None for event in events) == 4
+
+
+def step_until_lost(processes: Fleet) -> list[pd.TokenEvent]:
+    events: list[pd.TokenEvent] = []
+    end = time.monotonic() + 30.0
+    while not processes.pairing.stats.num_ports_lost:
+        assert time.monotonic() < end
+        processes.pairing.wait(0.05)
+        events += processes.pairing.step()
+    return events
+
+
+def step_until_back(processes: Fleet) -> list[pd.TokenEvent]:
+    events: list[pd.TokenEvent] = []
+    end = time.monotonic() + 30.0
+    while not all(lost.is_back for lost in processes.pairing.stats.ports_lost):
+        assert time.monotonic() < end
+        processes.pairing.wait(0.05)
+        events += processes.pairing.step()
+    return events
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_pauses_comes_back_and_is_used_again(workers: Workers, slow: Path, role: str) -> None:
+    with fleet(workers, client_config=QUICK, slow_while=slow) as processes:
+        (worker,) = processes.prefills if role == "prefill" else processes.decodes
+        for name in "ab":
+            processes.pairing.submit(request(name, LENGTH))
+        events = processes.step_until(2)
+        while {event.request_id for event in events} != {"a", "b"}:
+            events += processes.step_until(1)
+        with worker.frozen():
+            events += step_until_lost(processes)
+            (lost,) = processes.pairing.stats.ports_lost
+            port = processes.ports[role == "decode"]
+            assert (lost.address, lost.role, lost.is_back) == (port.address, role, False)
+            assert "was silent for 1 s" in lost.reason
+            assert lost.age_s < SOON_S
+        events += step_until_back(processes)
+        started = time.monotonic()
+        for name in ("after", "a2"):
+            processes.pairing.submit(request(name))
+        events += collect(processes.pairing)
+        assert time.monotonic() - started < SOON_S
+        check_streams(events, "after", "a2")
+        streams = by_request(events)
+        for name in "ab":
+            last = streams[name][-1]
+            tokens = tuple(tokens_of(streams[name]))
+            assert tokens == reference("v3", PROMPT, LENGTH).tokens[: len(tokens)]
+            assert sum(event.finish_reason is not None for event in streams[name]) == 1
+            if role == "decode":
+                assert last.finish_reason is pd.FinishReason.FAILED
+                assert "was silent" in str(last.error)
+            else:
+                assert last.finish_reason is pd.FinishReason.LENGTH
+        assert processes.pairing.stats.num_ports_lost == 1
+
+
+def test_a_served_engine_goes_on_while_its_client_is_silent() -> None:
+    config = pd.RemoteConfig(silent_s=1.0)
+    with local() as setup:
+        decode = setup.decodes[0]
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs), kwargs={"config": config})
+        thread.start()
+        ours.send_bytes(messages.encode(messages.Beat()))
+        thread.join(2.0)
+        ours.send_bytes(messages.encode(messages.Cancel("a")))
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert not decode.closed
+        ours.close()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+# -- connections that end -------------------------------------------------------------------------------------------
+
+
+def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is_left() -> None:
+    key = b"the same for all of them"
+    with local() as setup, Listener(authkey=key) as listener:
+        decode = setup.decodes[0]
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, listener))
+        thread.start()
+        with pytest.raises(AuthenticationError):
+            Client(listener.address, authkey=b"another")
+        client = pd.remote.DecodeClient(partial(Client, listener.address, authkey=key))
+        hang(setup.prefills[0])
+        for session in range(3):
+            client.submit(request("a"), writers=[setup.prefills[0].address])
+            client.submit(request("b"), writers=[])
+            events: list[pd.types.Event] = []
+            wait_until(lambda events=events: bool(events.extend(client.step()) or len(events) == 2))  # type: ignore[misc]
+            assert {type(event) for event in events} == {pd.Granted, pd.Refused}, session
+            (granted,) = (event for event in events if isinstance(event, pd.Granted))
+            setup.prefills[0].submit(granted.request, granted.grant)
+            setup.prefills[0].step()
+            assert client.load().num_granted_requests == 1
+            with socket.socket(fileno=os.dup(client._mailman.connection.fileno())) as broken:  # type: ignore[attr-defined]
+                broken.shutdown(socket.SHUT_RDWR)
+            with pytest.raises(pd.TransferError, match="is gone"):
+                wait_until(lambda: bool(client.wait(0.1) and client.step()))
+            client.submit(request("nobody hears this"), writers=[])
+            time.sleep(0.5)
+            assert not client.recover()  # while a writer of before may still write
+            recover(setup.prefills[0])
+            wait_until(lambda: not setup.prefills[0].step() and client.recover())
+            assert client.load().num_granted_requests == client.load().num_waiting_requests == 0
+            assert decode.channel.pool.num_granted == 0
+            hang(setup.prefills[0])
+        client.close()
+        thread.join(10.0)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
+    config = pd.RemoteConfig(return_s=0.5)
+    with local() as setup, Listener() as listener:
+        thread = threading.Thread(
+            target=pd.remote.serve, args=(setup.decodes[0], listener), kwargs={"config": config}, daemon=True
+        )
+        thread.start()
+        connections = [Client(listener.address)]
+        client = pd.remote.DecodeClient(connections.pop, config=config)
+        assert client._mailman.loss is None
+        if is_served:
+            client._mailman.connection.close()
+            thread.join(10.0)
+            assert not thread.is_alive()
+        else:
+            setup.decodes[0].close()
+        with pytest.raises(pd.TransferError, match="is gone"):
+            wait_until(lambda: bool(client.wait(0.1) and client.step()))
+        with pytest.raises(pd.TransferError, match="is gone"):
+            wait_until(client.recover)
+        client.close()
+
+
+# -- steps that do not end ------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
+    """Its beats go on. Requests of a decode that hangs fail by name; those of a prefill go to another, whose rooms are
+    free for it since decode closes its link to the one that hangs."""
+    limits = pd.RemoteConfig(hung_s=0.5)
+    with several(2, 1, "tcp") as setup:
+        threads, ports = [], []
+        for engine in setup.engines:
+            ours, theirs = Pipe()
+            threads.append(threading.Thread(target=pd.remote.serve, args=(engine, theirs), kwargs={"config": limits}))
+            threads[-1].start()
+            ports.append((pd.remote.PrefillClient if engine.role == "prefill" else pd.remote.DecodeClient)(ours))
+        hung, decode = setup.prefills[0], setup.decodes[0]
+        with pd.Pairing(ports[:2], ports[2], policy=pd.policy.round_robin) as pairing:
+            goes_on, parted, disconnect = threading.Event(), [], decode.disconnect
+            decode.disconnect = lambda peer: parted.append(peer) or disconnect(peer)  # type: ignore[method-assign,func-returns-value]
+            step = hung.step
+            hung.step = lambda: goes_on.wait(30.0) and step()  # type: ignore[method-assign,assignment,return-value]
+            for name in "abcd":
+                pairing.submit(request(name))
+            check_streams(collect(pairing), *"abcd")
+            (lost,) = pairing.stats.ports_lost
+            assert (lost.address, lost.role, lost.is_back) == (hung.address, "prefill", False)
+            assert "hangs: its step has not ended for" in lost.reason
+            assert parted == [hung.address]
+            assert decode.channel.pool.num_granted == 0
+            goes_on.set()
+            wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
+            wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
+            for name in "abcd":
+                pairing.submit(request(name))
+            check_streams(collect(pairing), *"abcd")
+            assert hung.load().num_tokens > 0
+        for thread in threads:
+            thread.join(10.0)
+            assert not thread.is_alive()
+
+
+def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
+    with local() as setup:
+        decode = setup.decodes[0]
+        assert hung_after_s(decode.longest_warm_up_s) == HUNG_S == 60.0
+        longest_s = max(step.seconds for step in decode.warm_up().steps)
+        assert decode.longest_warm_up_s == longest_s > 0
+        decode.longest_warm_up_s = 4.0
+        ours, theirs = Pipe()
+        thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
+        thread.start()
+        client = pd.remote.DecodeClient(ours)
+        assert client._ready is not None
+        assert client._ready.hung_s == 80.0
+        client.close()
+        thread.join(10.0)
+
+
+@pytest.mark.parametrize("end", ["dies", "closes"])
+def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Workers, tmp_path: Path, end: str) -> None:
+    hung = tmp_path / "hung"
+    (worker,) = workers.take(1)
+    client = worker.serve("decode", hung_while=hung, remote=pd.RemoteConfig(exit_s=0.5))
+    hung.touch()
+    wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
+    assert worker.process.is_alive()
+    if end == "dies":
+        client._mailman.connection.close()
+    client.close()
+    worker.process.join(10.0)
+    assert worker.process.exitcode == 1
+
+
+HOST = """
+import multiprocessing, sys, time
+from pathlib import Path
+from tests.e2e import worker as module
+import pdinfer as pd
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    module.context = lambda: multiprocessing.get_context("spawn")  # whose parent is this process
+    worker = module.Worker(folder)
+    client = worker.serve("decode", hung_while=folder / "hung", holds_gil=sys.argv[2] == "held",
+                          remote=pd.RemoteConfig(exit_s=0.5))
+    print(worker.process.pid, flush=True)
+    (folder / "hung").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("interpreter", ["free", pytest.param("held", marks=pytest.mark.full)])
+def test_a_process_whose_step_hangs_ends_when_its_host_is_killed(tmp_path: Path, interpreter: str) -> None:
+    """Though the step should hold the interpreter; there the kernel does it, and takes longer."""
+    (tmp_path / "host.py").write_text(HOST)
+    command = [sys.executable, str(tmp_path / "host.py"), str(tmp_path), interpreter]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": PATH}) as host:
+        assert host.stdout is not None
+        pid = int(host.stdout.readline())
+        time.sleep(1.0)
+        os.kill(pid, 0)
+        host.kill()
+    wait_until(lambda: not is_alive(pid), 120.0)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; one that nobody has waited for is dead too."""
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False

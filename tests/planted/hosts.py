@@ -1,0 +1,104 @@
+"""Hosts and engines that pause, break off or hang."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+_PAUSES = "tests/e2e/test_pauses.py::"
+_BREAKS = _PAUSES + "test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is_left"
+_HANGS = _PAUSES + "test_a_step_that_hangs_costs_the_port_until_it_ends"
+_FROZEN = _PAUSES + "test_an_engine_that_pauses_comes_back_and_is_used_again"
+
+MUTANTS = [
+    Mutant(
+        "a long message is sent in one piece",
+        "src/pdinfer/mailman.py",
+        "                for piece in messages.pieces(data):",
+        "                for piece in (data,):",
+        "tests/unit/test_mailman.py::test_a_message_that_takes_longer_than_the_silence_is_none",
+    ),
+    Mutant(
+        "a served engine gives up a client that is silent at once",
+        "src/pdinfer/served.py",
+        "            return_s=self.config.return_s,",
+        "            return_s=0.0,",
+        _PAUSES + "test_a_served_engine_goes_on_while_its_client_is_silent",
+    ),
+    Mutant(
+        "what an ended session ran is not cancelled",
+        "src/pdinfer/served.py",
+        "                engine.cancel(request_id)\n        if self.mailman",
+        "                pass\n        if self.mailman",
+        _BREAKS,
+    ),
+    Mutant(
+        "a new session begins before the last one's rooms have settled",
+        "src/pdinfer/served.py",
+        "(self.has_begun and engine.num_unfinished)",
+        "False",
+        _BREAKS,
+    ),
+    Mutant(
+        "submits are numbered on in a new session",
+        "src/pdinfer/remote.py",
+        "            self._num_submitted = self._num_seen = 0\n        ready",
+        "        ready",
+        _BREAKS,
+    ),
+    Mutant(
+        "what is submitted between two sessions is sent",
+        "src/pdinfer/remote.py",
+        "            if self._in_session:\n                self._num_submitted += 1",
+        "            if True:\n                self._num_submitted += 1",
+        _BREAKS,
+    ),
+    Mutant(
+        "a client that hears its engine again does not ask for a new session",
+        "src/pdinfer/remote.py",
+        "            self._renew()\n\n    def _check_step",
+        "            pass\n\n    def _check_step",
+        _FROZEN,
+    ),
+    Mutant(
+        "a lost port is never taken back",
+        "src/pdinfer/broker.py",
+        "                if not port.recover():",
+        "                if True:",
+        _HANGS,
+    ),
+    Mutant(
+        "nobody looks at how long a step takes",
+        "src/pdinfer/remote.py",
+        "if limit_s is None or age_s <= limit_s:",
+        "if True:",
+        _HANGS,
+    ),
+    Mutant(
+        "links to a port that hangs stay open",
+        "src/pdinfer/ports.py",
+        "                    disconnect(rank)",
+        "                    pass",
+        _HANGS,
+    ),
+    Mutant(
+        "the reason of a loss is told as it came",
+        "src/pdinfer/broker.py",
+        "reason = escaped(str(error) or type(error).__name__)",
+        "reason = str(error)",
+        "tests/e2e/test_ports.py::test_lost_ports_are_named_and_the_list_is_bounded",
+    ),
+    Mutant(
+        "the watchdog forgets a step that hangs",
+        "src/pdinfer/served.py",
+        "            stuck_s += elapsed",
+        "            stuck_s = elapsed",
+        _PAUSES + "test_a_process_whose_step_hangs_ends_when_its_client_is_gone",
+    ),
+    Mutant(
+        "the limit of a step does not follow the warm-up",
+        "src/pdinfer/config.py",
+        "return max(HUNG_S, HUNG_FACTOR * longest_warm_up_s)",
+        "return HUNG_S",
+        _PAUSES + "test_how_long_a_step_may_take_follows_from_the_warm_up",
+    ),
+]
