@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.ring import NamedEngine
 from pdinfer.kv.ring_transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.socket import SocketTransport
@@ -160,10 +161,11 @@ class MooncakeTransport(RingTransport):
         digest: bool = True,
         timeout_s: float = TIMEOUT_S,
         engine: MooncakeEngine | None = None,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_engine(protocol, devices)
-        stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, clock=clock)
+        stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, strangers=strangers, clock=clock)
 
         def start() -> NamedEngine:
             wildcard = host in ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound

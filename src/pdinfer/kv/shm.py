@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.mapped import MappedPayloads
 from pdinfer.kv.payloads import Payloads
 from pdinfer.kv.segment import CAN_SHARE, Segment
@@ -46,6 +47,7 @@ class ShmTransport(StreamTransport):
         path: str | os.PathLike[str] | None = None,
         *,
         digest: bool = True,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not CAN_SHARE:
@@ -61,6 +63,7 @@ class ShmTransport(StreamTransport):
             schemes=(SCHEME,),
             payloads=payloads,
             clock=clock,
+            strangers=strangers or Strangers(),
         )
 
 

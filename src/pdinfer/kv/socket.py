@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.payloads import InlinePayloads, Payloads
 from pdinfer.kv.stream import StreamTransport
 from pdinfer.kv.transport import Link, Memory, Receiver
@@ -32,6 +33,7 @@ class SocketTransport(StreamTransport):
         path: str | os.PathLike[str] | None = None,
         allow_remote: bool = False,
         digest: bool = True,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         dial.check_port(port)
@@ -47,6 +49,7 @@ class SocketTransport(StreamTransport):
             schemes=(dial.TCP, dial.UNIX),
             payloads=payloads,
             clock=clock,
+            strangers=strangers or Strangers(),
         )
         self._host = host if path is None else None
         self._allow_remote = allow_remote
