@@ -6,9 +6,8 @@ import contextlib
 import hashlib
 import os
 import resource
-import selectors
-import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import get_context
@@ -24,6 +23,8 @@ from pdinfer.kv.framing import HEADER, Header, Kind
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.seal import NONCE_BYTES, Seal
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from tests.e2e import knocking
+from tests.e2e.knocking import bare
 from tests.unit.channels import LAYERS, pool_of
 
 MIB = 1 << 20
@@ -165,18 +166,6 @@ def many_descriptors() -> int:
     return hard
 
 
-def bare(endpoint: str) -> socket.socket:
-    """A connected socket."""
-    scheme, _, where = endpoint.partition("://")
-    if scheme == "tcp":
-        host, port = where.split(":")
-        return socket.create_connection((host, int(port)), 10.0)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(10.0)
-    sock.connect(where)
-    return sock
-
-
 def framed(frame: bytes) -> bytes:
     return Header(Kind.FRAME, len(frame)).packed() + frame
 
@@ -222,51 +211,15 @@ class Identity:
 
 
 @contextlib.contextmanager
-def strangers(endpoint: str, count: int, says: bytes = b"", byte_s: float | None = None) -> Iterator[list[int]]:
-    """So many connections that say `says`, at once or a byte at a time, and come again when they are closed. Yields a
-    list that holds how often any came."""
-    selector, over, came = selectors.DefaultSelector(), threading.Event(), [0]
-
-    def come() -> None:
-        with contextlib.suppress(OSError):
-            sock = bare(endpoint)
-            sock.setblocking(False)
-            selector.register(sock, selectors.EVENT_READ, [0])
-            came[0] += 1
-            if byte_s is None:
-                sock.send(says)
-
-    def run() -> None:
-        told_at = time.monotonic()
-        while not over.is_set():
-            if len(selector.get_map()) < count:
-                come()
-            for key, _ in selector.select(0.0 if len(selector.get_map()) < count else 0.05):
-                sock: Any = key.fileobj
-                try:
-                    gone = not sock.recv(1 << 16)
-                except BlockingIOError:
-                    gone = False
-                except OSError:
-                    gone = True
-                if gone:
-                    selector.unregister(sock)
-                    sock.close()
-            if byte_s is not None and time.monotonic() > told_at + byte_s:
-                told_at = time.monotonic()
-                for key in list(selector.get_map().values()):
-                    at = key.data
-                    with contextlib.suppress(OSError):
-                        key.fileobj.send(says[at[0] : at[0] + 1])  # type: ignore[union-attr]
-                    at[0] += 1
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield came
-    finally:
-        over.set()
-        thread.join()
-        for key in list(selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        selector.close()
+def strangers(endpoint: str, count: int, says: bytes = b"", byte_s: float = 0.0) -> Iterator[None]:
+    """So many connections, made by a process of their own, that say `says` at once or a byte at a time, and come again
+    when they are closed."""
+    command = [sys.executable, knocking.__file__, endpoint, str(count), str(byte_s), says.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline(), "the strangers did not come"
+            yield
+        finally:
+            process.stdin.close()

@@ -13,7 +13,6 @@ import math
 import resource
 import socket
 import struct
-from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -61,61 +60,68 @@ class Door:
         affordable = math.inf if descriptors == resource.RLIM_INFINITY else max(1, descriptors // DESCRIPTOR_SHARE)
         self._strangers = strangers
         self._max_links = min(strangers.max_links, affordable)
-        self._sources: dict[Connection, Hashable] = {}
-        self._since: dict[Connection, float] = {}
+        self._waiting: dict[Hashable, dict[Connection, float]] = {}
 
     def __len__(self) -> int:
-        return len(self._sources)
+        return sum(map(len, self._waiting.values()))
 
     def look(self) -> None:
         """Forgets those that are trusted or gone."""
-        for connection in [each for each in self._sources if each.closed or each.link.trusted]:
-            del self._sources[connection], self._since[connection]
+        for source, own in list(self._waiting.items()):
+            for connection in [each for each in own if each.closed or each.link.trusted]:
+                self._forget(source, connection)
 
     def room_in_s(self, now: float) -> float:
         """How long a newcomer has to wait outside: 0 when there is room for one, or somebody who can give way."""
-        self.look()
+        if len(self) >= self._max_links:
+            self.look()
         if len(self) < self._max_links:
             return 0.0
-        return max(0.0, self._since[self.oldest()] + self._strangers.grace_s - now)
+        source, oldest = self._oldest()
+        return max(0.0, self._waiting[source][oldest] + self._strangers.grace_s - now)
 
     def oldest(self) -> Connection:
         """Who has waited longest, of the source that has most."""
-        counts = Counter(self._sources.values())
-        most = max(counts.values())
-        return next(each for each, source in self._sources.items() if counts[source] == most)
+        return self._oldest()[1]
 
     def turns_away(self, source: Hashable, now: float) -> bool:
         """Whether a newcomer of that source has to go because those before it have just come."""
-        own = self._of(source)
-        return len(own) >= self._limit(source) and now < self._since[own[0]] + self._strangers.grace_s
+        if len(self._waiting.get(source, {})) >= self._limit(source):
+            self.look()
+        own = self._waiting.get(source, {})
+        return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
 
     def enter(self, connection: Connection, source: Hashable, now: float) -> Connection | None:
         """A newcomer is in: who gives way for it."""
-        own = self._of(source)
-        leaves = None
+        own = self._waiting.get(source, {})
+        leaves: Connection | None = None
         if len(own) >= self._limit(source):
-            leaves = own[0]
+            leaves = next(iter(own))
+            self._forget(source, leaves)
         elif len(self) >= self._max_links:
-            leaves = self.oldest()
-        if leaves is not None:
-            del self._sources[leaves], self._since[leaves]
-        self._sources[connection] = source
-        self._since[connection] = now
+            other, leaves = self._oldest()
+            self._forget(other, leaves)
+        self._waiting.setdefault(source, {})[connection] = now
         return leaves
 
     def late(self, now: float) -> list[tuple[Connection, float]]:
         """(who said no whole message in time, how many seconds that is)."""
         self.look()
         found = []
-        for connection in self._sources:
+        for connection in (each for own in self._waiting.values() for each in own):
             limit_s = self._strangers.message_s if connection.num_messages else self._strangers.first_message_s
             if now - connection.idle_since > limit_s:
                 found.append((connection, limit_s))
         return found
 
-    def _of(self, source: Hashable) -> list[Connection]:
-        return [each for each, other in self._sources.items() if other == source]
+    def _oldest(self) -> tuple[Hashable, Connection]:
+        source = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        return source, next(iter(self._waiting[source]))
+
+    def _forget(self, source: Hashable, connection: Connection) -> None:
+        del self._waiting[source][connection]
+        if not self._waiting[source]:
+            del self._waiting[source]
 
     def _limit(self, source: Hashable) -> float:
         own = self._max_links if source == LOOPBACK else self._strangers.max_links_per_source
