@@ -104,7 +104,7 @@ def test_peers_that_do_not_read_lose_their_links_and_nobody_elses(attacked: Call
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("text", ["", "poem " * 800])
+@pytest.mark.parametrize("text", ["", "poem " * 800], ids=["short", "long"])
 def test_ten_times_as_many_peers_that_do_not_read(attacked: Callable[..., Victim], kind: str, text: str) -> None:
     many_descriptors()
     victim = attacked(kind)

@@ -144,7 +144,8 @@ class MooncakeTransport(RingTransport):
     key or with `allow_remote=True`. The engine's own ports are open in any case and do not know who calls. `protocol`
     and `devices` are those of MooncakeEngine; with `engine` it shares that one, whose host must be this machine's.
 
-    Rings, blocks, `digest` and `timeout_s` are those of RingTransport. Raises ConfigError for an address or size that
+    Rings, blocks, `digest` and `timeout_s` are those of RingTransport, `strangers` limits links that are not trusted
+    yet. Raises ConfigError for an address or size that
     cannot be used, BackendUnavailable when Mooncake or its hardware is not there.
     """
 

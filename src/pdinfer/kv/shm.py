@@ -39,7 +39,8 @@ class ShmTransport(StreamTransport):
     in a segment (a GPU's) is staged through a ring of a few MiB per link.
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
-    copy that its sender's end may have disturbed is never used. Raises ConfigError where there is no such memory.
+    copy that its sender's end may have disturbed is never used.
+    `strangers` limits links that are not trusted yet. Raises ConfigError where there is no such memory.
     """
 
     def __init__(

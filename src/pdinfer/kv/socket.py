@@ -19,7 +19,7 @@ class SocketTransport(StreamTransport):
 
     Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds. With
     `digest=False` payloads are not verified, neither those sent nor, when the peer sends none, those received; an end
-    with digests refuses the writes of one without.
+    with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
     network that is trusted; ConfigError says so when the channel is made, as it does for an address that cannot be had.
