@@ -181,6 +181,13 @@ class Identity:
     def __init__(self, endpoint: str, layout: KVLayout, number: int) -> None:
         self.sock = bare(endpoint)
         self.address = PeerAddress(number.to_bytes(16, "big"), 1, 0, ("tcp://127.0.0.1:9",))
+        try:
+            self._greet(layout)
+        except BaseException:
+            self.sock.close()
+            raise
+
+    def _greet(self, layout: KVLayout) -> None:
         self.sock.sendall(opening())
         theirs = wire.decode(self._frame())
         assert isinstance(theirs, wire.Open)
