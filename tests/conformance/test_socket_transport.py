@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -21,9 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv import stream
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
 from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.stream import MAX_UNTRUSTED_LINKS, UNTRUSTED_IDLE_S
 from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
@@ -185,21 +187,26 @@ def test_a_staged_memory_keeps_out_what_did_not_verify() -> None:
     assert not any(end.memory.data)
 
 
-@pytest.mark.parametrize("sent", [b"", MAGIC, frame_of(b"hello")[:-1]])
+@pytest.mark.parametrize("sent", [b"", MAGIC, frame_of(b"hello")[:-1], frame_of(b"hello"), frame_of(b"hello") + MAGIC])
 def test_a_slow_stranger_is_cut(open_end: Callable[..., End], sent: bytes) -> None:
-    clock = Clock()
-    end = open_end(SocketTransport(clock=clock), trusts=False)
+    clock, limits = Clock(), Strangers(first_message_s=10.0, message_s=20.0)
+    end = open_end(SocketTransport(clock=clock, strangers=limits), trusts=False)
+    whole = sent.startswith(frame_of(b"hello"))
+    limit_s = limits.message_s if whole else limits.first_message_s
     with dialled(end) as stranger, dialled(end) as active:
         end.receiver.wait("opened", 2)
         stranger.sendall(sent)
-        clock.now += UNTRUSTED_IDLE_S - 1
+        if whole:
+            end.receiver.wait("received")
+        clock.now += limit_s - 1
         active.sendall(frame_of(b"hello"))
-        end.receiver.wait("received")
+        end.receiver.wait("received", 1 + whole)
+        assert not end.receiver.of("closed")
         clock.now += 2
         assert closed_by_peer(stranger)
         active.sendall(frame_of(b"again"))
-        end.receiver.wait("received", 2)
-    assert "no whole message" in str(end.receiver.of("closed")[0].error)
+        end.receiver.wait("received", 2 + whole)
+    assert f"no whole message for {limit_s:g} s" in str(end.receiver.of("closed")[0].error)
 
 
 def test_a_trusted_link_may_be_idle(open_end: Callable[..., End]) -> None:
@@ -219,18 +226,97 @@ def test_a_trusted_link_may_be_idle(open_end: Callable[..., End]) -> None:
     accepted.close()
 
 
-def test_untrusted_links_are_few(open_end: Callable[..., End]) -> None:
-    end = open_end(trusts=False)
-    strangers = [dialled(end) for _ in range(MAX_UNTRUSTED_LINKS)]
-    opened = end.receiver.wait("opened", MAX_UNTRUSTED_LINKS)
-    with dialled(end) as one_more:
-        assert closed_by_peer(one_more)
+def test_a_newcomer_takes_the_place_of_who_has_waited_longest(open_end: Callable[..., End]) -> None:
+    clock, limits = Clock(), Strangers(max_links=4, max_links_per_source=1)
+    end = open_end(SocketTransport(clock=clock, strangers=limits), trusts=False)
+    strangers = [dialled(end) for _ in range(4)]
+    opened = end.receiver.wait("opened", 4)
+    clock.now += limits.grace_s
     opened[0].link.trusted = True
-    with dialled(end) as welcome:
-        welcome.sendall(frame_of(b"hello"))
+    with dialled(end) as fifth, dialled(end) as newcomer:
+        assert closed_by_peer(strangers[1])
+        newcomer.sendall(frame_of(b"hello"))
         end.receiver.wait("received")
+        strangers[0].sendall(frame_of(b"I am trusted"))
+        end.receiver.wait("received", 2)
+        fifth.sendall(frame_of(b"I am not"))
+        end.receiver.wait("received", 3)
+    assert "others want to get in" in str(end.receiver.of("closed")[0].error)
     for stranger in strangers:
         stranger.close()
+
+
+def test_a_newcomer_waits_while_all_before_it_have_just_come(open_end: Callable[..., End]) -> None:
+    """Else who comes often enough would leave nobody the time for a handshake."""
+    clock, limits = Clock(), Strangers(max_links=2)
+    end = open_end(SocketTransport(clock=clock, strangers=limits), trusts=False)
+    first, second = dialled(end), dialled(end)
+    end.receiver.wait("opened", 2)
+    with first, second, dialled(end) as third:
+        third.sendall(frame_of(b"third"))
+        first.sendall(frame_of(b"first"))
+        end.receiver.wait("received")
+        time.sleep(0.1)
+        assert len(end.receiver.of("opened")) == 2
+        clock.now += limits.grace_s + 1e-6
+        second.sendall(frame_of(b"second"))  # wakes the thread, whose clock stands still
+        assert closed_by_peer(first)
+        end.receiver.wait("opened", 3)
+        end.receiver.wait("received", 3)
+
+
+def test_who_is_out_of_descriptors_turns_out_a_stranger(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = open_end(trusts=False)
+    accept, broken = end.transport._listener.sock.accept, [True]  # type: ignore[attr-defined]
+
+    class Listening:
+        def __getattr__(self, name: str) -> object:
+            return getattr(sock, name)
+
+        def accept(self) -> object:
+            if broken:
+                broken.pop()
+                raise OSError(errno.EMFILE, "Too many open files")
+            return accept()
+
+    with dialled(end) as stranger:
+        end.receiver.wait("opened")
+        sock = end.transport._listener.sock  # type: ignore[attr-defined]
+        monkeypatch.setattr(end.transport._listener, "sock", Listening())  # type: ignore[attr-defined]
+        with dialled(end) as newcomer:
+            assert closed_by_peer(stranger)
+            newcomer.sendall(frame_of(b"hello"))
+            end.receiver.wait("received")
+    assert "no more descriptors" in str(end.receiver.of("closed")[0].error)
+
+
+@pytest.mark.parametrize("name", ["max_links", "max_links_per_source", "grace_s", "first_message_s", "message_s"])
+def test_limits_that_let_nobody_in(name: str) -> None:
+    for value in (0, -1, float("nan")):
+        with pytest.raises(ConfigError, match="must be above 0"):
+            Strangers(**{name: value})  # type: ignore[arg-type]
+
+
+def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who announces a long frame and sends a part of it makes room, of all links, for 16 of the longest."""
+    monkeypatch.setattr(stream, "MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
+    end = open_end()
+    long = frame_of(bytes(MAX_FRAME_BYTES))
+    slow = [dialled(end) for _ in range(8)]
+    for peer in slow:
+        peer.sendall(long[:-1])
+    end.receiver.wait("closed", 5)
+    assert all("a part of a frame" in str(call.error) for call in end.receiver.of("closed"))
+    assert end.transport._limits.arriving.num_bytes == 3 * MAX_FRAME_BYTES  # type: ignore[attr-defined]
+    for peer in slow:
+        peer.close()
+    end.receiver.wait("closed", 8)
+    assert end.transport._limits.arriving.num_bytes == 0  # type: ignore[attr-defined]
+    with dialled(end) as honest:
+        honest.sendall(long)
+        end.receiver.wait("received")
 
 
 def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: Path) -> None:

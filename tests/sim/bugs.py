@@ -144,7 +144,7 @@ def a_failed_transfer_never_ends(patch: pytest.MonkeyPatch) -> None:
 def an_unknown_room_is_not_answered(patch: pytest.MonkeyPatch) -> None:
     """An abort that comes before its request is forgotten, and nobody else ends the room (vllm#50754)."""
     stop = Accepted.stop
-    patch.setattr(Accepted, "stop", lambda self, peer, room, error: stop(self, peer, room, error) and False)
+    patch.setattr(Accepted, "stop", lambda self, *stopped: stop(self, *stopped) and False)
     patch.setattr(channels, "ANSWER_S", 1e9)
 
 

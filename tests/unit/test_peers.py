@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdinfer.bounds import escaped
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv import connection, peers, protocol, wire
+from pdinfer.kv import complaints, connection, peers, protocol, stream, tombstones, traffic, wire
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.peer import Peer
 from pdinfer.kv.peers import HANDSHAKE_S, REDIAL_S, RELINK_S, SILENT_S, Peers
@@ -601,7 +601,7 @@ def footprint(end: KVChannel) -> int:
         + sum(len(ranges) for room in expected._rooms.values() for ranges in room.coverage._announced.values())
         + len(accepted._rooms)
         + len(accepted._stops)
-        + sum(map(len, accepted._tombstones.values()))
+        + len(accepted.tombstones)
         + len(end._pushes._open)
     )
 
@@ -610,7 +610,7 @@ def footprint(end: KVChannel) -> int:
 def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
     net: HandNet, monkeypatch: pytest.MonkeyPatch, flood: str
 ) -> None:
-    monkeypatch.setattr(protocol, "MAX_TOMBSTONES", 50)
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 50)
     hostile, victim = linked(net)
     before = footprint(victim)
 
@@ -635,13 +635,13 @@ def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
     assert dropped == (500 if flood in ("data", "finishes") else 0)
     hostile.drop_peer(victim.address)
     net.settle()
-    tombstones = 50 if flood == "aborts" else 0  # those outlive the link, since the peer may come back over another one
-    assert footprint(victim) <= before + tombstones
+    buried = 50 if flood == "aborts" else 0  # those outlive the link, since the peer may come back over another one
+    assert footprint(victim) <= before + buried
 
 
 def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else everything that it makes us answer would wait for it."""
-    monkeypatch.setattr(connection, "MAX_WAITING_BYTES", 100_000)
+    monkeypatch.setattr(stream, "MAX_WAITING_BYTES", 100_000)
     monkeypatch.setattr(peers, "SILENT_S", 60.0)  # nothing is sent here, and silence is not what this is about
     case = Case("tcp")
     deaf, victim = case.pair()
@@ -664,7 +664,7 @@ def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.
 
 
 def test_what_is_read_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MAX_WAITING_BYTES", 100_000)
+    monkeypatch.setattr(stream, "MAX_WAITING_BYTES", 100_000)
     case = Case("tcp")
     prefill, decode = case.pair()
     big = TransferError("no" * 40_000)
@@ -676,17 +676,72 @@ def test_what_is_read_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     case.close()
 
 
-def test_peers_that_come_and_go_are_forgotten(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdinfer.kv.traffic.MAX_REMEMBERED", 10)
+@pytest.mark.parametrize("by", ["count", "time"])
+def test_peers_that_come_and_go_are_forgotten(net: HandNet, by: str) -> None:
     decode, stays = net.end(), net.end()
     stays.connect(decode.address, timeout_s=0)
     net.settle()
-    for _ in range(40):
+    for _ in range(2 * traffic.MAX_PAST if by == "count" else 3):
         prefill = net.end()
         prefill.connect(decode.address, timeout_s=0)
         net.settle()
         prefill.close()
         net.settle()
-    assert len(decode.stats.peers) == 10
-    assert [stats.address for stats in decode.stats.peers if stats.connected] == [stays.address]
+    assert len(decode.stats.peers) == 1 + (traffic.MAX_PAST if by == "count" else 3)
+    net.pass_time(traffic.PAST_S + 1.0, decode, stays)
+    assert [stats.address for stats in decode.stats.peers] == [stays.address]
     assert len(decode._peers._by_link) == 1
+
+
+def test_a_peer_that_is_dialled_is_not_past(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traffic, "PAST_S", 1.0)
+    prefill, decode = linked(net)
+    net.down.add(*decode.address.endpoints)
+    net.cut(net.side(prefill))
+    net.pass_time(RELINK_S / 2, prefill, decode)
+    assert [stats.connected for stats in prefill.stats.peers] == [False]
+    assert not decode.stats.peers
+
+
+def test_guests_are_few_and_who_has_something_to_do_is_none(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Welcome peers that this host neither dialled nor gave anything to do make room for each other."""
+    monkeypatch.setattr(peers, "MAX_GUESTS", 4)
+    decode, dialled, writer = net.end(), net.end(), net.end()
+    decode.connect(dialled.address, timeout_s=0)
+    writer.connect(decode.address, timeout_s=0)
+    net.settle()
+    Case("hand").grant(decode, writer)
+    guests = [net.end() for _ in range(20)]
+    for guest in guests:
+        guest.connect(decode.address, timeout_s=0)
+        net.settle()
+    assert are_linked(decode, dialled)
+    assert are_linked(decode, writer)
+    assert [guest for guest in guests if decode.connected(guest.address)] == guests[-4:]
+    assert len(decode._peers._by_link) == 6
+
+
+def test_an_answer_does_not_carry_what_the_peer_said(net: HandNet) -> None:
+    hostile, victim = linked(net)
+    side = next(side for side in net.sides if side.owner.receiver is victim)
+    before = len(side.sent)
+    say(hostile, victim, wire.Abort(b"r" * 16, TransferError("poem " * 800)))
+    net.settle()
+    (answer,) = side.sent[before:]
+    assert b"poem" not in answer
+    assert len(answer) < 400
+
+
+def test_warnings_that_a_stranger_causes_are_few(net: HandNet, caplog: pytest.LogCaptureFixture) -> None:
+    victim = net.end()
+    with caplog.at_level(logging.WARNING, "pdinfer"):
+        for _ in range(3 * complaints.MAX_WARNINGS):
+            Stranger(net, victim).send(wire.encode(wire.Open((wire.MAJOR + 1, 0), b"n" * 16, keyed=False)))
+            net.settle()
+        assert len(caplog.records) == complaints.MAX_WARNINGS
+        net.clock.advance(complaints.WINDOW_S)
+        Stranger(net, victim).send(wire.encode(wire.Open((wire.MAJOR + 1, 0), b"n" * 16, keyed=False)))
+        net.settle()
+    unsaid, last = caplog.records[complaints.MAX_WARNINGS :]
+    assert unsaid.getMessage() == f"{2 * complaints.MAX_WARNINGS} more warnings about peers were not logged"
+    assert "speaks protocol" in last.getMessage()

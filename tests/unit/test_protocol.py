@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv import protocol
-from pdinfer.kv.protocol import Accepted, Coverage, Expected, StaleFrame, first_error, peer_key
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.kv import protocol, tombstones
+from pdinfer.kv.protocol import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error, peer_key
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
 
 LAYERS = range(2, 5)
 TOKENS = range(4, 10)
@@ -326,7 +326,7 @@ class AcceptedMachine(RuleBasedStateMachine):
 
     @rule(room=st.sampled_from(ROOMS), peer=st.sampled_from(PEERS[:3]))
     def stop(self, room: bytes, peer: PeerAddress) -> None:
-        unheard_of = self.accepted.stop(peer_key(peer), room, TransferError("stop"))
+        unheard_of = self.accepted.stop(peer_key(peer), room, TransferError("stop"), 0.0)
         assert unheard_of == (room not in self.open)
         if unheard_of:
             self.buried.add((peer, room))
@@ -470,15 +470,15 @@ def test_a_restarted_peer_is_a_stranger() -> None:
     expected.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS, 0.0)
 
 
-def test_tombstones_are_bounded_per_peer_and_the_oldest_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_TOMBSTONES", 3)
+def test_a_flood_of_tombstones_pushes_out_those_of_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
     accepted = Accepted()
     decode, other = PEERS[3], PEERS[0]
     rooms = [bytes([n]) * 16 for n in range(5)]
-    assert accepted.stop(peer_key(other), rooms[4], TransferError("stop"))
+    assert accepted.stop(peer_key(other), rooms[4], TransferError("stop"), 0.0)
     for room in rooms:
-        assert accepted.stop(peer_key(decode), room, TransferError("stop"))
-    assert [len(buried) for buried in accepted._tombstones.values()] == [1, 3]
+        assert accepted.stop(peer_key(decode), room, TransferError("stop"), 0.0)
+    assert len(accepted.tombstones) == 4
     for room in rooms[:2]:
         accepted.accept(grant_of(room))
     for room in rooms[2:]:
@@ -488,9 +488,63 @@ def test_tombstones_are_bounded_per_peer_and_the_oldest_goes_first(monkeypatch: 
         accepted.accept(attrs.evolve(grant_of(rooms[4]), destinations=(other,)))
 
 
+def test_tombstones_are_kept_for_a_while() -> None:
+    accepted = Accepted()
+    for at, room in enumerate(ROOMS):
+        accepted.stop(peer_key(PEERS[3]), room, TransferError("stop"), float(at))
+    accepted.tombstones.decay(tombstones.TOMBSTONE_S + 0.5)
+    assert len(accepted.tombstones) == len(ROOMS) - 1
+    accepted.accept(grant_of(ROOMS[0]))
+    with pytest.raises(TransferError, match="was aborted before"):
+        accepted.accept(grant_of(ROOMS[1]))
+    accepted.tombstones.decay(2 * tombstones.TOMBSTONE_S)
+    assert len(accepted.tombstones) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=80))
+def test_tombstones_count_themselves(buried: list[tuple[int, int]]) -> None:
+    graves = tombstones.Tombstones()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tombstones, "MAX_TOMBSTONES", 12)
+        patch.setattr(tombstones, "MAX_TOMBSTONE_PEERS", 4)
+        for now, (peer, room) in enumerate(buried):
+            graves.bury((bytes([peer]), 0, 0), bytes([room]), now)
+            assert graves.has((bytes([peer]), 0, 0), bytes([room])) or len(graves) == 12
+            assert len(graves) == sum(map(len, graves._rooms.values())) <= 12
+            graves.decay(now + tombstones.TOMBSTONE_S - 30)
+            assert len(graves) == sum(map(len, graves._rooms.values()))
+
+
+def test_a_layer_in_too_many_pieces_is_no_honest_writers() -> None:
+    """Each piece costs memory for as long as the room is open."""
+    tokens = range(4 * MAX_PIECES)
+    expected = Expected(LAYERS)
+    expected.expect(attrs.evolve(grant_of(ROOMS[0]), tokens=tokens), 0.0)
+    writer = peer_key(PEERS[0])
+    for start in tokens[: 2 * MAX_PIECES : 2]:
+        expected.place(writer, ROOMS[0], LAYERS, range(start, start + 1), 0.0)
+    with pytest.raises(TransferError, match="sent in order"):
+        expected.place(writer, ROOMS[0], LAYERS, range(tokens.stop - 1, tokens.stop), 0.0)
+
+
+def test_state_that_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_STATE_BYTES", 100)
+    expected = Expected(LAYERS)
+    state = (NamedState(name="mtp.hidden", version=1, dtype="f", shape=(15,), data=bytes(60)),)
+
+    def word_with_state(room: bytes) -> HandoffStatus:
+        expected.expect(attrs.evolve(grant_of(room), tokens=range(0)), 0.0)
+        expected.said(peer_key(PEERS[0]), attrs.evolve(word_of(room, PEERS[0]), state=state))
+        return expected._settled[-1].status
+
+    assert [word_with_state(room) for room in ROOMS[:2]] == [LANDED, ABORTED]
+    assert "more than 100 bytes" in str(expected.take_settled()[1].error)
+    assert word_with_state(ROOMS[0]) is LANDED
+
+
 def test_one_peers_tombstone_is_none_of_anothers_business() -> None:
     accepted = Accepted()
-    assert accepted.stop(peer_key(PEERS[0]), ROOMS[0], TransferError("stop"))
+    assert accepted.stop(peer_key(PEERS[0]), ROOMS[0], TransferError("stop"), 0.0)
     accepted.accept(grant_of(ROOMS[0]))
 
 
@@ -508,15 +562,15 @@ def test_the_first_error_of_aborted_words() -> None:
 def test_a_tombstone_outlives_the_link_over_which_the_abort_came() -> None:
     accepted = Accepted()
     decode = peer_key(PEERS[3])
-    assert accepted.stop(decode, ROOMS[0], TransferError("stop"))
+    assert accepted.stop(decode, ROOMS[0], TransferError("stop"), 0.0)
     accepted.lost(decode, TransferError("the link broke, and is dialled again"))
     with pytest.raises(TransferError, match="was aborted before"):
         accepted.accept(grant_of(ROOMS[0]))
 
 
 def test_tombstones_of_so_many_peers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_TOMBSTONE_PEERS", 2)
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONE_PEERS", 2)
     accepted = Accepted()
     for peer, room in zip(PEERS, (*ROOMS, bytes(16)), strict=True):
-        accepted.stop(peer_key(peer), room, TransferError("stop"))
-    assert list(accepted._tombstones) == [peer_key(peer) for peer in PEERS[2:]]
+        accepted.stop(peer_key(peer), room, TransferError("stop"), 0.0)
+    assert list(accepted.tombstones._rooms) == [peer_key(peer) for peer in PEERS[2:]]

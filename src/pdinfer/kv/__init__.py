@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
@@ -30,6 +31,7 @@ __all__ = [
     "Receiver",
     "ShmTransport",
     "SocketTransport",
+    "Strangers",
     "Transfer",
     "Transport",
     "same_host_transport",

@@ -29,8 +29,7 @@ from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerA
 
 WINDOW_BYTES = 64 << 20
 ANSWER_S = 10.0
-"""How long a writer may take to answer an abort: its engine may be inside a long step. Then its link is closed, which
-proves what the answer would have said, and frees the pages."""
+"""A writer's answer to an abort; it may be inside a long step. Then its link is closed, which frees the pages too."""
 
 
 class KVChannel:
@@ -107,7 +106,8 @@ class KVChannel:
         error = TransferError("the writer is not connected to this decode")
         with self._lock:
             self._expected.expect(grant, self._clock())
-            gone = [writer for writer in grant.writers if not self.connected(writer)]
+            there = self._peers.granted(grant.writers)
+            gone = [writer for writer, peer in zip(grant.writers, there, strict=True) if peer is None]
             told = [self._expected.lost(peer_key(writer), error) for writer in gone]
         for rooms in told:
             self._tell_to_stop(rooms, error)
@@ -137,7 +137,7 @@ class KVChannel:
         for another layout than the one that decode showed in the handshake. Then every destination is told."""
         try:
             with self._lock:  # one block, so that a link which breaks meanwhile finds the room
-                peers = [self._peers.peer_at(peer_key(destination)) for destination in grant.destinations]
+                peers = self._peers.granted(grant.destinations)
                 if None in peers or not peers:
                     raise StaleFrame("the grant's decode is not connected to this prefill")
                 if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
@@ -309,6 +309,7 @@ class KVChannel:
         now = self._clock()
         with self._lock:
             mute = self._expected.unanswered(now, ANSWER_S)
+            self._accepted.tombstones.decay(now)
         for peer in mute:
             self._peers.give_up(peer, f"it did not stop writing within {ANSWER_S:g} s of being asked to")
         self._peers.tick(max(0.0, now - self._looked_at))
@@ -336,11 +337,11 @@ class KVChannel:
         self._notify()
 
     def _aborted(self, peer: Peer, key: PeerKey, message: wire.Abort) -> None:
-        error = TransferError(str(message.error))
+        error = TransferError(str(message.error)[: wire.MAX_REASON_BYTES])
         with self._lock:
-            unheard_of = self._accepted.stop(key, message.room, error)
+            unheard_of = self._accepted.stop(key, message.room, error, self._clock())
         if unheard_of:
-            self._say_aborted(peer, message.room, error)
+            self._say_aborted(peer, message.room, TransferError("the room was aborted before its request came"))
         self._notify()
 
     def _answer_turned_away(self, peer: Peer) -> None:

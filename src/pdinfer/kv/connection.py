@@ -11,11 +11,12 @@ import socket
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 from pdinfer.errors import TransferError
 from pdinfer.kv import dial
-from pdinfer.kv.framing import HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
+from pdinfer.kv.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
+from pdinfer.kv.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import Link, Receiver, check_arriving
 
@@ -23,8 +24,6 @@ TURN_BYTES = 4 << 20
 """About what a link may send or receive before others have their turn."""
 STEP_BYTES = TURN_BYTES >> 6
 """What a message or a system call costs of a turn, however short it is."""
-MAX_WAITING_BYTES = 64 << 20
-"""Frames that may wait to be sent. A peer for which more wait lives and does not read."""
 DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
@@ -32,7 +31,8 @@ DIRECT_BYTES = 1 << 16
 class Connection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
     link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
-    has been called; `turns` while it has promised another turn."""
+    has been called; `turns` while it has promised another turn. What waits and what arrives counts in
+    `limits`."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class Connection:
         receiver: Receiver,
         clock: Callable[[], float],
         *,
+        limits: Limits[Connection],
         accepted: bool = False,
         opening: bool = False,
     ) -> None:
@@ -52,13 +53,14 @@ class Connection:
         self.gone = threading.Event()
         self.closed = False
         self.turns = False
+        self.num_messages = 0
+        self._limits = limits
         self._payloads = payloads
         self._receiver = receiver
         self._clock = clock
         self.idle_since = link.heard_at = clock()
         self._lock = threading.Lock()
         self._queue: deque[Message] = deque()
-        self._waiting_bytes = 0
         self._leaving: Message | None = None
         self._busy = False
         self._outgoing = self._parts()
@@ -70,19 +72,19 @@ class Connection:
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
         """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
         Any thread. A small message that is alone leaves at once: waking the I/O thread takes longer than sending.
-        TransferError when too much waits."""
+        When too much waits, some link is closed: this one or another."""
         with self._lock:
             if self.closed:
                 return False
             idle = not self._busy and not self._queue and not self.opening
             if idle and self._leaves(message):
                 return True
-            if self._waiting_bytes > MAX_WAITING_BYTES:
-                raise TransferError(f"{self.link.endpoint} does not read: {self._waiting_bytes} bytes wait for it")
-            self._waiting_bytes += len(message.frame)
             self._queue.append(message)
+            slowest = self._limits.waiting.take(self, _cost(message))
         if idle:
             wake()
+        if slowest is not None:
+            self._limits.crowded(slowest, "does not read: too many bytes wait for it")
         return True
 
     def _leaves(self, message: Message) -> bool:
@@ -204,6 +206,8 @@ class Connection:
             self.closed = True
             dropped = [self._leaving, *self._queue] if self._leaving else list(self._queue)
             self._queue.clear()
+        self._limits.waiting.drop(self)
+        self._limits.arriving.drop(self)
         with contextlib.suppress(OSError):
             # A forked child may still hold the descriptor; the peer must see the end all the same.
             self.sock.shutdown(socket.SHUT_RDWR)
@@ -224,9 +228,10 @@ class Connection:
         """Every part of every message to send; None when there is nothing to send now."""
         while True:
             with self._lock:
+                if self._leaving is not None:
+                    self._limits.waiting.give(self, _cost(self._leaving))
                 urgent = self._payloads.urgent()
                 message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
-                self._waiting_bytes -= len(message.frame) if message else 0
                 self._busy = urgent is not None or message is not None
             if message is None:
                 yield urgent
@@ -247,11 +252,27 @@ class Connection:
             header = Header.parse(head)
             if header.kind is Kind.FRAME:
                 check_arriving(self.link, header.frame_bytes, is_write=False)
-                frame = yield from self._ahead.read(header.frame_bytes)
+                frame = yield from self._read_bytes(header.frame_bytes)
                 self._receiver.received(self.link, frame)
             else:
-                yield from self._payloads.incoming(header, head, self._ahead.read)
+                yield from self._payloads.incoming(header, head, self._read_bytes)
+            self.num_messages += 1
             yield Buffers()
+
+    def _read_bytes(self, num_bytes: int) -> Generator[Buffers, None, bytes]:
+        """As `Ahead.read`: what is long counts while only a part of it is here."""
+        if num_bytes <= AHEAD_BYTES:
+            return (yield from self._ahead.read(num_bytes))
+        slowest = self._limits.arriving.take(self, num_bytes)
+        if slowest is not None:
+            self._limits.crowded(slowest, "sent a part of a frame, and too many others do")
+        data = yield from self._ahead.read(num_bytes)
+        self._limits.arriving.give(self, num_bytes)
+        return data
+
+
+def _cost(message: Message) -> int:
+    return MESSAGE_BYTES + len(message.frame) + SPAN_BYTES * len(message.source)
 
 
 def _packed(message: Message) -> bytes:

@@ -18,7 +18,8 @@ from pdinfer.scratch import ScratchFolder
 
 TCP = "tcp://"
 UNIX = "unix://"
-BACKLOG = 128
+BACKLOG = 1024
+"""Who cannot come in yet waits here, and in the same queue as everybody: a short one makes honest peers dial again."""
 MAX_KNOWN = 1024
 MAX_PORT = 65535
 Addresses = list[tuple[socket.AddressFamily, Any]]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.ring import NamedEngine
 from pdinfer.kv.ring_transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.socket import SocketTransport
@@ -143,7 +144,8 @@ class MooncakeTransport(RingTransport):
     key or with `allow_remote=True`. The engine's own ports are open in any case and do not know who calls. `protocol`
     and `devices` are those of MooncakeEngine; with `engine` it shares that one, whose host must be this machine's.
 
-    Rings, blocks, `digest` and `timeout_s` are those of RingTransport. Raises ConfigError for an address or size that
+    Rings, blocks, `digest` and `timeout_s` are those of RingTransport, `strangers` limits links that are not trusted
+    yet. Raises ConfigError for an address or size that
     cannot be used, BackendUnavailable when Mooncake or its hardware is not there.
     """
 
@@ -160,10 +162,11 @@ class MooncakeTransport(RingTransport):
         digest: bool = True,
         timeout_s: float = TIMEOUT_S,
         engine: MooncakeEngine | None = None,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_engine(protocol, devices)
-        stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, clock=clock)
+        stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, strangers=strangers, clock=clock)
 
         def start() -> NamedEngine:
             wildcard = host in ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,13 +10,12 @@ import attrs
 
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
+from pdinfer.kv.complaints import Complaints
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.types import PeerAddress
-
-_log = logging.getLogger("pdinfer")
 
 
 class Occupied(TransferError):
@@ -63,6 +61,7 @@ class Peer:
     nonce: bytes
     dialled: bool
     since: float
+    complaints: Complaints
     silent_s: float = 0.0
     address: PeerAddress | None = None
     layout_id: bytes = b""
@@ -142,7 +141,7 @@ class Peer:
                 self._send(transport, *item)
             except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
                 is_bug = not isinstance(error, TransferError)
-                _log.warning(
+                self.complaints.warn(
                     "a frame could not be sent, %s is given up: %s", self.link.endpoint, error, exc_info=is_bug
                 )
                 self._break_off(transport, item, error)

@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
+from pdinfer.kv.complaints import Complaints
+from pdinfer.kv.greeting import check_greeting, check_open, refusal
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.peer import Occupied, Peer, Wanted
 from pdinfer.kv.protocol import PeerKey, peer_key
@@ -38,6 +40,8 @@ HANDSHAKE_S = 10.0
 REDIAL_S = (0.1, 5.0)
 """Seconds before the first and, doubling, before every later attempt to reach a peer again."""
 RELINK_S = 60.0
+MAX_GUESTS = 256
+"""Links to peers that this end neither dialled nor gave anything to do: past it the oldest gives way to a newcomer."""
 _log = logging.getLogger("pdinfer")
 
 
@@ -68,6 +72,7 @@ class Peers:
         self._links: dict[PeerKey, Link] = {}
         self._wanted: dict[PeerKey, Wanted] = {}
         self._ledger = Ledger()
+        self._complaints = Complaints(clock)
         self._ticked_at = clock()
 
     # -- the book ---------------------------------------------------------------------------------------------------
@@ -77,7 +82,8 @@ class Peers:
         with self._changed:
             peer = self._by_link.get(link)
             if peer is None:
-                peer = self._by_link[link] = Peer(link, self._random_bytes(NONCE_BYTES), dialled, self._clock())
+                nonce = self._random_bytes(NONCE_BYTES)
+                peer = self._by_link[link] = Peer(link, nonce, dialled, self._clock(), self._complaints)
             return peer
 
     def link_to(self, key: PeerKey) -> Link | None:
@@ -90,12 +96,20 @@ class Peers:
         with self._changed:
             return self._by_link.get(self._links[key]) if key in self._links else None
 
+    def granted(self, addresses: Iterable[PeerAddress]) -> list[Peer | None]:
+        """The records of these peers' links, None where there is none; they are guests no more."""
+        with self._changed:
+            keys = list(map(peer_key, addresses))
+            for key in keys:
+                self._ledger.grant(key)
+            return list(map(self.peer_at, keys))
+
     def traffic(self, key: PeerKey) -> Traffic | None:
         """The counts of a peer that was welcome once; for the channel to add to, under its lock."""
         return self._ledger.get(key)
 
     def stats(self, inflight: Mapping[PeerKey, int], window_bytes: int) -> tuple[PeerStats, ...]:
-        """A snapshot of every peer that was welcome once; `inflight` are the bytes on their way to each."""
+        """A snapshot of every peer that is welcome or was lately; `inflight` are the bytes on their way to each."""
         with self._changed:
             return tuple(
                 traffic.stats(
@@ -242,13 +256,8 @@ class Peers:
         if not isinstance(message, wire.Open):
             raise TransferError(f"a link begins with its peer's nonce, not with a {type(message).__name__} frame")
         self.open(peer)
-        if message.version[0] != wire.MAJOR:
-            self._refuse(
-                peer, TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
-            )
-        elif message.keyed != (self._key is not None):
-            has, lacks = ("the peer", "this end") if message.keyed else ("this end", "the peer")
-            self._refuse(peer, TransferError(f"{has} has a key and {lacks} has none; give both ends the same one"))
+        if (error := check_open(message, keyed=self._key is not None)) is not None:
+            self._refuse(peer, error)
         else:
             with self._changed:
                 peer.begin_session(message.nonce, self._key)
@@ -263,19 +272,17 @@ class Peers:
     def _greet(self, peer: Peer, message: wire.Message) -> None:
         """A sealed frame on a link that is not open yet. Anything but a handshake closes it."""
         if isinstance(message, wire.Reject):
-            error = message.error
-            if isinstance(error, LayoutMismatch) and message.fields:
-                fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)
-                error = LayoutMismatch.of(fields, said_by="the peer refuses: ")
-            self._refuse(peer, Occupied(str(error)) if message.again else error)
+            self._refuse(peer, refusal(message))
         elif isinstance(message, wire.Hello | wire.Welcome):
             try:
-                self._check(peer, message)
-                self._admit(peer, message)
+                check_greeting(peer, message, self.us, self._layout)
+                crowded = self._admit(peer, message)
             except PDInferError as error:
                 self._reject(peer, error)
             else:
                 peer.flush(self._transport)
+                if crowded is not None:
+                    self._give_up(crowded, f"{crowded.link.endpoint} had nothing to do here, and others came")
         else:
             raise TransferError(f"a {type(message).__name__} frame came before the handshake")
 
@@ -292,7 +299,7 @@ class Peers:
     def forget(self, link: Link, error: TransferError) -> PeerAddress | None:
         """The link is gone: who was there, if anyone welcome was."""
         with self._changed:
-            peer = self._by_link.pop(link, None) or Peer(link, b"", dialled=True, since=self._clock())
+            peer = self._by_link.pop(link, None) or Peer(link, b"", True, self._clock(), self._complaints)
             peer.refusal = peer.refusal or error
             if peer.dialled and peer.asked_for is None:
                 self._by_link[link] = peer  # lost before the thread that dials could look: let it find out
@@ -301,30 +308,19 @@ class Peers:
                 self._wanted.pop(peer_key(peer.asked_for), None)
             if peer.address is None or self._links.get(peer_key(peer.address)) is not link:
                 return None
-            key = peer_key(peer.address)
+            key, now = peer_key(peer.address), self._clock()
             del self._links[key]
+            self._ledger.leave(key, now)
+            self._ledger.forget(now, self._links.keys() | self._wanted.keys())
             if key in self._wanted:
-                wanted, now = self._wanted[key], self._clock()
+                wanted = self._wanted[key]
                 wanted.lost_at, wanted.due, wanted.attempts = now, now + REDIAL_S[0], 1
             return peer.address
 
-    def _check(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
-        if isinstance(message, wire.Hello) == peer.dialled:
-            raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
-        if peer.dialled and peer.asked_for is None:
-            raise TransferError("a Welcome frame came before this end said who it is")
-        if peer_key(message.address) == peer_key(self.us):
-            raise TransferError("the peer says that it is this very end; an engine id is made anew for every end")
-        unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
-        if unknown:
-            raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
-        if peer.asked_for is not None and peer_key(peer.asked_for) != peer_key(message.address):
-            raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
-        self._layout.compatible_with(message.layout)
-
-    def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
-        """One link per identity: were there two, closing either would count as proof that the peer writes no more,
-        while the other still does. A Welcome is queued first, so that nothing another thread says overtakes it."""
+    def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> Peer | None:
+        """Opens the link; the guest who must give way for it, if any. One link per identity: were there two, closing
+        either would count as proof that the peer writes no more, while the other still does. A Welcome is queued
+        first, so that nothing another thread says overtakes it."""
         with self._changed:
             key = peer_key(message.address)
             if key in self._links:
@@ -338,17 +334,19 @@ class Peers:
             peer.layout_id = message.layout.layout_id
             peer.link.trusted = True
             self._links[key] = peer.link
-            self._ledger.meet(message.address, self._links)
+            self._ledger.meet(message.address)
             if key in self._wanted:
                 self._wanted[key].attempts = 0
             self._changed.notify_all()
+            guests = self._ledger.guests(self._links.keys() - self._wanted.keys())
+            return self.peer_at(guests[0]) if len(guests) > MAX_GUESTS else None
 
     def _refuse(self, peer: Peer, error: PDInferError) -> None:
         with self._changed:
             peer.refusal = error
             self._changed.notify_all()
         if not isinstance(error, Occupied):
-            _log.warning("the link to %s is refused or given up: %s", peer.link.endpoint, error)
+            self._complaints.warn("the link to %s is refused or given up: %s", peer.link.endpoint, error)
 
     def _reject(self, peer: Peer, error: PDInferError) -> None:
         """Refuses, and tells an end that dialled why. It closes the link; if it goes on instead, this end does."""
@@ -364,6 +362,7 @@ class Peers:
         with self._changed:
             passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
             peers, wanted = list(self._by_link.values()), list(self._wanted.items())
+            self._ledger.forget(now, self._links.keys() | self._wanted.keys())
         for peer in peers:
             silent_s = peer.silent_s = min(now - peer.link.heard_at, peer.silent_s + passed_s)
             if peer.address is None:

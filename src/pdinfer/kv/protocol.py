@@ -15,6 +15,7 @@ that a late submit with it is refused.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -22,10 +23,16 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.tombstones import Tombstones
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 
-MAX_TOMBSTONES = 65536
-MAX_TOMBSTONE_PEERS = 1024
+MAX_OWED = 1 << 15
+"""Answers to requests that were turned away while their decode was not linked; the oldest go first."""
+MAX_PIECES = 64
+"""Of a layer's tokens, for each writer: ranges announced with gaps between them. Honest writers leave one or two, since
+they send in the order of the tokens."""
+MAX_STATE_BYTES = 16 << 20
+"""What hand-offs may carry beside KV, of all rooms that nobody has taken yet."""
 
 PeerKey = tuple[bytes, int, int]
 """(engine_id, epoch, rank): who a peer is, wherever it can be reached."""
@@ -44,11 +51,12 @@ class StaleFrame(TransferError):
 class Coverage:
     """Which tokens of which layers a room's writers have announced, and how many of them have arrived and verified.
 
-    Per layer the announced tokens are sorted, disjoint ranges; neighbours are joined.
+    Per layer the announced tokens are sorted, disjoint ranges, at most `max_pieces`; neighbours are joined.
     """
 
     layers: range
     tokens: range
+    max_pieces: float = math.inf
     _announced: dict[int, list[range]] = attrs.field(factory=dict)
     _num_missing: int = 0
 
@@ -74,6 +82,11 @@ class Coverage:
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
                 raise TransferError(f"tokens {_text(tokens)} of layer {layer} were announced twice")
+            if len(ranges) >= self.max_pieces:
+                raise TransferError(
+                    f"layer {layer} was announced in more than {self.max_pieces} pieces with gaps between them; "
+                    f"tokens are sent in order"
+                )
             places.append((ranges, at))
         for ranges, at in places:
             _insert(ranges, at, tokens)
@@ -125,6 +138,7 @@ class Expected:
     layers: range
     _rooms: dict[bytes, _Room] = attrs.field(factory=dict)
     _settled: list[Handoff] = attrs.field(factory=list)
+    _state_bytes: int = 0
 
     def expect(self, grant: PageGrant, now: float) -> None:
         """From now on `grant`'s writers may write it."""
@@ -133,7 +147,8 @@ class Expected:
         if not grant.writers:
             raise TransferError(f"room {grant.room.hex()} has no writer, so it could never settle")
         writers = {peer_key(writer): writer for writer in grant.writers}
-        self._rooms[grant.room] = _Room(grant, writers, Coverage(self.layers, grant.tokens), now)
+        coverage = Coverage(self.layers, grant.tokens, MAX_PIECES * len(writers))
+        self._rooms[grant.room] = _Room(grant, writers, coverage, now)
 
     def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
         """A writer announces a payload: the grant that says where it goes. StaleFrame when it may not write."""
@@ -164,6 +179,11 @@ class Expected:
         state = self._rooms.get(word.room)
         if state is None or peer not in state.writers or peer in state.words:
             raise StaleFrame(f"a hand-off for room {word.room.hex()} that this peer does not owe")
+        num_bytes = _state_bytes(word)
+        if self._state_bytes + num_bytes > MAX_STATE_BYTES:
+            error = TransferError(f"hand-offs brought more than {MAX_STATE_BYTES} bytes of state that nobody has taken")
+            word, num_bytes = attrs.evolve(word, status=HandoffStatus.ABORTED, error=error, state=()), 0
+        self._state_bytes += num_bytes
         state.words[peer] = word
         if len(state.words) == len(state.writers):
             self._settle(state)
@@ -206,6 +226,7 @@ class Expected:
         """The words of every room settled since the last call, those of a room together. Each status is final: a
         room that did not verify gives ABORTED whatever its writers said."""
         settled, self._settled = self._settled, []
+        self._state_bytes -= sum(map(_state_bytes, settled))
         return settled
 
     @property
@@ -234,12 +255,16 @@ class Expected:
             )
 
 
+def _state_bytes(word: Handoff) -> int:
+    return sum(len(state.data) for state in word.state)
+
+
 @attrs.define
 class Accepted:
     """Prefill's side: the rooms it may write, and per decode the rooms it must never write."""
 
+    tombstones: Tombstones = attrs.field(factory=Tombstones)
     _rooms: dict[bytes, tuple[PeerKey, ...]] = attrs.field(factory=dict)
-    _tombstones: dict[PeerKey, OrderedDict[bytes, None]] = attrs.field(factory=dict)
     _stops: dict[bytes, TransferError] = attrs.field(factory=dict)
     _owed: OrderedDict[tuple[bytes, PeerKey], None] = attrs.field(factory=OrderedDict)
 
@@ -248,7 +273,7 @@ class Accepted:
         seen a link first that is not there yet, and have granted the room on that."""
         for destination in grant.destinations:
             self._owed[grant.room, peer_key(destination)] = None
-        while len(self._owed) > MAX_TOMBSTONES:
+        while len(self._owed) > MAX_OWED:
             self._owed.popitem(last=False)
 
     def linked(self, peer: PeerKey) -> list[bytes]:
@@ -262,7 +287,7 @@ class Accepted:
         """A request with this grant was submitted; StaleFrame when one of its destinations has aborted the room before
         it arrived, TransferError when it is here already."""
         destinations = tuple(peer_key(destination) for destination in grant.destinations)
-        if any(grant.room in self._tombstones.get(peer, ()) for peer in destinations):
+        if any(self.tombstones.has(peer, grant.room) for peer in destinations):
             raise StaleFrame(f"room {grant.room.hex()} was aborted before its request arrived")
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} was submitted twice")
@@ -271,17 +296,11 @@ class Accepted:
     def writable(self, room: bytes) -> bool:
         return room in self._rooms
 
-    def stop(self, peer: PeerKey, room: bytes, error: TransferError) -> bool:
+    def stop(self, peer: PeerKey, room: bytes, error: TransferError, now: float) -> bool:
         """Decode asks to stop. True when the room was never heard of: the answer ABORTED is due at once."""
         destinations = self._rooms.get(room)
         if destinations is None:
-            # per peer, so that one which floods us pushes out no room but its own
-            tombstones = self._tombstones.setdefault(peer, OrderedDict())
-            tombstones[room] = None
-            while len(self._tombstones) > MAX_TOMBSTONE_PEERS:
-                del self._tombstones[next(iter(self._tombstones))]
-            while len(tombstones) > MAX_TOMBSTONES:
-                tombstones.popitem(last=False)
+            self.tombstones.bury(peer, room, now)
             return True
         if peer in destinations:
             self._stops.setdefault(room, error)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
+from pdinfer.kv.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.ring import MAX_RING_BYTES, MAX_SLOTS, Credit, Incoming, Kind, Landed, NamedEngine, Offer, Signals
 from pdinfer.kv.ring_writer import Control, Message, RingWriter
@@ -81,6 +82,7 @@ class RingTransport:
         self._kinds: dict[Link, Kind] = {}
         self._reasons: dict[Link, TransferError] = {}
         self._threads: list[threading.Thread] = []
+        self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         """Starts the engine, unless it is a shared one, and listens; raises what either raises."""
@@ -188,6 +190,7 @@ class RingTransport:
                 slot_bytes=self._slot_bytes,
                 digest=self._digest,
                 timeout_s=self._timeout_s,
+                waiting=self._waiting,
             )
             # Known before it asks: `closed`, which may come at once, must find it.
             self._writers[link] = writer

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.budget import MESSAGE_BYTES, Budget
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
 from pdinfer.kv.transport import Link, Memory, Transfer
@@ -83,7 +84,9 @@ class RingWriter:
         slot_bytes: int,
         digest: bool,
         timeout_s: float,
+        waiting: Budget[RingWriter],
     ) -> None:
+        self._waiting = waiting
         self._link, self._segment, self._memory, self._control = link, segment, memory, control
         self._slot_bytes, self._digest, self._timeout_s = slot_bytes, digest, timeout_s
         self._changed = threading.Condition()
@@ -102,14 +105,21 @@ class RingWriter:
         self.thread = threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
 
     def send(self, frame: bytes) -> None:
-        """At once when nothing is in front of it."""
+        """At once when nothing is in front of it. When too much waits, some link is closed: this one or another."""
         with self._changed:
             if self._closed:
                 return
-            if self.is_busy:
-                self._queue.append(Message(frame))
-            else:
+            if not self.is_busy:
                 self._control.send(frame)
+                return
+            self._queue.append(Message(frame))
+            slowest = self._waiting.take(self, MESSAGE_BYTES + len(frame))
+        if slowest is not None:
+            slowest.give_up()
+
+    def give_up(self) -> None:
+        """Closes the link: too much waits, behind a write that the peer does not take."""
+        self._control.fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
 
     def write(self, message: Message) -> bool:
         """False when the link is closed."""
@@ -148,6 +158,7 @@ class RingWriter:
             dropped = [message for message in self._queue if message.transfer is not None]
             self._queue.clear()
             self._changed.notify()
+        self._waiting.drop(self)
         for message in dropped:
             assert message.transfer is not None
             message.transfer.complete(error)
@@ -187,7 +198,10 @@ class RingWriter:
                 if self._closed:
                     return None
                 if self._queue:
-                    return self._queue.popleft()
+                    message = self._queue.popleft()
+                    if message.transfer is None:
+                        self._waiting.give(self, MESSAGE_BYTES + len(message.frame))
+                    return message
             self._settle()
 
     def _write(self, message: Message, transfer: Transfer) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.mapped import MappedPayloads
 from pdinfer.kv.payloads import Payloads
 from pdinfer.kv.segment import CAN_SHARE, Segment
@@ -38,7 +39,8 @@ class ShmTransport(StreamTransport):
     in a segment (a GPU's) is staged through a ring of a few MiB per link.
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
-    copy that its sender's end may have disturbed is never used. Raises ConfigError where there is no such memory.
+    copy that its sender's end may have disturbed is never used.
+    `strangers` limits links that are not trusted yet. Raises ConfigError where there is no such memory.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ShmTransport(StreamTransport):
         path: str | os.PathLike[str] | None = None,
         *,
         digest: bool = True,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not CAN_SHARE:
@@ -61,6 +64,7 @@ class ShmTransport(StreamTransport):
             schemes=(SCHEME,),
             payloads=payloads,
             clock=clock,
+            strangers=strangers or Strangers(),
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
+from pdinfer.kv.door import Strangers
 from pdinfer.kv.payloads import InlinePayloads, Payloads
 from pdinfer.kv.stream import StreamTransport
 from pdinfer.kv.transport import Link, Memory, Receiver
@@ -18,7 +19,7 @@ class SocketTransport(StreamTransport):
 
     Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds. With
     `digest=False` payloads are not verified, neither those sent nor, when the peer sends none, those received; an end
-    with digests refuses the writes of one without.
+    with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
     network that is trusted; ConfigError says so when the channel is made, as it does for an address that cannot be had.
@@ -32,6 +33,7 @@ class SocketTransport(StreamTransport):
         path: str | os.PathLike[str] | None = None,
         allow_remote: bool = False,
         digest: bool = True,
+        strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         dial.check_port(port)
@@ -47,6 +49,7 @@ class SocketTransport(StreamTransport):
             schemes=(dial.TCP, dial.UNIX),
             payloads=payloads,
             clock=clock,
+            strangers=strangers or Strangers(),
         )
         self._host = host if path is None else None
         self._allow_remote = allow_remote

@@ -11,24 +11,31 @@ A small frame that nothing is before leaves from the thread that sends it.
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
 import selectors
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv import dial
+from pdinfer.kv.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.connection import Connection
+from pdinfer.kv.door import Door, Strangers, source_of
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check_frame, total_bytes
 
-MAX_UNTRUSTED_LINKS = 64
-UNTRUSTED_IDLE_S = 5.0
 CLOSE_S = 5.0
+ACCEPTS = 16
+"""How many newcomers are let in before other links have their turn."""
+RETRY_S = TICK_S
+"""When an end that could not accept tries again."""
 CATCH_UP_ROUNDS = 3
 """How often a late I/O thread looks for what has arrived before it ticks all the same."""
 
@@ -39,9 +46,10 @@ class StreamTransport:
     `listen` opens the socket that peers find; `schemes` are the endpoints that can be dialled; `payloads` makes what
     moves the payloads of one link.
 
-    A link that was accepted must complete a message within UNTRUSTED_IDLE_S until it is trusted. Belongs to the
-    process that called `register`: in a forked child every method raises TransferError, except `close`, which does
-    nothing.
+    `strangers` says how many links that were accepted may be there without being trusted, and for how long. Of all
+    links together no more waits to be sent, or has arrived in part, than `kv.budget` says: past it the one that stands
+    still is closed. Belongs to the process that called `register`: in a forked child every method raises TransferError,
+    except `close`, which does nothing.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class StreamTransport:
         schemes: Sequence[str],
         payloads: Callable[[Link, Memory, Receiver], Payloads],
         clock: Callable[[], float],
+        strangers: Strangers,
     ) -> None:
         self._name = name
         self._listen = listen
@@ -62,12 +71,15 @@ class StreamTransport:
         self._lock = threading.Lock()
         self._owned: tuple[Memory, Receiver] | None = None
         self._connections: dict[Link, Connection] = {}
+        self._strangers = strangers
+        waiting, arriving = (Budget[Connection](limit, clock) for limit in (MAX_WAITING_BYTES, MAX_ARRIVING_BYTES))
+        self._limits = Limits(waiting, arriving, self._crowded)
         self._known: dict[str, dial.Addresses] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._running = False
         self._stopping = False
         self._woken = False
-        self._accepting = True
+        self._accepts_at = -math.inf
 
     @property
     def name(self) -> str:
@@ -78,6 +90,7 @@ class StreamTransport:
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         self._listener = self._listen()
+        self._door = Door(self._strangers)
         self._owned = memory, receiver
         self._pid = os.getpid()
         self._wake, self._waker = socket.socketpair()
@@ -113,7 +126,10 @@ class StreamTransport:
         """The link's connection, known from now on; None when this transport is closed."""
         memory, receiver = self._registered()
         payloads = self._payloads(link, memory, receiver)
-        connection = Connection(sock, link, payloads, receiver, self._clock, accepted=accepted, opening=opening)
+        limits, clock = self._limits, self._clock
+        connection = Connection(
+            sock, link, payloads, receiver, clock, limits=limits, accepted=accepted, opening=opening
+        )
         with self._lock:
             if not self._running:
                 return None
@@ -183,6 +199,14 @@ class StreamTransport:
             return False
         return connection.queue(message, lambda: self._post(lambda: self._transmit(connection)))
 
+    def _crowded(self, connection: Connection, reason: str) -> None:
+        """Closes a link that holds what others need."""
+        error = TransferError(f"{connection.link.endpoint} {reason}")
+        if threading.current_thread() is self._thread:
+            self._shut(connection, error)
+        else:
+            self._post(lambda: self._shut(connection, error))
+
     def _post(self, command: Callable[[], None]) -> None:
         """Runs `command` in the I/O thread soon; after the end of that thread, not at all."""
         with self._lock:
@@ -215,7 +239,12 @@ class StreamTransport:
             self._listener.close()
 
     def _step(self) -> None:
-        self._serve(0.0 if self._commands else max(0.0, self._next_tick - self._clock()))
+        pausing = self._accepts_at > -math.inf
+        wakes_at = min(self._next_tick, self._accepts_at) if pausing else self._next_tick
+        self._serve(0.0 if self._commands else max(0.0, wakes_at - self._clock()))
+        if pausing and self._clock() >= self._accepts_at and not self._stopping:
+            self._accepts_at = -math.inf
+            self._selector.register(self._listener.sock, selectors.EVENT_READ, self._accept)
         if self._clock() >= self._next_tick:
             self._tick()
 
@@ -247,21 +276,33 @@ class StreamTransport:
         with self._lock:
             self._woken = False
 
-    def _untrusted(self) -> list[Connection]:
-        return [c for c in list(self._connections.values()) if c.accepted and not c.link.trusted]
-
     def _accept(self, mask: int) -> None:
-        try:
-            sock, address = self._listener.sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionError):
-            return
-        except OSError as error:
-            # Out of descriptors: the peer keeps waiting in the backlog, and asking again at once would spin.
-            logging.getLogger("pdinfer").error("cannot accept at %s: %s", self._listener.endpoint, error)
-            self._selector.unregister(self._listener.sock)
-            self._accepting = False
-            return
-        if len(self._untrusted()) >= MAX_UNTRUSTED_LINKS:
+        """Lets newcomers in: who waits unproven gives way for them. Who cannot come in yet waits in the backlog."""
+        for _ in range(ACCEPTS):
+            now = self._clock()
+            if (wait_s := self._door.room_in_s(now)) > 0:
+                self._pause(now + wait_s)
+                return
+            try:
+                sock, address = self._listener.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:
+                # The peer keeps waiting in the backlog, and asking again at once would spin.
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or not len(self._door):
+                    logging.getLogger("pdinfer").error("cannot accept at %s: %s", self._listener.endpoint, error)
+                    self._pause(now + RETRY_S)
+                    return
+                self._crowded(self._door.oldest(), "is not trusted yet, and there are no more descriptors")
+                continue
+            try:
+                self._enter(sock, address, now)
+            except OSError:  # it has gone again
+                sock.close()
+
+    def _enter(self, sock: socket.socket, address: Any, now: float) -> None:
+        source = source_of(sock, address)
+        if self._door.turns_away(source, now):
             sock.close()
             return
         dial.prepare(sock)
@@ -269,8 +310,15 @@ class StreamTransport:
         endpoint = dial.tcp_endpoint(*address[:2]) if address else self._listener.endpoint
         connection = self._connection(sock, Link(endpoint), accepted=True)
         assert connection is not None, "this thread runs"
+        leaves = self._door.enter(connection, source, now)
+        if leaves is not None:
+            self._crowded(leaves, "is not trusted yet, and others want to get in")
         self._guarded(connection, lambda: self._registered()[1].opened(connection.link))
         self._watch(connection)
+
+    def _pause(self, until: float) -> None:
+        self._selector.unregister(self._listener.sock)
+        self._accepts_at = until
 
     def _watch(self, connection: Connection) -> None:
         if not connection.closed:
@@ -342,10 +390,6 @@ class StreamTransport:
             self._shut(connection, None)
 
     def _sweep(self) -> None:
-        if not self._accepting:
-            self._selector.register(self._listener.sock, selectors.EVENT_READ, self._accept)
-            self._accepting = True
-        for connection in self._untrusted():
-            if self._clock() - connection.idle_since > UNTRUSTED_IDLE_S:
-                reason = f"{connection.link.endpoint} sent no whole message for {UNTRUSTED_IDLE_S} s and is not trusted"
-                self._shut(connection, TransferError(reason))
+        for connection, limit_s in self._door.late(self._clock()):
+            reason = f"{connection.link.endpoint} sent no whole message for {limit_s:g} s and is not trusted"
+            self._shut(connection, TransferError(reason))

@@ -9,15 +9,20 @@ import attrs
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.types import ChannelStats, PeerAddress, PeerStats
 
-MAX_REMEMBERED = 1024
-"""Peers whose traffic is still told; past it those that went first are forgotten."""
+MAX_PAST = 32
+"""Peers without a link whose traffic is still told, those that went last: each step's report carries them."""
+PAST_S = 120.0
+"""For how long it is: twice what a lost peer is dialled for."""
 
 
 @attrs.define(eq=False)
 class Traffic:
-    """The counts of one peer."""
+    """The counts of one peer. `granted` once a room was made for it or of it: until then it is a guest, whom this host
+    has given nothing to do."""
 
     address: PeerAddress
+    granted: bool = False
+    left_at: float = 0.0
     bytes_sent: int = 0
     bytes_received: int = 0
     receive_s: float = 0.0
@@ -58,10 +63,10 @@ class Totals:
 
 
 class Ledger(dict[PeerKey, Traffic]):
-    """The traffic of every peer that was welcome once, in the order in which they were last met."""
+    """The traffic of every peer that is welcome or was lately, in the order in which they were last met."""
 
-    def meet(self, address: PeerAddress, linked: Collection[PeerKey]) -> None:
-        """A peer has a link, for the first time or again; `linked` are all that have one."""
+    def meet(self, address: PeerAddress) -> None:
+        """A peer has a link, for the first time or again."""
         key = peer_key(address)
         traffic = self.pop(key, None)
         if traffic is None:
@@ -69,6 +74,24 @@ class Ledger(dict[PeerKey, Traffic]):
         else:
             traffic.retries += 1
         self[key] = traffic
-        gone = [key for key in self if key not in linked]
-        for key in gone[: max(0, len(self) - MAX_REMEMBERED)]:
+
+    def grant(self, key: PeerKey) -> None:
+        """This host has given the peer something to do."""
+        if key in self:
+            self[key].granted = True
+
+    def leave(self, key: PeerKey, now: float) -> None:
+        """The peer's link is closed."""
+        if key in self:
+            self[key].left_at = now
+
+    def forget(self, now: float, kept: Collection[PeerKey]) -> None:
+        """Drops who is past, but for those that went last; `kept` have a link or are dialled."""
+        past = sorted((key for key in self if key not in kept), key=lambda key: self[key].left_at)
+        late = [key for key in past if self[key].left_at < now - PAST_S]
+        for key in past[: max(len(late), len(past) - MAX_PAST)]:
             del self[key]
+
+    def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
+        """Those of `linked` that were given nothing to do yet, the one met first in front."""
+        return [key for key, traffic in self.items() if not traffic.granted and key in linked]

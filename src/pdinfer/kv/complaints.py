@@ -1,0 +1,36 @@
+"""Warnings that a stranger can cause, and so only so many of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import attrs
+
+MAX_WARNINGS = 20
+"""Said in each WINDOW_S; the rest is counted."""
+WINDOW_S = 10.0
+
+_log = logging.getLogger("pdinfer")
+
+
+@attrs.define
+class Complaints:
+    """Says a warning, unless many were said just now; the first one after those tells how many were not."""
+
+    clock: Callable[[], float] = time.monotonic
+    _since: float = -WINDOW_S
+    _num: int = 0
+
+    def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
+        """As `Logger.warning`. Any thread; a race miscounts by one."""
+        now = self.clock()
+        if now - self._since >= WINDOW_S:
+            unsaid = self._num - MAX_WARNINGS
+            self._since, self._num = now, 0
+            if unsaid > 0:
+                _log.warning("%d more warnings about peers were not logged", unsaid)
+        self._num += 1
+        if self._num <= MAX_WARNINGS:
+            _log.warning(text, *values, exc_info=exc_info)
