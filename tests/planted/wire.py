@@ -155,9 +155,9 @@ MUTANTS = [
     ),
     Mutant(
         "an end links to whoever claims its own identity",
-        "src/pdinfer/kv/peers.py",
-        "        if peer_key(message.address) == peer_key(self.us):\n",
-        "        if False:\n",
+        "src/pdinfer/kv/greeting.py",
+        "    if peer_key(message.address) == peer_key(us):\n",
+        "    if False:\n",
         "tests/unit/test_peers.py::test_who_says_that_he_is_this_very_end_is_refused",
     ),
     Mutant(
