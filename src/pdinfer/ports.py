@@ -194,7 +194,7 @@ class Roster:
             for rank in addresses_of(decode):
                 with contextlib.suppress(TransferError):
                     prefill.connect(rank, timeout_s=0.0)
-        self.add(port)
+        self.add(port, [other.address for other in self.opposite(port)])
 
     def look(self) -> None:
         """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that

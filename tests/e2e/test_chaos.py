@@ -1,7 +1,7 @@
 """Two prefills and two decodes in processes of their own; one is killed, frozen or paused, in every phase of a request.
 
-What it held goes to another or fails by name, soon; what others held does not notice; no page is missing in the end,
-and a new process takes its place.
+What it held goes to another, soon, with the tokens it would have had; what others held does not notice; no page is
+missing in the end, and it is used again, or a new process in its place.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from tests.backends import need_mooncake
 from tests.e2e.setups import by_request, greedy, prompt_of, reference, tokens_of, wait_until
 from tests.e2e.worker import TRANSPORTS, Worker, Workers
 
-KNOWN_S = 3.0
-"""A loss is known, and acted upon, after so long."""
-WORK_S = 3.0
-"""What is left to compute then takes less, on a busy machine too."""
+KNOWN_S = 15.0
+"""A loss is known, and acted upon, after so long on a machine that has other work; that it takes three seconds of the
+engines' own time is held by tests with clocks of their own."""
+WORK_S = 30.0
+"""What is left to compute then takes less."""
 PAUSE_S = 1.0
 """A pause that is none: shorter than the silence of the dead."""
 NUM_TOKENS = 20
@@ -184,27 +185,22 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
     if signal != "pause":
         fleet.step_until(lambda: fleet.pairing.stats.num_ports_lost == 1, KNOWN_S, "the loss")
         if role == "decode":
-            assert not held & fleet.pairing._broker.tickets.keys()
+            assert all(ticket.decode != address for ticket in fleet.pairing._broker.tickets.values())
     fleet.step_until(
         lambda: not fleet.pairing.num_unfinished, struck_at + KNOWN_S + WORK_S - time.monotonic(), "the end"
     )
     streams = fleet.streams
-    failed = held if role == "decode" and signal != "pause" else set()
-    for name, stream in streams.items():
-        last, tokens = stream[-1], tuple(tokens_of(stream))
-        assert tokens == expected(name)[: len(tokens)], f"request {name} has wrong tokens"
-        if name in failed:
-            assert last.finish_reason is pd.FinishReason.FAILED
-            assert isinstance(last.error, pd.TransferError)
-            assert str(address) in str(last.error)
-        else:
-            assert (last.finish_reason, len(tokens)) == (pd.FinishReason.LENGTH, NUM_TOKENS), name
+    for name, stream in streams.items():  # what the lost port had went to the other one
+        assert tuple(tokens_of(stream)) == expected(name), f"request {name} has wrong tokens"
+        assert stream[-1].finish_reason is pd.FinishReason.LENGTH
+        assert [event.index for event in stream] == list(range(NUM_TOKENS))
     assert len(streams) == (0 if phase == "idle" else 8)
     if signal == "freeze":
-        victim.thaw()  # it finds itself given up, whatever it was about to say
-        assert victim.stopped() == (0, 0)
-    if signal != "pause":
+        victim.thaw()  # it finds itself given up, whatever it was about to say, and is used again
+        fleet.step_until(lambda: fleet.pairing.stats.ports_lost[0].is_back, KNOWN_S, "the return")
+    elif signal == "kill":
         fleet.replace(role)
+    fleet.step_until(lambda: not fleet.pairing.stats.links_down, KNOWN_S, "the return of links")
     assert fleet.pairing.stats.num_ports_lost == (signal != "pause")
     fleet.serve_more(range(8, 12))
     fleet.check_whole()
