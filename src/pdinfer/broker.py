@@ -77,7 +77,7 @@ class Broker:
         """One step: sends on what can be sent, steps every port, and ends what has to end."""
         now = self._clock()
         self._use_again()
-        if self.tickets and now >= self._look_at:
+        if (self.tickets or self._roster.links_down) and now >= self._look_at:
             self._roster.look()
             self._look_at = now + LOOK_S
         if self._stranded or self._roster.num_changes != self._num_changes:
@@ -96,7 +96,7 @@ class Broker:
         """When, by our clock, a step would do something though nothing happens; infinity when never."""
         now = self._clock()
         wakes = [ticket.wakes_at(now) for ticket in list(self.tickets.values())]
-        if wakes and self._roster.has_links:
+        if self._roster.links_down or (wakes and self._roster.has_links):
             wakes.append(self._look_at)
         return min(wakes, default=float("inf"))
 
