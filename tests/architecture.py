@@ -57,7 +57,7 @@ LAYERS = (
     ("groups", "memory"),
     ("checks",),
     ("types", "trace"),
-    ("bounds",),
+    ("bounds", "forked"),
     ("errors",),
 )
 

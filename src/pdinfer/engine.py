@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
+import torch
 
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded, RequestError
+from pdinfer.forked import OfOneProcess, begin_to_compute, refuse
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
@@ -34,7 +36,7 @@ Submitted = TypeVar("Submitted")
 DRAIN_POLL_S = 0.1
 
 
-class Engine(Rebalanced, ABC, Generic[Submitted]):
+class Engine(OfOneProcess, Rebalanced, ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -58,9 +60,11 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        refuse(channel)
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
+        begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
         self._trace: Trace | None = None
@@ -341,9 +345,3 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,
         }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pdinfer.forked import OfOneProcess
+
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
+class Inbox(OfOneProcess, Generic[T]):
     """Items put in by any thread, taken out by the one that steps. `listen` lets an owner of several boxes sleep once
     for all of them."""
+
+    ends = frozenset({"put", "wake"})  # garbage collection calls them: see `leader`
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -18,6 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pdinfer import messages
 from pdinfer.errors import TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.messages import Beat, Command, Report
 
 TICK_S = 0.2
@@ -47,7 +48,7 @@ class Connection(Protocol):
 M = TypeVar("M")
 
 
-class Mailman(Generic[M]):
+class Mailman(OfOneProcess, Generic[M]):
     """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
     SILENT_S since its first word, or not reading) or this one was closed. `beat` makes the sign of life. Both are
     called from our threads."""

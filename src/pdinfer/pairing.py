@@ -20,6 +20,7 @@ from pdinfer.broker import Broker
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import ConfigError, Overloaded, RequestError, TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
@@ -36,13 +37,15 @@ from pdinfer.weights import Device, DType, load_model
 _log = logging.getLogger("pdinfer")
 
 
-class Pairing:
+class Pairing(OfOneProcess):
     """Pairs any number of prefill ports with any number of decode ports and serves requests over them.
 
     `submit`, `cancel` and `close` may be called from any thread; `step`, `generate`, `add`, `remove` and `drain` from
     one at a time. Every submitted request ends in exactly one event with a `finish_reason`. Connects every pair when
     made: LayoutMismatch or TransferError when one cannot be, ConfigError when a side is empty.
     """
+
+    ends = frozenset({"close", "_forget"})  # the latter ends a `generate` that a child drops
 
     def __init__(
         self,
@@ -204,12 +207,6 @@ class Pairing:
                 self._broker.end(ticket, FinishReason.CANCELLED)
             for port in reversed(self._roster.all):  # one that cannot be closed does not keep the others open
                 ports.callback(port.close)
-
-    def __enter__(self) -> Pairing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- ports ------------------------------------------------------------------------------------------------------
 

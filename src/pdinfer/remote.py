@@ -24,6 +24,7 @@ import attrs
 from pdinfer import messages
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.wire import PackedGrant
 from pdinfer.mailman import Connection, Mailman
@@ -91,7 +92,7 @@ def serve(engine: PrefillEngine | DecodeEngine, connection: Connection | None) -
         host.mailman.close()
 
 
-class _Host:
+class _Host(OfOneProcess):
     """The loop around a served engine."""
 
     def __init__(self, engine: PrefillEngine | DecodeEngine, connection: Connection) -> None:
@@ -186,7 +187,7 @@ def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_
     return report
 
 
-class _Client:
+class _Client(OfOneProcess):
     """What both clients share. Methods may be called from any thread but `step`, `connect` and `close`; none but
     `connect` waits for the engine's process."""
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
+from pdinfer.forked import OfOneProcess, refuse
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
@@ -33,7 +34,7 @@ ANSWER_S = 10.0
 proves what the answer would have said, and frees the pages."""
 
 
-class KVChannel:
+class KVChannel(OfOneProcess):
     """One end of a KV channel over `transport`, for the pages of `pool`.
 
     `address` is what peers need to reach and recognise this end: a new one for every object, so a restarted engine is a
@@ -51,6 +52,7 @@ class KVChannel:
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        refuse(pool)
         self.authenticates = key is not None
         self.window_bytes = WINDOW_BYTES
         self.pool = pool
@@ -233,12 +235,6 @@ class KVChannel:
             self._closed = True
             self.transport.close()
             self._notify()
-
-    def __enter__(self) -> KVChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
 

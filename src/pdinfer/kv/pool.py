@@ -18,6 +18,7 @@ from typing import Protocol
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transport import Memory
@@ -42,7 +43,7 @@ class CacheShape(Protocol):
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory: ...
 
 
-class PagePool:
+class PagePool(OfOneProcess):
     """The pages of one engine on one rank. Used from the thread that steps the engine.
 
     `free + owned + granted + cached == num_pages` always holds, a page shared by several requests being owned once;
