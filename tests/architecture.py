@@ -29,6 +29,7 @@ LAYERS = (
     ("prefill", "decode"),
     ("page_tables",),
     ("engine", "sequence"),
+    ("interrupted",),
     ("ranks",),
     ("follower",),
     ("leader",),
@@ -57,7 +58,7 @@ LAYERS = (
     ("groups", "memory"),
     ("checks",),
     ("types", "trace"),
-    ("bounds", "forked"),
+    ("bounds", "forked", "locks"),
     ("errors",),
 )
 

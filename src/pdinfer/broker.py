@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pdinfer.config import PairingConfig
 from pdinfer.decode import WRITER_GRACE_S
@@ -25,6 +25,8 @@ from pdinfer.types import Event, FinishReason, Granted, PairingStats, PeerAddres
 
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or are back."""
+PARTING_S = 1.0
+"""How long the id of a request that an interrupt ended is kept from its decode, whose answer may have been lost."""
 LINK_WAIT_S = WRITER_GRACE_S
 """How long a request waits for a link that is down: as long as decode waits for the prefill of one that it has."""
 
@@ -60,6 +62,8 @@ class Broker:
         self._num_reroutes = 0
         self._num_ports_lost = 0
         self._ended: Counter[FinishReason] = Counter()
+        self._came: deque[tuple[PeerAddress, Event]] = deque()
+        self._forget_at: dict[str, float] = {}
 
     def advance(self) -> None:
         """One step: sends on what can be sent, steps every port, and ends what has to end."""
@@ -115,6 +119,34 @@ class Broker:
             (to_generate, sum(load.tokens_per_s for load in decodes)),
         )
 
+    def recover(self, unseen: Collection[Ticket], told: Sequence[TokenEvent]) -> None:
+        """After a step that did not end: who waits in line, but for those `unseen` by us, waits on; of all others
+        nobody knows what was lost on the way, so they end. `told` are the last events that were emitted."""
+        self._reconcile(told)
+        lost = TransferError("its pairing was interrupted while the request was under way")
+        tickets = list(self.tickets.values())
+        for ticket in tickets:
+            if ticket.decode is not None:
+                self._parting[ticket.request_id] = ticket.decode
+                self._forget_at[ticket.request_id] = self._clock() + PARTING_S
+                if ticket.decode in self._roster.decodes:
+                    self._roster.decodes[ticket.decode].cancel(ticket.request_id)
+                self.end(ticket, FinishReason.FAILED, lost)
+        self.line = deque(ticket for ticket in tickets if ticket.decode is None and ticket not in unseen)
+        while self._came:
+            decode, event = self._came.popleft()
+            self._handle(event, decode)
+
+    def _reconcile(self, told: Sequence[TokenEvent]) -> None:
+        """The interrupt may have hit between telling an event and noting that it was told."""
+        _, event = self._came[0] if self._came else (None, None)
+        ticket = self.tickets.get(event.request_id) if isinstance(event, TokenEvent) else None
+        if isinstance(event, TokenEvent) and ticket is not None:
+            known = [each for each in told if each.request_id == event.request_id]
+            ticket.num_tokens = max([event.index, *(each.index + (each.token is not None) for each in known)])
+            if known and known[-1].finish_reason is not None:
+                del self.tickets[event.request_id]
+
     # -- the line ---------------------------------------------------------------------------------------------------
 
     def cancel(self, ticket: Ticket) -> None:
@@ -122,7 +154,7 @@ class Broker:
         if self.tickets.get(ticket.request_id) is not ticket:
             return
         if ticket.decode is None:
-            self.line.remove(ticket)
+            self.line = deque(waiting for waiting in self.line if waiting is not ticket)
             self.end(ticket, FinishReason.CANCELLED)
         else:
             ticket.unwanted(self._clock())
@@ -136,6 +168,9 @@ class Broker:
             if (end := self._end_in_line(ticket, now, most)) is not None:
                 self.line.remove(ticket)
                 self.end(ticket, *end)
+        for request_id in [name for name, at in self._forget_at.items() if now >= at]:
+            del self._forget_at[request_id]
+            self._parting.pop(request_id, None)
         promised = self._promised() if self.line else Promised()
         for ticket in sorted(self.line, key=lambda ticket: ticket.order):
             if ticket.request_id not in self._parting and not self._assign(ticket, now, promised):
@@ -183,15 +218,20 @@ class Broker:
         go on."""
         try:
             events = port.step()
+        except MemoryError:  # this process has none left, whatever port it was for
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
             self._lose(address, port, error)
             return
-        for event in events:
+        self._came.extend((address, event) for event in events)
+        while self._came:
             try:
-                self._handle(event, address)
+                self._handle(self._came[0][1], address)
             except TransferError as error:
+                self._came.clear()
                 self._lose(address, port, error)
                 return
+            self._came.popleft()
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -321,6 +361,6 @@ class Broker:
 
     def _finish(self, ticket: Ticket, event: TokenEvent) -> None:
         assert event.finish_reason is not None
+        self._emit(event)
         del self.tickets[ticket.request_id]
         self._ended[event.finish_reason] += 1
-        self._emit(event)

@@ -19,6 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from pdinfer import messages
 from pdinfer.errors import TransferError
 from pdinfer.forked import OfOneProcess
+from pdinfer.locks import new_lock
 from pdinfer.messages import Beat, Command, Report
 
 TICK_S = 0.2
@@ -64,7 +65,7 @@ class Mailman(OfOneProcess, Generic[M]):
         self._decode = decode
         self._deliver = deliver
         self._beat = beat
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(new_lock())
         self._outgoing: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._num_heard = 0

@@ -10,20 +10,23 @@ of a request is decided in `pdinfer.broker`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Concatenate, ParamSpec, TypeVar
 
 from pdinfer.broker import Broker
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
-from pdinfer.errors import ConfigError, Overloaded, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
+from pdinfer.locks import let_go, open_lock
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
 from pdinfer.ports import DecodePort, Port, PrefillPort, Roster, addresses_of
@@ -35,6 +38,27 @@ from pdinfer.types import FinishReason, PairingStats, PeerAddress, PrefillLoad, 
 from pdinfer.weights import Device, DType, load_model
 
 _log = logging.getLogger("pdinfer")
+
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Method = Callable[Concatenate["Pairing", Args], Result]
+
+
+def _interruptible(method: Method[Args, Result]) -> Method[Args, Result]:
+    """A method that leaves no lock closed, wherever Ctrl-C hits it. What it leaves half done, the next step finds."""
+
+    @functools.wraps(method)
+    def call(pairing: Pairing, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:
+        try:
+            return method(pairing, *args, **kwargs)
+        except PDInferError:
+            raise
+        except BaseException:
+            pairing._let_go()  # noqa: SLF001
+            raise
+
+    return call
 
 
 class Pairing(OfOneProcess):
@@ -61,12 +85,13 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._roster = Roster()
-        self._admission = threading.Lock()
+        self._admission = threading.RLock()
         self._inbox: Inbox[tuple[Ticket, bool]] = Inbox()  # and whether it is wanted, or not any more
         self._broker = Broker(self._roster, self.config, policy, clock, self._emit)
         self._stepping = threading.RLock()
         self._undelivered: list[TokenEvent] = []
         self._muted: set[str] = set()
+        self._unfinished_call = False
         self._closed = False
         for port in prefill if isinstance(prefill, Sequence) else [prefill]:
             self.add(port)
@@ -111,6 +136,7 @@ class Pairing(OfOneProcess):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @_interruptible
     def submit(self, request: Request) -> str:
         """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
 
@@ -125,10 +151,15 @@ class Pairing(OfOneProcess):
             if ticket.request_id in self._broker.tickets:
                 raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
             self._check_line(ticket)
-            self._broker.tickets[ticket.request_id] = ticket
-            self._inbox.put((ticket, True))
-        return ticket.request_id
+            try:
+                self._broker.tickets[ticket.request_id] = ticket
+                self._inbox.put((ticket, True))
+                return ticket.request_id
+            except BaseException:  # nobody will know that it was taken
+                self._withdraw(ticket)
+                raise
 
+    @_interruptible
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
         ticket = self._broker.tickets.get(request_id)  # now: the id may name another request by the time of the step
@@ -162,16 +193,28 @@ class Pairing(OfOneProcess):
                 mine &= self._broker.tickets.keys() | collected
                 if (more or mine) and not mine & collected:
                     self._sleep(1.0)
+        except (PDInferError, GeneratorExit):
+            raise
+        except BaseException:
+            self._let_go()
+            raise
         finally:
             self._forget(mine)
 
+    @_interruptible
     def step(self) -> list[TokenEvent]:
         """Sends waiting requests on, steps every port that runs here, and returns the events since the last step."""
-        with self._stepping:
-            self._advance()
-            events, self._undelivered = self._undelivered, []
-        return events
+        events: list[TokenEvent] = []
+        try:
+            with self._stepping:
+                self._advance()
+                events, self._undelivered = self._undelivered, []
+            return events
+        except BaseException:  # the caller has not got them
+            self._undelivered = events + self._undelivered
+            raise
 
+    @_interruptible
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._undelivered or self._closed:
@@ -185,6 +228,7 @@ class Pairing(OfOneProcess):
         left_s = self._broker.wakes_at() - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
+    @_interruptible
     def drain(self, timeout_s: float) -> bool:
         """Steps until every request has ended or the time is over; the next `step` returns the events."""
         end = time.monotonic() + timeout_s
@@ -194,19 +238,27 @@ class Pairing(OfOneProcess):
                 self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self.num_unfinished
 
+    @_interruptible
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports, once a step
         that is under way has ended. No port in another process is waited for. A second call does nothing."""
         with self._admission:
-            if self._closed:
+            if self._closed and not self._unfinished_call:
                 return
-            self._closed = True
+            self._closed = self._unfinished_call = True  # the latter until the ports are closed
         self._inbox.wake()
         with self._stepping, contextlib.ExitStack() as ports:
             for ticket in list(self._broker.tickets.values()):
                 self._broker.end(ticket, FinishReason.CANCELLED)
             for port in reversed(self._roster.all):  # one that cannot be closed does not keep the others open
                 ports.callback(port.close)
+        self._unfinished_call = False
+
+    def _let_go(self) -> None:
+        """Opens the locks that an interrupted call of this thread holds."""
+        let_go()
+        open_lock(self._admission)
+        open_lock(self._stepping)
 
     # -- ports ------------------------------------------------------------------------------------------------------
 
@@ -240,6 +292,7 @@ class Pairing(OfOneProcess):
                 if known in self._roster.all:
                     raise
 
+    @_interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         Requests of a prefill then go to another one, those of a decode end FAILED. Events stay for the next `step`."""
@@ -262,9 +315,22 @@ class Pairing(OfOneProcess):
 
     def _advance(self) -> None:
         with self._stepping:
-            if not self._closed:
+            if self._closed:
+                return
+            if self._unfinished_call:
+                let_go()
+                unseen = [ticket for ticket, wanted in self._inbox.peek() if wanted]
+                self._broker.recover(unseen, self._undelivered)
+            self._unfinished_call = True  # until this one has ended
+            try:
                 self._take_inbox()
                 self._broker.advance()
+            except MemoryError:
+                raise
+            except Exception:  # of a policy: nothing is half done
+                self._unfinished_call = False
+                raise
+            self._unfinished_call = False
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
         """The events of `mine`; all others wait for `step`."""
@@ -275,10 +341,19 @@ class Pairing(OfOneProcess):
     def _take_inbox(self) -> None:
         with self._admission:
             items = self._inbox.take()
-            self._broker.line += [ticket for ticket, wanted in items if wanted]
+            came = [ticket for ticket, wanted in items if wanted]
+            self._broker.line += [each for each in came if self._broker.tickets.get(each.request_id) is each]
         for ticket, wanted in items:
             if not wanted:
                 self._broker.cancel(ticket)
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        """Takes back a request whose `submit` was interrupted."""
+        if ticket.decode is None and ticket not in self._broker.line:
+            self._broker.tickets.pop(ticket.request_id, None)
+        else:  # another thread has sent it on
+            self._muted.add(ticket.request_id)
+            self._inbox.put((ticket, False))
 
     def _line_has_room(self) -> bool:
         unseen = sum(wanted for _, wanted in self._inbox.peek())

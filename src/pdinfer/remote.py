@@ -27,6 +27,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.wire import PackedGrant
+from pdinfer.locks import new_lock
 from pdinfer.mailman import Connection, Mailman
 from pdinfer.messages import (
     Beat,
@@ -195,7 +196,7 @@ class _Client(OfOneProcess):
 
     def __init__(self, connection: Connection, *, timeout_s: float = READY_S) -> None:
         self._inbox: Inbox[Report | None] = Inbox()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._events: list[Event] = []
         self._lost = False
         self._num_submitted = self._num_seen = 0

@@ -233,3 +233,18 @@ def test_a_solver_stays_its_parents() -> None:
         assert solver.pid == pid
     finally:
         solver.close()
+
+
+def test_nothing_new_is_made_of_what_is_the_parents() -> None:
+    def make() -> None:
+        for call in (
+            lambda: pd.KVChannel.loopback(setup.pools[0]),
+            lambda: pd.DecodeEngine(model_of(), setup.decodes[0].channel),
+            lambda: pd.Pairing(setup.prefills[0], setup.decodes[0]),
+            lambda: pd.remote.serve(setup.decodes[0], Pipe()[0]),
+        ):
+            with pytest.raises(pd.Forked, match="spawn"):
+                call()
+
+    with local() as setup:
+        check_ended(fork(make))

@@ -15,6 +15,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import Link, Transfer, Transport
+from pdinfer.locks import new_lock
 from pdinfer.types import PeerAddress
 
 _log = logging.getLogger("pdinfer")
@@ -72,7 +73,7 @@ class Peer:
     placing: dict[bytes, tuple[wire.Data, int, float]] = attrs.field(factory=dict)
     _ours: Seal | None = None
     _theirs: Seal | None = None
-    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+    _lock: threading.RLock = attrs.field(factory=new_lock)
     _outbox: deque[tuple[bytes, Write | None]] = attrs.field(factory=deque)
     _posting: bool = False
     _opened: bool = False
@@ -92,6 +93,20 @@ class Peer:
     def is_pending(self) -> bool:
         """Whether this end dialled, and has no answer yet."""
         return self.asked_for is not None and self.address is None and self.refusal is None
+
+    def check(self, message: wire.Hello | wire.Welcome, us: PeerAddress) -> None:
+        """Raises TransferError for what the other end cannot be."""
+        if isinstance(message, wire.Hello) == self.dialled:
+            raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
+        if self.dialled and self.asked_for is None:
+            raise TransferError("a Welcome frame came before this end said who it is")
+        if peer_key(message.address) == peer_key(us):
+            raise TransferError("the peer says that it is this very end; an engine id is made anew for every end")
+        unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
+        if unknown:
+            raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
+        if self.asked_for is not None and peer_key(self.asked_for) != peer_key(message.address):
+            raise TransferError(f"{self.link.endpoint} answers as another engine: the peer asked for was restarted")
 
     def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
         """Both nonces are known: every frame from now on carries a tag."""
@@ -140,6 +155,9 @@ class Peer:
         while (item := self._next()) is not None:
             try:
                 self._send(transport, *item)
+            except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
+                self._break_off(transport, item, error)
+                raise
             except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
                 is_bug = not isinstance(error, TransferError)
                 _log.warning(

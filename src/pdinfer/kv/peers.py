@@ -270,7 +270,8 @@ class Peers:
             self._refuse(peer, Occupied(str(error)) if message.again else error)
         elif isinstance(message, wire.Hello | wire.Welcome):
             try:
-                self._check(peer, message)
+                peer.check(message, self.us)
+                self._layout.compatible_with(message.layout)
                 self._admit(peer, message)
             except PDInferError as error:
                 self._reject(peer, error)
@@ -307,20 +308,6 @@ class Peers:
                 wanted, now = self._wanted[key], self._clock()
                 wanted.lost_at, wanted.due, wanted.attempts = now, now + REDIAL_S[0], 1
             return peer.address
-
-    def _check(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
-        if isinstance(message, wire.Hello) == peer.dialled:
-            raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
-        if peer.dialled and peer.asked_for is None:
-            raise TransferError("a Welcome frame came before this end said who it is")
-        if peer_key(message.address) == peer_key(self.us):
-            raise TransferError("the peer says that it is this very end; an engine id is made anew for every end")
-        unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
-        if unknown:
-            raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
-        if peer.asked_for is not None and peer_key(peer.asked_for) != peer_key(message.address):
-            raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
-        self._layout.compatible_with(message.layout)
 
     def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> None:
         """One link per identity: were there two, closing either would count as proof that the peer writes no more,
@@ -363,7 +350,7 @@ class Peers:
         now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
         with self._changed:
             passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
-            peers, wanted = list(self._by_link.values()), list(self._wanted.items())
+            peers = list(self._by_link.values())
         for peer in peers:
             silent_s = peer.silent_s = min(now - peer.link.heard_at, peer.silent_s + passed_s)
             if peer.address is None:
@@ -376,12 +363,31 @@ class Peers:
                 self._give_up(peer, f"{reason}: it hangs, is frozen or cannot be reached")
             else:
                 peer.post(self._transport, beat)
-        for key, want in wanted:
-            if now - want.lost_at <= RELINK_S or self.link_to(key) is not None:
-                self._redial(want, now)
+        self.redial()
+
+    def redial(self) -> None:
+        """Dials the peers that are missing, when they are due."""
+        for key, want in list(self._wanted.items()):
+            if self._clock() - want.lost_at <= RELINK_S or self.link_to(key) is not None:
+                self._redial(want, self._clock())
             else:
                 _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
                 self._unwant(key)
+
+    def redial_in_s(self) -> float:
+        """When `redial` would dial; infinity when no peer is missing."""
+        due = (want.due for key, want in list(self._wanted.items()) if key not in self._links)
+        return min(due, default=math.inf) - self._clock()
+
+    def cut(self) -> None:
+        """Closes every link, whatever an interrupted call has left of the book; `redial` makes new ones."""
+        for link in (links := list(self._by_link)):
+            self._transport.fence(link)
+        with self._changed:
+            self._by_link = {link: peer for link, peer in self._by_link.items() if link not in links}
+            self._links = {key: link for key, link in self._links.items() if link not in links}
+            for want in self._wanted.values():
+                want.lost_at = want.due = self._clock()
 
     def give_up(self, key: PeerKey, reason: str) -> None:
         """Closes the link to a peer; it may come back over a new one."""

@@ -25,6 +25,7 @@ from pdinfer.kv.connection import Connection
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.locks import new_lock
 
 MAX_UNTRUSTED_LINKS = 64
 UNTRUSTED_IDLE_S = 5.0
@@ -59,7 +60,7 @@ class StreamTransport:
         self._payloads = payloads
         self._clock = clock
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._owned: tuple[Memory, Receiver] | None = None
         self._connections: dict[Link, Connection] = {}
         self._known: dict[str, dial.Addresses] = {}
@@ -191,8 +192,8 @@ class StreamTransport:
             self._commands.append(command)
             if self._woken or threading.current_thread() is self._thread:
                 return
-            self._woken = True
             self._waker.send(b"\0")
+            self._woken = True
 
     # Everything below runs in the I/O thread.
 
