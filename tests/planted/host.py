@@ -84,23 +84,23 @@ MUTANTS = [
     ),
     Mutant(
         "an interrupted call keeps its locks",
-        "src/pdinfer/pairing.py",
-        "            pairing._let_go()  # noqa: SLF001\n",
+        "src/pdinfer/locks.py",
+        "            owner.let_go()\n",
         "",
         INTERRUPTS + "test_no_thread_waits_for_a_lock_of_an_interrupted_one",
     ),
     Mutant(
         "a request whose submit was interrupted keeps its id",
         "src/pdinfer/pairing.py",
-        "                self._withdraw(ticket)\n",
+        "                self._withdraw(ticket, displaced)\n",
         "",
         INTERRUPTS + "test_an_id_whose_submit_was_interrupted_is_free",
     ),
     Mutant(
         "an interrupt empties the line",
         "src/pdinfer/broker.py",
-        "ticket for ticket in tickets if ticket.decode is None and ticket not in unseen",
-        "ticket for ticket in () if ticket.decode is None and ticket not in unseen",
+        "        self.line.restore(waiting)\n",
+        "        self.line.restore([])\n",
         INTERRUPTS + "test_requests_that_wait_in_line_wait_on",
     ),
 ]

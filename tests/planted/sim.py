@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "tombstones of one peer speak for all",
         "src/pdinfer/kv/protocol.py",
-        "if any(grant.room in self._tombstones.get(peer, ()) for peer in destinations):",
-        "if all(grant.room in self._tombstones.get(peer, ()) for peer in destinations):",
+        "if any(self.tombstones.has(peer, grant.room) for peer in destinations):",
+        "if all(self.tombstones.has(peer, grant.room) for peer in destinations):",
         "tests/unit/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
     ),
     Mutant(

@@ -313,7 +313,7 @@ class KVChannel(Recoverable):
         self._peers.tick(max(0.0, now - self._looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        self.in_doubt |= isinstance(error, Interrupted)
+        self._in_doubt |= isinstance(error, Interrupted)
         with self._lock:
             lost = self._peers.reason(link) or error or TransferError("the connection was closed")
             address = self._peers.forget(link, lost)

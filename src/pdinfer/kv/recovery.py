@@ -15,9 +15,9 @@ from pdinfer.kv.transport import Transport
 
 class Recoverable(OfOneProcess):
     """The part of a channel that makes it anew: links first, which proves that no peer writes any more, then what is
-    known of rooms. `in_doubt` says that it is time: a host was interrupted inside one of its callbacks."""
+    known of rooms."""
 
-    in_doubt = False
+    _in_doubt = False
     pool: PagePool
     transport: Transport
     _lock: threading.RLock
@@ -26,6 +26,11 @@ class Recoverable(OfOneProcess):
     _expected: Expected
     _accepted: Accepted
     _pushes: Pushes
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it is time to recover: a host was interrupted inside one of our callbacks."""
+        return self._in_doubt
 
     def recover(self) -> None:
         """Closes every link and forgets all rooms, after a call that was interrupted. Links come back as after any
@@ -37,7 +42,7 @@ class Recoverable(OfOneProcess):
             self._expected = Expected(self.pool.layout.layers)
             self._accepted = Accepted()
             self._pushes = Pushes(self.pool.layout, self._changed)
-            self.in_doubt = False
+            self._in_doubt = False
 
     def redial_in_s(self) -> float:
         """When `redial` would do something; infinity for a transport whose own thread dials lost peers."""
