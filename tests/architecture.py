@@ -26,11 +26,12 @@ LAYERS = (
     ("pairing", "remote"),
     ("broker", "served"),
     ("mailman",),
-    ("line", "joining"),
+    ("line", "joining", "progress"),
     ("ports", "ticket", "messages"),
     ("prefill", "decode"),
     ("page_tables",),
     ("engine", "sequence"),
+    ("interrupted",),
     ("ranks",),
     ("follower",),
     ("leader",),
@@ -59,7 +60,7 @@ LAYERS = (
     ("groups", "memory", "scratch"),
     ("checks",),
     ("types", "trace"),
-    ("bounds",),
+    ("bounds", "forked", "locks"),
     ("errors",),
 )
 
@@ -152,6 +153,9 @@ LONGER = {
     "broker": "one object: what becomes of a request, whatever its ports do",
     "remote": "one object: a client of an engine elsewhere, through its sessions",
     "decode": "one object: the life of a request at decode, from its grant to its last token",
+    "pairing": "one object: what a host calls, each call whole or made up for by the next",
+    "prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
+    "kv.peers": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
     "kv.channel": "one object: both ends of a hand-off share their links and their lock",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

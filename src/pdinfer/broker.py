@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import le
 
 import attrs
@@ -25,6 +25,7 @@ from pdinfer.errors import ConfigError, Overloaded, PDInferError, TransferError
 from pdinfer.line import Line
 from pdinfer.policy import Policy
 from pdinfer.ports import Port, Promised, ReturningPort, Roster
+from pdinfer.progress import PARTING_S, Parting, Progress
 from pdinfer.schedule import queueing_s
 from pdinfer.ticket import Ticket
 from pdinfer.types import Event, FinishReason, Granted, LostPort, PairingStats, PeerAddress, Refused, TokenEvent
@@ -41,9 +42,7 @@ _log = logging.getLogger("pdinfer")
 
 class Broker:
     """The requests under way and the decisions about them. `tickets` holds all that have not ended; the host's threads
-    add to it. `emit` takes every event for the host. `away` are ports that were lost and may come back. A request that
-    a decode has and we took away, by ending it or by removing that port, is *parting*: its id waits for that decode to
-    let go of it while the decode is a port."""
+    add to it. `emit` takes every event for the host. `away` are ports that were lost and may come back."""
 
     def __init__(
         self,
@@ -61,7 +60,8 @@ class Broker:
         self._policy = policy
         self._clock = clock
         self._emit = emit
-        self._parting: set[tuple[str, PeerAddress]] = set()
+        self._parting = Parting()
+        self._progress = Progress()
         self._look_at = float("-inf")
         self._num_changes = 0
         self._stranded = False
@@ -98,6 +98,8 @@ class Broker:
         wakes = [ticket.wakes_at(now) for ticket in list(self.tickets.values())]
         if self._roster.links_down or (wakes and self._roster.has_links):
             wakes.append(self._look_at)
+        if wakes:
+            wakes += self._parting.ends_at()
         return min(wakes, default=float("inf"))
 
     @property
@@ -134,6 +136,31 @@ class Broker:
             (to_generate, sum(load.tokens_per_s for load in decodes)),
         )
 
+    def recover(self, told: Sequence[TokenEvent]) -> None:
+        """After a step that did not end: who waits in line waits on, and ports that are away stay away; of all other
+        requests nobody knows what was lost on the way, so they end. `told` are the events that the host has not got."""
+        if (ended := self._progress.settle(told)) is not None and self.tickets.get(ended.request_id) is ended:
+            del self.tickets[ended.request_id]
+        if (losing := self._progress.losing) is not None and losing[0] in self._roster.all:
+            self._give_up(*losing)
+        now = self._clock()
+        lost = TransferError("its pairing was interrupted while the request was under way")
+        waiting = []
+        for ticket in list(self.tickets.values()):
+            if ticket.decode is not None:
+                self._parting.add(ticket.request_id, ticket.decode, forget_at=now + PARTING_S)
+                if ticket.decode in self._roster.decodes:
+                    self._roster.decodes[ticket.decode].cancel(ticket.request_id)
+                self.end(ticket, FinishReason.FAILED, lost)
+            elif ticket.displaced is not None:
+                self.end(ticket, FinishReason.FAILED, ticket.displaced)
+            else:
+                waiting.append(ticket)
+        self.line.restore(waiting)
+        while self._progress.came:
+            decode, event = self._progress.came.popleft()
+            self._handle(event, decode)
+
     # -- the line ---------------------------------------------------------------------------------------------------
 
     def cancel(self, ticket: Ticket) -> None:
@@ -163,22 +190,21 @@ class Broker:
             if (end := self._end_in_line(ticket, now, most)) is not None:
                 self.line.remove(ticket)
                 self.end(ticket, *end)
+        self._parting.expire(now)
         if not self.line:
             return
         promised = self._promised()
         rooms = self._roster.rooms
         held: list[list[int]] = []  # by how many ports of each side hold it: those that hold more hold less too
+        decodes = self._roster.decodes
         for ticket in self.line.in_turn(now):
             fitting = [len(room) - bisect_left(room, ticket.max_tokens) for room in rooms]
-            if self._is_parting(ticket) or any(all(map(le, fitting, other)) for other in held):
+            if self._parting.waits(ticket.request_id, decodes) or any(all(map(le, fitting, other)) for other in held):
                 continue
             if not self._assign(ticket, now, promised):
                 if fitting == list(map(len, rooms)):
                     return
                 held.append(fitting)
-
-    def _is_parting(self, ticket: Ticket) -> bool:
-        return any((ticket.request_id, decode) in self._parting for decode in self._roster.decodes)
 
     def _end_in_line(
         self, ticket: Ticket, now: float, most_tokens: Mapping[str, int]
@@ -221,17 +247,27 @@ class Broker:
     def step_port(self, address: PeerAddress, port: Port) -> None:
         """Steps one port and acts on what it says; one that raises, or says what cannot be, is lost, and the others
         go on."""
+        came = self._progress.came
         try:
             events = port.step()
+        except MemoryError:  # this process has none left, whatever port it was for
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
             self._lose(address, port, error)
             return
-        for event in events:
-            try:
-                self._handle(event, address)
-            except TransferError as error:
-                self._lose(address, port, error)
-                return
+        came.extend((address, event) for event in events)
+        try:
+            while came:
+                self._handle(came[0][1], address)
+                came.popleft()
+        except MemoryError:
+            raise
+        except TransferError as error:
+            came.clear()
+            self._lose(address, port, error)
+        except Exception:  # of a policy
+            came.clear()
+            raise
 
     def _handle(self, event: Event, decode: PeerAddress) -> None:
         request_id = event.grant.request_id if isinstance(event, Granted) else event.request_id
@@ -243,11 +279,17 @@ class Broker:
         elif isinstance(event, Refused):
             self._refused(ticket, event.error)
         else:
-            event = ticket.passed_on(event, self._clock())
-            if event.finish_reason is not None:
-                self._finish(ticket, event)
-            else:
-                self._emit(event)
+            self._progress.telling = ticket, ticket.num_tokens, None
+            self._tell(ticket, event.index, ticket.passed_on(event, self._clock()))
+
+    def _tell(self, ticket: Ticket, num_tokens: int, event: TokenEvent) -> None:
+        """Emits what the host hears of a request that has given `num_tokens` before; the last one ends it."""
+        self._progress.telling = ticket, num_tokens, event
+        self._emit(event)
+        if event.finish_reason is not None:
+            self.tickets.pop(ticket.request_id)
+            self._ended[event.finish_reason] += 1
+        self._progress.telling = None
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
         """Nobody waits for it any more."""
@@ -255,7 +297,7 @@ class Broker:
             if decode in self._roster.decodes:
                 self._roster.decodes[decode].cancel(request_id)
         elif isinstance(event, Refused) or event.finish_reason:
-            self._parting.discard((request_id, decode))
+            self._parting.discard(request_id, decode)
 
     def _forward(self, ticket: Ticket, granted: Granted) -> None:
         """Tells prefill to start; its port may have left since the choice."""
@@ -287,20 +329,28 @@ class Broker:
         return [ticket for ticket in list(self.tickets.values()) if ticket.needs(address)]
 
     def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
-        """A port failed: its process is gone, silent or hangs, or it broke. Closing it is what proves to the others
-        that it stopped; one that may come back stays open, and the others close their links to it."""
+        """A port failed: its process is gone, silent or hangs, or it broke."""
         _log.error("a port was lost: %s: %s", address, error)
-        self._num_ports_lost += 1
         role = "decode" if address in self._roster.decodes else "prefill"
         reason = escaped(str(error) or type(error).__name__)
         lost = LostPort(address=address, role=role, age_s=0.0, reason=reason, is_back=False)
-        self._ports_lost.append((self._clock(), lost))
+        self._progress.losing = port, lost, error
+        self._give_up(port, lost, error)
+
+    def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
+        """Closing it is what proves to the others that it stopped; one that may come back stays open, and the others
+        close their links to it."""
+        address = lost.address
         if isinstance(port, ReturningPort):
             self.away[address] = port
             self._roster.part(port)
         else:
             self._close(port)
-        self._parting = {(request_id, decode) for request_id, decode in self._parting if decode != address}
+        self._roster.drop(address)
+        self._parting.drop(address)
+        self._num_ports_lost += 1
+        self._ports_lost.append((self._clock(), lost))
+        self._progress.losing = None
         self.part_with(address, error)
 
     def _use_again(self) -> None:
@@ -309,9 +359,11 @@ class Broker:
             try:
                 if not port.recover():
                     continue
-                if address in (known.address for known in self._roster.all):
+                if address in (known.address for known in self._roster.all if known is not port):
                     raise ConfigError("the host has added another port to it")
                 self._roster.take_back(port)
+            except MemoryError:
+                raise
             except Exception as error:  # noqa: BLE001 - as of a step
                 _log.error("a port that was lost will not come back: %s: %s", address, error)
                 self._close(port)
@@ -331,10 +383,10 @@ class Broker:
     def take_back(self, address: PeerAddress, port: Port) -> None:
         """Has a decode that is removed, and may live on, let go of what it has. It may be added again and still say of
         these requests what is then for others to say; of ports that were removed before, nothing is kept."""
-        self._parting = {parting for parting in self._parting if parting[1] in self._roster.decodes}
+        self._parting.keep(self._roster.decodes)
         for ticket in self.assigned(address):
             if ticket.decode == address:
-                self._parting.add((ticket.request_id, address))
+                self._parting.add(ticket.request_id, address)
                 port.cancel(ticket.request_id)
 
     def part_with(self, address: PeerAddress, error: Exception) -> None:
@@ -399,7 +451,7 @@ class Broker:
 
     def end(self, ticket: Ticket, reason: FinishReason, error: PDInferError | None = None) -> None:
         """Ends a request that no decode will."""
-        self._finish(ticket, ticket.final_event(reason, error, self._clock()))
+        self._tell(ticket, ticket.num_tokens, ticket.final_event(reason, error, self._clock()))
 
     def _end_overdue(self) -> None:
         """What a decode was to end and has not: it may be frozen, or in a long step."""
@@ -407,12 +459,6 @@ class Broker:
         for ticket in list(self.tickets.values()):
             if (end := ticket.overdue(now)) is not None:
                 assert ticket.decode is not None
-                self._parting.add((ticket.request_id, ticket.decode))
+                self._parting.add(ticket.request_id, ticket.decode)
                 self._roster.decodes[ticket.decode].cancel(ticket.request_id)
                 self.end(ticket, *end)
-
-    def _finish(self, ticket: Ticket, event: TokenEvent) -> None:
-        assert event.finish_reason is not None
-        del self.tickets[ticket.request_id]
-        self._ended[event.finish_reason] += 1
-        self._emit(event)

@@ -23,11 +23,10 @@ from pdinfer.model import Model
 from pdinfer.page_tables import PageTables
 from pdinfer.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.schedule import by_age, choose_victim
-from pdinfer.sequence import Sequence, SequenceState
+from pdinfer.sequence import Sequence, SequenceState, ends_of
 from pdinfer.speculation import DraftCounts, check_drafter
 from pdinfer.types import (
     DecodeLoad,
-    Event,
     FinishReason,
     Granted,
     Handoff,
@@ -77,6 +76,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._untold: list[Granted] = []
         self._running: list[Sequence] = []
         self._tables = PageTables(channel.pool, self.config)
+        channel.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
         self._arrivals = 0
         self._num_grants = 0
         self._stalled = False
@@ -101,7 +101,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         and will use them if it is retracted. Unknown or finished ids are ignored."""
         self._put((request_id, tuple(writers)))
 
-    def _step(self) -> list[Event]:
+    def _step(self) -> None:
         """Takes what came, admits what landed, grants pages, runs one batch."""
         if not self._closed:
             self._take_inbox()
@@ -110,8 +110,6 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._grant()
             self._decode()
             self._tell_granted()
-        events, self._events = self._events, []
-        return events
 
     def load(self) -> DecodeLoad:
         """What this engine holds, counting what was submitted and not yet seen by a step."""
@@ -152,10 +150,15 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._ends.close()
         self._land()
 
+    def _drop(self, error: PDInferError) -> None:
+        self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
+        self._sequences, self._waiting, self._granted, self._untold, self._running = {}, [], {}, [], []
+        self._tables = PageTables(self.channel.pool, self.config)
+
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
     def _take_inbox(self) -> None:
-        for item in self._inbox.take():
+        for item in self._arrivals_in_order():
             if isinstance(item, str):
                 if item in self._sequences:
                     self._end(self._sequences[item], FinishReason.CANCELLED)
@@ -190,6 +193,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             submitted_at=now,
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
+            num_told=len(request.output),
             chain=self.channel.pool.chain(request.cache_salt),
             processor=processor,
         )
@@ -274,16 +278,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
-        now = self._clock()
         for sequence in list(self._waiting):
-            if sequence.missing_s(now, connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
+            if sequence.missing_s(self._clock(), connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
                 error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
                 self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = [*self._running, *self._granted.values()]
-        has_place = len(holding) < self.config.max_running_requests
-        return has_place and self._tables.may_reserve(sequence, holding=holding)
+        return len(holding) < self.config.max_running_requests and self._tables.may_reserve(sequence, holding=holding)
 
     def _open_room(self, sequence: Sequence) -> None:
         grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
@@ -345,6 +347,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         started = self._clock()
         try:
             drawn = self._forward(batch)
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
             _log.exception("a decode step failed")
             for sequence in batch:
@@ -383,6 +387,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
         if reason is None:
             self._events.append(sequence.event(new))
+            sequence.num_told += 1
         else:
             self._end(sequence, reason, new=new)
         return reason is None
@@ -403,6 +408,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         new: Drawn | None = None,
     ) -> None:
         """The one final event, and everything the request held goes back."""
+        self._events.append(sequence.event(new, finish_reason=reason, error=error))
         del self._sequences[sequence.request_id]
         if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
             self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
@@ -411,4 +417,3 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._tables.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
-        self._events.append(sequence.event(new, finish_reason=reason, error=error))

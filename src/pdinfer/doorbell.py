@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from pdinfer.forked import OfOneProcess
 from pdinfer.groups import Group
 
 SECRET_BYTES = 8
@@ -22,7 +23,7 @@ ANYWHERE = ("10.255.255.255", 9)
 """Asked for the way there, a host tells the address it has in its network; nothing is sent."""
 
 
-class Doorbell:
+class Doorbell(OfOneProcess):
     """A UDP socket on every rank of `world`, and a thread that listens to it: made by all ranks together.
 
     It listens on the loopback interface when all ranks are on one host, else on the one address of its host that the

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
+import torch
 
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
-from pdinfer.errors import Overloaded, RequestError
+from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.forked import begin_to_compute, refuse
 from pdinfer.inbox import Inbox
+from pdinfer.interrupted import Interruptible
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.transport import Memory
 from pdinfer.leader import RankChannel
+from pdinfer.locks import let_go
 from pdinfer.lockstep import Agreement
 from pdinfer.malloc import keep_freed_memory
 from pdinfer.model import Model
@@ -33,8 +39,10 @@ Submitted = TypeVar("Submitted")
 
 DRAIN_POLL_S = 0.1
 
+_log = logging.getLogger("pdinfer")
 
-class Engine(Rebalanced, ABC, Generic[Submitted]):
+
+class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -58,9 +66,11 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        refuse(channel)
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
+        begin_to_compute(self.config.num_threads or torch.get_num_threads())
         self._factories = dict(logits_processors or {})
         self._clock = clock
         self._trace: Trace | None = None
@@ -98,6 +108,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._closed = False
+        self._arrived = deque()
         channel.notify(self._inbox.wake)
 
     def _shared_limits(self) -> dict[str, object]:
@@ -185,22 +196,42 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
     def step(self) -> list[Event]:
         """Does what can be done now and returns what came of it. Never waits, but for the other ranks, if there are
         any: RankLost when one does not come."""
-        with using_threads(self.config.num_threads), span(self._trace, STEP):
-            part(self._trace, "schedule")
-            return self._step_alone() if self._ranks is None else self._step_among(self._ranks)
+        try:
+            self._begin_call()
+            with using_threads(self.config.num_threads), span(self._trace, STEP):
+                part(self._trace, "schedule")
+                self.channel.redial()
+                self._step_alone() if self._ranks is None else self._step_among(self._ranks)
+        except PDInferError:
+            raise
+        except Exception as error:
+            let_go()
+            if self._ranks is not None:
+                raise
+            _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
+            self._recover(PDInferError(f"a step of the {self.role} engine failed: {type(error).__name__}"))
+        except BaseException:
+            let_go()
+            raise
+        events: list[Event] = []
+        try:
+            self._unfinished_call = False
+            events, self._events = self._events, []
+            return events
+        except BaseException:  # the caller has not got them
+            self._events = events + self._events
+            raise
 
-    def _step_alone(self) -> list[Event]:
+    def _step_alone(self) -> None:
         """A step without other ranks: what one says all say."""
-        events = self._step()
+        self._step()
         if self._rebalancing.has_news:
             self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
-        return events
 
-    def _step_among(self, ranks: Ranks) -> list[Event]:
+    def _step_among(self, ranks: Ranks) -> None:
         """A step with the other ranks."""
-        events: list[Event] = []
         if ranks.follower is None or self._closed:
-            events = self._step()
+            self._step()
         else:
             self._inbox.take()
             ranks.follower.step()
@@ -208,11 +239,10 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             ranks.check()
         if ranks.are_closing:
             self.close()
-        return events
 
     @abstractmethod
-    def _step(self) -> list[Event]:
-        """One step, for which `step` has made everything ready."""
+    def _step(self) -> None:
+        """One step, for which `step` has made everything ready; what came of it is in `_events`."""
 
     def warm_up(self) -> WarmUp:
         """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
@@ -229,6 +259,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
                 f"the {self.role} engine has {self.num_unfinished} unfinished requests: warm up before the first one, "
                 "or drain it"
             )
+        self._begin_call()
         run = WarmUpRun(
             runner=self._model_runner,
             pool=self.channel.pool,
@@ -240,6 +271,7 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
                 ran = WarmUp(steps=tuple(self._warm_up(run)))
             self.longest_warm_up_s = ran.longest_s
+            self._unfinished_call = False
             return ran
         finally:
             if self._rebalancing.recorder is not None:
@@ -259,16 +291,19 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             left_s = min(left_s, self._ranks.due_in_s())
         elif self._rebalancing.has_news:
             left_s = 0.0
+        left_s = min(left_s, self.channel.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
         """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
         end = time.monotonic() + timeout_s
         events: list[Event] = []
-        while self.num_unfinished and time.monotonic() < end:
-            events += self.step()
-            self.wait(min(DRAIN_POLL_S, max(0.0, end - time.monotonic())))
-        self._events = events + self._events
+        try:
+            while self.num_unfinished and time.monotonic() < end:
+                events += self.step()
+                self.wait(min(DRAIN_POLL_S, max(0.0, end - time.monotonic())))
+        finally:
+            self._events = events + self._events
         return not self.num_unfinished
 
     def close(self) -> None:
@@ -276,14 +311,16 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
         next step. A second call does nothing."""
         if self._closed:
             return
-        if self._ranks is not None:
+        if self._ranks is None:
+            self._begin_call()
+        else:
             self._ranks.close()
         if self._ranks is None or self._ranks.follower is None:
             self._close()
         else:
             self.channel.close()
         self._rebalancing.close()
-        self._closed = True
+        self._closed, self._unfinished_call = True, False
         self._inbox.wake()
         if self._trace is not None:
             self._trace.write()
@@ -353,9 +390,3 @@ class Engine(Rebalanced, ABC, Generic[Submitted]):
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,
         }
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

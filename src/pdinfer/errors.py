@@ -8,7 +8,8 @@
     ├── TransferError            TRANSFER         a peer, a connection, or bytes that did not verify
     │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things
     ├── BackendUnavailable       BACKEND          an optional library or device that is not there
-    └── RankLost                 RANK_LOST        another rank of the same engine: it died, hangs, or failed in a step
+    ├── RankLost                 RANK_LOST        another rank of the same engine: it died, hangs, or failed in a step
+    └── Forked                   FORKED           a host that forked, and goes on with what belongs to its parent
 
 A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
 borders, and is what programs should look at.
@@ -89,6 +90,12 @@ class RankLost(PDInferError):
     code = "RANK_LOST"
 
 
+class Forked(PDInferError):
+    """A forked child used an engine, a pool, a channel or a Pairing of its parent. Start processes with "spawn"."""
+
+    code = "FORKED"
+
+
 BY_CODE: dict[str, type[PDInferError]] = {
     error.code: error
     for error in (
@@ -101,6 +108,7 @@ BY_CODE: dict[str, type[PDInferError]] = {
         LayoutMismatch,
         BackendUnavailable,
         RankLost,
+        Forked,
     )
 }
 

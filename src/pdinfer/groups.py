@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pdinfer.errors import RankLost
+from pdinfer.forked import OfOneProcess
 
 
 @attrs.frozen(eq=False)
-class Group:
+class Group(OfOneProcess):
     """`ranks` of the world, of which `ranks[rank]` is this one. `process_group` is None when it is alone.
 
     Every method raises RankLost when the others do not take part within the deadline the groups were made with. Tensors
@@ -33,6 +34,11 @@ class Group:
     rank: int = 0
     process_group: dist.ProcessGroup | None = None
     calls: list[str] | None = None
+
+    @property
+    def is_shared_by_fork(self) -> bool:
+        """One that is alone has no connections."""
+        return self.process_group is not None
 
     @property
     def size(self) -> int:
@@ -157,7 +163,7 @@ ALONE = Group("alone")
 
 
 @attrs.frozen(eq=False, kw_only=True)
-class Groups:
+class Groups(OfOneProcess):
     """The groups of one rank. `world` is everybody; `attention` are the ranks that have the same requests, its rank 0
     is the one hosts talk to; `tp` of these share every token and divide the heads, `cp` divide the tokens of a prompt.
     `dense_tp` divide the dense MLPs, `ep` the experts."""

@@ -7,15 +7,20 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from pdinfer.forked import OfOneProcess
+from pdinfer.locks import new_lock
+
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
+class Inbox(OfOneProcess, Generic[T]):
     """Items put in by any thread, taken out by the one that steps. `listen` lets an owner of several boxes sleep once
     for all of them."""
 
+    ends = frozenset({"put", "wake"})  # garbage collection calls them: see `leader`
+
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(new_lock())
         self._items: list[T] = []
         self._awake = False
         self._listeners: list[Callable[[], None]] = []
@@ -27,10 +32,16 @@ class Inbox(Generic[T]):
 
     def take(self) -> list[T]:
         """Everything put in since the last call, in order."""
-        with self._changed:
-            self._awake = False
-            items, self._items = self._items, []
+        items: list[T] = []
+        try:
+            with self._changed:
+                self._awake = False
+                items, self._items = self._items, []
             return items
+        except BaseException:  # whoever was interrupted has not got them
+            with self._changed:
+                self._items = items + self._items
+            raise
 
     def peek(self) -> list[T]:
         """The same without taking it."""

@@ -48,6 +48,10 @@ class Line:
         if self._fair_share and not ticket.is_resumed:
             self._shares.add(ticket.request.cache_salt, ticket.max_tokens)
 
+    def restore(self, tickets: Iterable[Ticket]) -> None:
+        """These wait, and nobody else, whatever an interrupt has left of the line; shares stay."""
+        self._waiting = dict.fromkeys(tickets)
+
     def in_turn(self, now: float) -> Iterator[Ticket]:
         """Everybody once, the next one always whose turn it is after those served meanwhile."""
         self._shares.look({self._tenant(ticket) for ticket in self._waiting})

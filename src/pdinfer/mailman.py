@@ -20,6 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from pdinfer import messages
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
+from pdinfer.forked import OfOneProcess
+from pdinfer.locks import new_lock
 from pdinfer.messages import Beat, Command, Report
 
 TICK_S = 0.2
@@ -49,7 +51,7 @@ class Connection(Protocol):
 M = TypeVar("M")
 
 
-class Mailman(Generic[M]):
+class Mailman(OfOneProcess, Generic[M]):
     """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
     `silent_s` and another `return_s` since its first word, or not reading) or this one was closed. `beat` makes the
     sign of life; `on_silence` is told when the other end falls silent, and when it is heard again. All are called from
@@ -73,7 +75,7 @@ class Mailman(Generic[M]):
         self._decode = decode
         self._deliver = deliver
         self._beat = beat
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(new_lock())
         self._outgoing: deque[bytes] = deque()
         self._unsent_bytes = 0
         self._num_heard = 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from pdinfer.config import EngineConfig
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.pool import Held, PagePool
 from pdinfer.schedule import learn_growth, may_grant, withheld_pages
 from pdinfer.sequence import Sequence
 from pdinfer.speculation import Draft
@@ -45,6 +45,16 @@ class PageTables:
         if chain.root != sequence.chain.root:
             sequence.chain = chain
         sequence.extend_chain()
+
+    def held(self, sequences: Iterable[Sequence]) -> Held:
+        """What these and the orphans hold of the pool."""
+        owned: list[int] = []
+        granted = [page for pages in self._orphans.values() for page in pages]
+        for sequence in sequences:
+            own = len(sequence.pages) - (0 if sequence.grant is None else len(sequence.grant.pages))
+            owned += [*sequence.pages[:own], *sequence.spare]
+            granted += sequence.pages[own:]
+        return owned, granted
 
     def may_reserve(self, sequence: Sequence, *, holding: Iterable[Sequence]) -> bool:
         """Whether the pool has pages for the sequence's next attempt, beside those `holding` some, which will grow."""

@@ -14,17 +14,21 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from pdinfer.broker import Broker
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.decode import DecodeEngine
-from pdinfer.errors import ConfigError, Overloaded, RequestError, TransferError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.joining import link
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.line import gives_way
+from pdinfer.locks import interruptible, let_go, open_lock
 from pdinfer.model import Model
 from pdinfer.policy import Policy, least_tokens
 from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
@@ -38,13 +42,15 @@ from pdinfer.weights import Device, DType, load_model
 _log = logging.getLogger("pdinfer")
 
 
-class Pairing:
+class Pairing(OfOneProcess):
     """Pairs any number of prefill ports with any number of decode ports and serves requests over them.
 
     `submit`, `cancel`, `add` and `close` may be called from any thread; `step`, `generate`, `remove` and `drain` from
     one at a time. Every submitted request ends in exactly one event with a `finish_reason`. Connects its ports when
     made, as `add` does; ConfigError when a side is empty.
     """
+
+    ends = frozenset({"close", "_forget"})  # the latter ends a `generate` that a child drops
 
     def __init__(
         self,
@@ -60,13 +66,15 @@ class Pairing:
         self._clock = clock
         self._random_bytes = random_bytes
         self._roster = Roster()
-        self._admission = threading.Lock()  # held for a moment only: `step` needs it too
+        self._admission = threading.RLock()  # held for a moment only: `step` needs it too
         self._joining: dict[PeerAddress, object] = {}
         self._inbox: Inbox[tuple[Ticket, Wish]] = Inbox()
+        self._wishes: deque[tuple[Ticket, Wish]] = deque()  # those that `step` has taken and not dealt with
         self._broker = Broker(self._roster, self.config, policy, clock, self._emit)
         self._stepping = threading.RLock()
         self._undelivered: list[TokenEvent] = []
         self._muted: set[str] = set()
+        self._unfinished_call = False
         self._closed = False
         for port in prefill if isinstance(prefill, Sequence) else [prefill]:
             self.add(port)
@@ -111,6 +119,7 @@ class Pairing:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @interruptible
     def submit(self, request: Request) -> str:
         """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
 
@@ -125,11 +134,18 @@ class Pairing:
                 raise RequestError("the pairing is closed")
             if ticket.request_id in self._broker.tickets:
                 raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
-            self._check_line(ticket)
-            self._broker.tickets[ticket.request_id] = ticket
-            self._inbox.put((ticket, Wish.SERVE))
-        return ticket.request_id
+            displaced = self._check_line(ticket)
+            try:
+                self._broker.tickets[ticket.request_id] = ticket
+                if displaced is not None:
+                    self._inbox.put((displaced, Wish.DISPLACE))
+                self._inbox.put((ticket, Wish.SERVE))
+                return ticket.request_id
+            except BaseException:  # nobody will know that it was taken
+                self._withdraw(ticket, displaced)
+                raise
 
+    @interruptible
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
         ticket = self._broker.tickets.get(request_id)  # now: the id may name another request by the time of the step
@@ -163,16 +179,28 @@ class Pairing:
                 mine &= self._broker.tickets.keys() | collected
                 if (more or mine) and not mine & collected:
                     self._sleep(1.0)
+        except (PDInferError, GeneratorExit):
+            raise
+        except BaseException:
+            self.let_go()
+            raise
         finally:
             self._forget(mine)
 
+    @interruptible
     def step(self) -> list[TokenEvent]:
         """Sends waiting requests on, steps every port that runs here, and returns the events since the last step."""
-        with self._stepping:
-            self._advance()
-            events, self._undelivered = self._undelivered, []
-        return events
+        events: list[TokenEvent] = []
+        try:
+            with self._stepping:
+                self._advance()
+                events, self._undelivered = self._undelivered, []
+            return events
+        except BaseException:  # the caller has not got them
+            self._undelivered = events + self._undelivered
+            raise
 
+    @interruptible
     def wait(self, timeout_s: float) -> bool:
         """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
         if self._undelivered or self._closed:
@@ -186,6 +214,7 @@ class Pairing:
         left_s = self._broker.wakes_at() - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
+    @interruptible
     def drain(self, timeout_s: float) -> bool:
         """Steps until every request has ended or the time is over; the next `step` returns the events."""
         end = time.monotonic() + timeout_s
@@ -195,13 +224,14 @@ class Pairing:
                 self._sleep(min(0.1, max(0.0, end - time.monotonic())))
         return not self.num_unfinished
 
+    @interruptible
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports, once a step
         that is under way has ended. No port in another process is waited for. A second call does nothing."""
         with self._admission:
-            if self._closed:
+            if self._closed and not self._unfinished_call:
                 return
-            self._closed = True
+            self._closed = self._unfinished_call = True  # the latter until the ports are closed
         self._inbox.wake()
         with self._stepping, contextlib.ExitStack() as ports:
             for ticket in list(self._broker.tickets.values()):
@@ -209,28 +239,29 @@ class Pairing:
             # one that cannot be closed does not keep the others open
             for port in [*self._broker.away.values(), *reversed(self._roster.all)]:
                 ports.callback(port.close)
+        self._unfinished_call = False
 
-    def __enter__(self) -> Pairing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def let_go(self) -> None:
+        """Opens the locks that an interrupted call of this thread holds; what is called from here does so itself."""
+        let_go()
+        open_lock(self._admission)
+        open_lock(self._stepping)
 
     # -- ports ------------------------------------------------------------------------------------------------------
 
+    @interruptible
     def add(self, port: PrefillPort | DecodePort) -> None:
         """Connects a port to the ports of the other side and puts it to use. Other threads step meanwhile. A pair that
         cannot be connected now is dialled again, and in `stats.links_down` until it is. TransferError when there are
         others and none can be connected, or the pairing is closed; LayoutMismatch when one has another layout,
         ConfigError when the port says that it is one which is here. Then it does not join."""
         token = object()
-        with self._admission:
-            if port.address in self._joining or port.address in (known.address for known in self._roster.all):
-                raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
-            self._joining[port.address] = token
         try:
+            with self._admission:
+                if port.address in self._joining or port.address in (known.address for known in self._roster.all):
+                    raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
+                self._joining[port.address] = token
             self._join(port, token)
-            port.notify(self._inbox.wake)
         finally:
             with self._admission:
                 if self._joining.get(port.address) is token:
@@ -252,6 +283,7 @@ class Pairing:
                 if not newcomers:
                     if others and all(other.address in unlinked for other in others):
                         raise unlinked[others[0].address]
+                    port.notify(self._inbox.wake)
                     self._roster.add(port, unlinked)
                     return
             met.update(other.address for other in newcomers)
@@ -265,10 +297,11 @@ class Pairing:
             try:
                 for other in others:
                     if other in self._roster.all:
-                        self._broker.step_port(other.address, other)
+                        self._change(partial(self._broker.step_port, other.address, other))
             finally:
                 self._stepping.release()
 
+    @interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
@@ -278,53 +311,94 @@ class Pairing:
             self._joining.pop(address, None)  # whoever adds it now is told
         self._roster.leaving.add(address)
         end = time.monotonic() + drain_s
-        while self._broker.assigned(address) and time.monotonic() < end:
-            self._advance()
-            self._sleep(min(0.05, max(0.0, end - time.monotonic())))
-        with self._stepping:
-            self._broker.take_back(address, port)
-            self._broker.part_with(address, TransferError("its port was removed from the pairing"))
-            self._broker.step_port(address, port)
-            self._advance()
-            self._broker.step_port(address, port)  # so that it answers those who took its rooms away
+        try:
+            while self._broker.assigned(address) and time.monotonic() < end:
+                self._advance()
+                self._sleep(min(0.05, max(0.0, end - time.monotonic())))
+            with self._stepping:
+                self._change(partial(self._part_with, port))
+                self._advance()
+                # so that it answers those who took its rooms away
+                self._change(partial(self._broker.step_port, address, port))
+        finally:  # one that is still here, since this was interrupted, stays
+            self._roster.leaving.discard(address)
+
+    def _part_with(self, port: Port) -> None:
+        self._broker.take_back(port.address, port)
+        self._broker.part_with(port.address, TransferError("its port was removed from the pairing"))
+        self._broker.step_port(port.address, port)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
         with self._stepping:
             if not self._closed:
-                self._take_inbox()
-                self._broker.advance()
+                self._change(self._go_on)
+
+    def _go_on(self) -> None:
+        self._take_inbox()
+        self._broker.advance()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Does what may not stay half done, in a thread that has `_stepping`. After an interrupt the next change makes
+        everything anew first."""
+        if self._closed:
+            change()
+            return
+        if self._unfinished_call:
+            let_go()
+            with self._admission:
+                self._wishes.extend(self._inbox.take())
+                self._broker.recover(self._undelivered)
+        self._unfinished_call = True  # until this one has ended
+        try:
+            change()
+        except MemoryError:
+            raise
+        except Exception:  # of a policy: nothing is half done
+            self._unfinished_call = False
+            raise
+        self._unfinished_call = False
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
         """The events of `mine`; all others wait for `step`."""
-        events = self.step()
-        self._undelivered += [event for event in events if event.request_id not in mine]
+        with self._stepping:
+            self._advance()
+            events = self._undelivered
+            self._undelivered = [event for event in events if event.request_id not in mine]
         return [event for event in events if event.request_id in mine]
 
     def _take_inbox(self) -> None:
-        with self._admission:
-            items = self._inbox.take()
-            for ticket, wish in items:
-                if wish is Wish.SERVE:
+        with self._admission:  # who counts the line sees each in one place
+            self._wishes.extend(self._inbox.take())
+            for ticket, wish in self._wishes:
+                if wish is Wish.SERVE and self._broker.tickets.get(ticket.request_id) is ticket:
                     self._broker.line.put(ticket)
-        for ticket, wish in items:
+        while self._wishes:
+            ticket, wish = self._wishes[0]
             if wish is Wish.CANCEL:
                 self._broker.cancel(ticket)
             elif wish is Wish.DISPLACE:
                 self._broker.displace(ticket)
+            self._wishes.popleft()
 
     def _in_line(self) -> list[Ticket]:
         """Who holds a place in the line, as far as the last step and submits since then know."""
         unseen = [ticket for ticket, wish in self._inbox.peek() if wish is Wish.SERVE]
         return [ticket for ticket in (*self._broker.line, *unseen) if ticket.displaced is None]
 
+    def _withdraw(self, ticket: Ticket, displaced: Ticket | None) -> None:
+        """Takes back a request whose `submit` was interrupted. Who was to give way for it does so."""
+        self._broker.tickets.pop(ticket.request_id, None)
+        if displaced is not None:
+            self._inbox.put((displaced, Wish.DISPLACE))
+
     def _line_has_room(self) -> bool:
         return len(self._in_line()) < self.config.max_queued_requests
 
-    def _check_line(self, ticket: Ticket) -> None:
+    def _check_line(self, ticket: Ticket) -> Ticket | None:
         """Overloaded when there is no place for it, or none that it would live to leave. In a full line it gets that of
-        one with a lower priority."""
+        one with a lower priority: the one returned."""
         displaced, full = None, f"the line already holds {self.config.max_queued_requests} requests"
         if not self._line_has_room():
             displaced = gives_way(self._in_line(), ticket.request.priority)
@@ -344,7 +418,7 @@ class Pairing:
                 f"which has {displaced.request.priority}",
                 retry_after_s=self._half_empty_in_s(),
             )
-            self._inbox.put((displaced, Wish.DISPLACE))
+        return displaced
 
     def _half_empty_in_s(self) -> float | None:
         waits_s = self._broker.queueing_s()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar, cast, runtime_checkable
@@ -12,6 +11,7 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.protocol import PeerKey, peer_key
+from pdinfer.locks import new_lock
 from pdinfer.policy import Policy
 from pdinfer.schedule import RequestLimits
 from pdinfer.types import (
@@ -123,7 +123,7 @@ class Roster:
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
-        self._changing = threading.Lock()
+        self._changing = new_lock()
 
     @property
     def has_links(self) -> bool:

@@ -17,12 +17,13 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine import Engine
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.pool import Held
 from pdinfer.leader import RankChannel, empty_prefill
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import by_age, due_at, is_late, plan_chunk
 from pdinfer.trace import part
-from pdinfer.types import Event, Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
 from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 FIRST = (False, -math.inf, False)
@@ -110,6 +111,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._arrivals = 0
         self._num_starts = 0
         self._num_chunks = 0
+        channel.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:
@@ -125,10 +127,10 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Queues a prompt whose pages decode has granted."""
         self._put((request, grant))
 
-    def _step(self) -> list[Event]:
-        """Takes what came, runs one chunk, hands off what it finished. Always returns [] (see `DecodeEngine`)."""
+    def _step(self) -> None:
+        """Takes what came, runs one chunk, hands off what it finished. Tells nothing (see `DecodeEngine`)."""
         if self._closed:
-            return []
+            return
         self._take_inbox()
         for room, error in self._ends.poll_stops():
             self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
@@ -138,7 +140,6 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._run(*zip(*chunk, strict=True))
         else:
             self._runner.idle()
-        return []
 
     def load(self) -> PrefillLoad:
         """What this engine has to do, counting what was submitted and not yet seen by a step."""
@@ -170,8 +171,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._ends.close()
         self._return_pages()
 
+    def _held(self) -> Held:
+        return [page for prompt in (*self._active, *self._sending) for page in prompt.held], []
+
+    def _drop(self, error: PDInferError) -> None:
+        self._queue, self._active, self._sending = [], [], []
+
     def _take_inbox(self) -> None:
-        for item in self._inbox.take():
+        for item in self._arrivals_in_order():
             if isinstance(item, str):
                 cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == item]
                 self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
@@ -252,6 +259,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         pool = self.channel.pool
         size = pool.layout.page_size
         if self._ends.shares_pool(prompt.grant.destinations):
+            if pool.generations(prompt.grant.pages) != prompt.grant.generations:
+                raise TransferError("the granted pages have changed hands since")
             start = prompt.grant.tokens.start
             known = pool.find(prompt.keys[: start // size])
             if len(known) * size != start:
@@ -294,6 +303,8 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         started = self._clock()
         try:
             self._compute(prompts, counts)
+        except MemoryError:
+            raise
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
             failed = [prompt for prompt in prompts if prompt in self._active]  # the others have had their last word

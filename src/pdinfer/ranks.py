@@ -76,6 +76,11 @@ class Ranks:
         if self._lockstep.lost is not None:
             raise self._lockstep.lost
 
+    def leave(self, reason: str) -> None:
+        """Raises RankLost, now and in every later step: this rank cannot catch up with the others."""
+        self._lockstep.lost = self._lockstep.lost or RankLost(f"{reason}; start all ranks anew")
+        raise self._lockstep.lost
+
     def check_leads(self) -> None:
         """Raises RequestError on a rank that takes no requests."""
         if self.follower is not None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,6 +21,7 @@ import torch
 from pdinfer.checks import clip, is_int
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
+from pdinfer.locks import new_lock
 from pdinfer.model import Model
 from pdinfer.moe.placement import ExpertPlacement, Ints
 from pdinfer.moe.recorder import ExpertLoadRecorder
@@ -79,7 +79,7 @@ class Rebalancing:
         self.recorder = model.experts.recorder
         self._wake = wake
         self.solver = SolverProcess(clock)
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._staged: _Staged | None = None
         self._asks = 0
         self._failed = 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import ClassVar, TypeVar
 
@@ -27,8 +28,10 @@ import attrs
 from pdinfer import messages
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.wire import PackedGrant
+from pdinfer.locks import new_lock
 from pdinfer.mailman import Connection, Mailman
 from pdinfer.messages import (
     Beat,
@@ -64,7 +67,7 @@ _log = logging.getLogger("pdinfer")
 M = TypeVar("M")
 
 
-class _Client:
+class _Client(OfOneProcess):
     """What both clients share. Methods may be called from any thread but `step`, `recover` and `close`; none but
     `connect` waits for the engine's process, and it holds up no other."""
 
@@ -79,8 +82,9 @@ class _Client:
     ) -> None:
         self._config = config or RemoteConfig()
         self._inbox: Inbox[Report | None] = Inbox()
-        self._lock = threading.RLock()
-        self._answered = threading.Condition()
+        self._arrived: deque[Report | None] = deque()
+        self._lock = new_lock()
+        self._answered = threading.Condition(new_lock())
         self._answers: dict[PeerAddress, Connected | None] = {}
         self._events: list[Event] = []
         self._lost = self._is_back = False
@@ -147,8 +151,7 @@ class _Client:
     def step(self) -> list[Event]:
         """What the engine said since the last call. TransferError when its process is lost: gone, silent, or in a step
         that hangs."""
-        for report in self._inbox.take():
-            self._read(report)
+        self._read_all()
         events, self._events = self._events, []
         if self._lost and not events:
             raise self._loss()
@@ -156,8 +159,7 @@ class _Client:
 
     def recover(self) -> bool:
         """After a loss: whether the engine is back, with nothing of what it had; TransferError when it will not be."""
-        for report in self._inbox.take():
-            self._read(report)
+        self._read_all()
         if self._gone:
             raise self._loss()
         if self._is_back:
@@ -323,6 +325,14 @@ class _Client:
             ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
             if max(ids) >= ready.limits.vocab_size:
                 raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
+
+    def _read_all(self) -> None:
+        """What has come, each report remembered until it is read: of an interrupted host's requests all end, but a loss
+        or a return of the port counts."""
+        self._arrived.extend(self._inbox.take())
+        while self._arrived:
+            self._read(self._arrived[0])
+            self._arrived.popleft()
 
     def _read(self, report: Report | None) -> None:
         if report is None:

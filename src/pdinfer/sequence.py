@@ -15,7 +15,19 @@ from pdinfer.kv.prefix import PrefixChain
 from pdinfer.sampling import Drawn, LogitsProcessor
 from pdinfer.schedule import RESUME_TOKENS, due_at
 from pdinfer.speculation import Draft, DraftCounts
-from pdinfer.types import FinishReason, Handoff, PageGrant, PeerAddress, Request, Timeline, TokenEvent, Usage
+from pdinfer.types import (
+    Event,
+    FinishReason,
+    Granted,
+    Handoff,
+    PageGrant,
+    PeerAddress,
+    Refused,
+    Request,
+    Timeline,
+    TokenEvent,
+    Usage,
+)
 
 
 class SequenceState(enum.Enum):
@@ -31,7 +43,7 @@ class Sequence:
     """One request here. `pages` is its page table: while GRANTED owned pages that were known already, then the grant's;
     while RUNNING all owned. `spare` are owned pages kept for its growth, and `protected` says that they are all it can
     ever need. `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
-    `output`. `chain` has the keys by which its full pages are known."""
+    `output`. `chain` has the keys by which its full pages are known. Of `output` the host has heard `num_told`."""
 
     request_id: str
     request: Request
@@ -41,6 +53,7 @@ class Sequence:
     deadline_at: float | None
     output: list[int]
     chain: PrefixChain
+    num_told: int = 0
     processor: LogitsProcessor | None = None
     state: SequenceState = SequenceState.WAITING
     grant: PageGrant | None = None
@@ -180,3 +193,28 @@ class Sequence:
             num_draft_tokens=self.drafted.num_draft_tokens,
             num_accepted_tokens=self.drafted.num_accepted_tokens,
         )
+
+
+def ends_of(
+    sequences: Iterable[Sequence],
+    arrived: Iterable[tuple[Request | str, tuple[PeerAddress, ...]] | str],
+    events: Iterable[Event],
+    error: PDInferError,
+) -> list[Event]:
+    """What to tell a host of which nobody knows how far the last step came: `events` of it, but no grant, whose room is
+    gone, and one end for each of `sequences` and of the requests that `arrived`, unless it was told already."""
+    told: list[Event] = [event for event in events if not isinstance(event, Granted)]
+    tokens = [event for event in told if isinstance(event, TokenEvent)]
+    ended = {event.request_id for event in told if isinstance(event, Refused)}
+    ended |= {event.request_id for event in tokens if event.finish_reason is not None}
+    for sequence in sequences:
+        if sequence.request_id not in ended:
+            emitted = [event.index + 1 for event in tokens if event.request_id == sequence.request_id]
+            del sequence.output[max([sequence.num_told, *emitted]) :]
+            told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
+            ended.add(sequence.request_id)
+    for item in arrived:
+        request = None if isinstance(item, str) else item[0]
+        if isinstance(request, Request) and request.request_id is not None and request.request_id not in ended:
+            told.append(Refused(request_id=request.request_id, error=error))
+    return told

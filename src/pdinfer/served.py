@@ -19,6 +19,7 @@ from pdinfer import messages, orphan
 from pdinfer.config import RemoteConfig, hung_after_s
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.inbox import Inbox
 from pdinfer.kv.wire import PackedGrant
 from pdinfer.mailman import TICK_S, Connection, Mailman
@@ -92,7 +93,7 @@ def serve(
         host.close()
 
 
-class _Host:
+class _Host(OfOneProcess):
     """The loop around a served engine. `session` is the number of one that is to begin, None while one is under way;
     `dismissed` means that nobody wants the engine any more."""
 

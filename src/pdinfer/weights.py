@@ -19,6 +19,7 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.destinations import OPS_OF_SCHEME, Destinations, Place, kept_schemes, slow_op
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.files import AnyPath
+from pdinfer.forked import begin_to_compute
 from pdinfer.groups import Groups, InTouch
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import ResolvedOps, resolve_ops
@@ -88,6 +89,7 @@ def load_model(
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
     """
+    begin_to_compute(torch.get_num_threads())
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
@@ -95,8 +97,7 @@ def load_model(
     dtype = _checked_dtype(config.dtype if dtype is None else dtype)
     resolved = resolve_ops(target, dtype, forced=providers)
     kept = kept_schemes(weights, resolved)
-    prefixes = config.family.tensor_prefixes
-    with Checkpoint.open(checkpoint, prefixes=prefixes, trusted_roots=trusted_roots) as files:
+    with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
         asked = _Asked(

@@ -110,7 +110,7 @@ MUTANTS = [
     Mutant(
         "a decode that was removed is heard when it is back",
         "src/pdinfer/broker.py",
-        "                self._parting.add((ticket.request_id, address))\n",
+        "                self._parting.add(ticket.request_id, address)\n",
         "",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),

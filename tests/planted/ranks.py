@@ -960,8 +960,8 @@ MUTANTS = [
     Mutant(
         "one more than may run",
         "src/pdinfer/decode.py",
-        "has_place = len(holding) < self.config.max_running_requests",
-        "has_place = len(holding) <= self.config.max_running_requests",
+        "return len(holding) < self.config.max_running_requests",
+        "return len(holding) <= self.config.max_running_requests",
         "tests/unit/test_decode.py::test_what_decode_cannot_take_is_refused_at_once",
     ),
     Mutant(

@@ -121,8 +121,8 @@ MUTANTS = [
     Mutant(
         "a port that says what cannot be stays",
         "src/pdinfer/broker.py",
-        "            except TransferError as error:\n                self._lose(address, port, error)\n                return\n",
-        "            except TransferError:\n                pass\n",
+        "            came.clear()\n            self._lose(address, port, error)\n",
+        "            came.popleft()\n",
         "tests/e2e/test_faulty_peers.py::test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody",
     ),
     Mutant(

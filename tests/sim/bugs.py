@@ -24,6 +24,7 @@ from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.protocol import Accepted, Expected
 from pdinfer.kv.pushes import Pushes
 from pdinfer.kv.seal import Seal
+from pdinfer.kv.tombstones import Tombstones
 from pdinfer.kv.transport import Transfer
 from pdinfer.page_tables import PageTables
 from pdinfer.prefill import PrefillEngine
@@ -299,7 +300,7 @@ def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
     accept = Accepted.accept
 
     def accept_anything(self: Accepted, grant: Any) -> None:
-        self._tombstones.clear()
+        self.tombstones = Tombstones()
         accept(self, grant)
 
     patch.setattr(Accepted, "accept", accept_anything)

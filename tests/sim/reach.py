@@ -106,7 +106,9 @@ def _state(room: Any) -> str:
 
 def _accepted(end: KVChannel) -> dict[bytes, str]:
     side = end._accepted
-    accepted = dict.fromkeys((room for tombstones in side._tombstones.values() for room in tombstones), "tombstone")
+    accepted = dict.fromkeys(
+        (room for tombstones in side.tombstones._rooms.values() for room in tombstones), "tombstone"
+    )
     accepted.update(dict.fromkeys((room for room, _ in side._owed), "turned away"))
     accepted.update((room, "stopping" if room in side._stops else "open") for room in side._rooms)
     return accepted

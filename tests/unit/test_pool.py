@@ -197,3 +197,23 @@ def test_the_config_says_how_many_pages_when_it_can() -> None:
 def test_a_pool_of_a_real_model_holds_its_pages() -> None:
     pool = PagePool(random_model(), CacheConfig(page_size=16, num_pages=5))
     assert pool.memory.num_bytes == 5 * pool.layout.page_bytes
+
+
+def test_accounts_are_made_anew_from_what_engines_hold() -> None:
+    pool = pool_of()
+    shared, granted, lost = pool.own(2), pool.grant(2), pool.own(2)
+    pool.hold(lambda: ([*shared, shared[0]], list(granted)))
+    before = pool.generations((*shared, *granted, *lost))
+    pool._free.clear()  # as if an interrupt had hit
+    pool.rebuild()
+    pool.check()
+    assert (pool.num_owned, pool.num_granted, pool.num_free) == (2, 2, 3)
+    after = pool.generations((*shared, *granted, *lost))
+    assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 0, 0, 1, 1]
+    pool.release(shared)
+    assert pool.num_owned == 1, "another request uses it too"
+    pool.release(shared[:1])
+    pool.adopt(granted)
+    pool.release(granted)
+    pool.check()
+    assert pool.num_free == 7

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
 import attrs
+
+from pdinfer.locks import new_lock
 
 MAX_WAITING_BYTES = 32 << 20
 """Frames that may wait to be sent, over all links. More wait only when peers live and do not read."""
@@ -36,7 +37,7 @@ class Budget(Generic[H]):
     def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
         self._limit_bytes = limit_bytes
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._shares: dict[H, _Share] = {}
         self._num_bytes = 0
 

@@ -15,16 +15,19 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
+from pdinfer.forked import refuse
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.loopback import Interrupted, LoopbackHub, LoopbackTransport
 from pdinfer.kv.peer import Peer, Write
 from pdinfer.kv.peers import Peers
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
 from pdinfer.kv.pushes import Group, Pushes
+from pdinfer.kv.recovery import Recoverable
 from pdinfer.kv.traffic import Totals
 from pdinfer.kv.transport import Link, Transfer, Transport
+from pdinfer.locks import new_lock
 from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerAddress
 
 WINDOW_BYTES = 64 << 20
@@ -32,7 +35,7 @@ ANSWER_S = 10.0
 """A writer's answer to an abort; it may be inside a long step. Then its link is closed, which frees the pages too."""
 
 
-class KVChannel:
+class KVChannel(Recoverable):
     """One end of a KV channel over `transport`, for the pages of `pool`.
 
     `address` is what peers need to reach and recognise this end: a new one for every object, so a restarted engine is a
@@ -50,13 +53,14 @@ class KVChannel:
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
+        refuse(pool)
         self.authenticates = key is not None
         self.window_bytes = WINDOW_BYTES
         self.pool = pool
         self.transport = transport
         self.random_bytes = random_bytes
         self._clock = clock
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._changed = threading.Condition(self._lock)
         self._peers = Peers(transport, pool.layout, self._changed, key=key, clock=clock, random_bytes=random_bytes)
         self._expected = Expected(pool.layout.layers)
@@ -238,12 +242,6 @@ class KVChannel:
             self.transport.close()
             self._notify()
 
-    def __enter__(self) -> KVChannel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     # -- the transport's calls (Receiver) ---------------------------------------------------------------------------
 
     def opened(self, link: Link) -> None:
@@ -315,6 +313,7 @@ class KVChannel:
         self._peers.tick(max(0.0, now - self._looked_at))
 
     def closed(self, link: Link, error: TransferError | None) -> None:
+        self._in_doubt |= isinstance(error, Interrupted)
         with self._lock:
             lost = self._peers.reason(link) or error or TransferError("the connection was closed")
             address = self._peers.forget(link, lost)
@@ -378,8 +377,8 @@ class KVChannel:
             for destination in group.grant.destinations:
                 key = peer_key(destination)
 
-                def sent(write: Transfer, group: Group = group) -> None:
-                    self._pushes.written(group, write.error)
+                def sent(write: Transfer, group: Group = group, pushes: Pushes = self._pushes) -> None:
+                    pushes.written(group, write.error)
                     self._notify()
 
                 peer = self._peers.peer_at(key)

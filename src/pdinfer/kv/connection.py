@@ -19,6 +19,7 @@ from pdinfer.kv.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
 from pdinfer.kv.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import Link, Receiver, check_arriving
+from pdinfer.locks import new_lock
 
 TURN_BYTES = 4 << 20
 """About what a link may send or receive before others have their turn."""
@@ -59,7 +60,7 @@ class Connection:
         self._receiver = receiver
         self._clock = clock
         self.idle_since = link.heard_at = clock()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._queue: deque[Message] = deque()
         self._leaving: Message | None = None
         self._busy = False

@@ -18,8 +18,13 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, check_frame, total_bytes
+from pdinfer.locks import new_lock
 
 SCHEME = "loopback://"
+
+
+class Interrupted(TransferError):
+    """A host was interrupted inside a delivery: what either end of the link knows may be half true."""
 
 
 class LoopbackHub:
@@ -29,7 +34,7 @@ class LoopbackHub:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._numbers = itertools.count()
         self._transports: dict[str, LoopbackTransport] = {}
 
@@ -107,14 +112,13 @@ class _End:
             error = raised
         except Exception as raised:
             logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", self.link.endpoint)
-            error = TransferError(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
+            kind = Interrupted if isinstance(raised, MemoryError) else TransferError
+            error = kind(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
         except BaseException:
             # Ctrl-C may hit the host while it delivers; the link must not stay in the hands of this thread.
-            error = TransferError(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
-            with self.changed:
-                self.deliverer = None
+            error = Interrupted(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
             delivery.complete(error)
-            self.shut(error)
+            self.cut()
             raise
         delivery.complete(error)
         if error is not None:
@@ -122,7 +126,8 @@ class _End:
 
     def shut(self, error: TransferError | None) -> None:
         """Closes both sides: drops what waits and queues `closed`, with `error` here."""
-        reason = TransferError(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
+        kind = Interrupted if isinstance(error, Interrupted) else TransferError
+        reason = kind(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
         with self.changed:
             if self.closing:
                 return
@@ -134,12 +139,25 @@ class _End:
         self.deliver()
         self.peer.deliver()
 
+    def cut(self) -> None:
+        """As `shut`, by a thread that was interrupted, in whatever state it has left both sides."""
+        sides = (self, self.peer)
+        stuck = [side for side in sides if side.deliverer == threading.get_ident()]
+        for side in sides:
+            with side.changed:
+                side.closing = side.gone
+                side.deliverer = None if side in stuck else side.deliverer
+        self.shut(Interrupted("a delivery was interrupted") if stuck else None)
+        self.peer.shut(None)
+
     def closing_with(self, error: TransferError | None) -> None:
         self.closing = True
         self.inbox.clear()
         self.inbox.append(_Delivery(lambda: self._closed(error)))
 
     def _closed(self, error: TransferError | None) -> None:
+        if self.gone:
+            return
         try:
             self.receiver.closed(self.link, error)
         finally:
@@ -204,7 +222,7 @@ class LoopbackTransport:
         if self._owned is None:
             raise ConfigError("register a memory and a receiver before connecting")
         self._ends = {link: end for link, end in self._ends.items() if not end.gone}
-        end = _End(Link(endpoint), *self._owned, threading.Condition())
+        end = _End(Link(endpoint), *self._owned, threading.Condition(new_lock()))
         self._ends[end.link] = end
         return end
 
@@ -248,6 +266,12 @@ class LoopbackTransport:
         end = self._ends.get(link)
         if end is not None:
             end.shut(None)
+            end.wait_gone()
+
+    def cut(self) -> None:
+        """Closes every link after an interrupt, which may have left them in any state."""
+        for end in list(self._ends.values()):
+            end.cut()
             end.wait_gone()
 
     def close(self) -> None:

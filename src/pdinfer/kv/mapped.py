@@ -16,7 +16,6 @@ import operator
 import os
 import socket
 import struct
-import threading
 from collections.abc import Generator, Iterator, Sequence
 
 import xxhash
@@ -27,6 +26,7 @@ from pdinfer.kv.lending import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_
 from pdinfer.kv.payloads import Message, check_digest, check_digested
 from pdinfer.kv.segment import PeerSegment, Segment
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
+from pdinfer.locks import new_lock
 
 NUM_DESCRIPTORS = 2
 COPY_SPEED = 4
@@ -51,7 +51,7 @@ class MappedPayloads:
         self._copied = 0
         self._told = 0
         self._tells = False
-        self._order = threading.Lock()
+        self._order = new_lock()
 
     def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
         return self._lender.parts(message, transfer)

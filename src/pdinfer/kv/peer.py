@@ -15,6 +15,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import Link, Transfer, Transport
+from pdinfer.locks import new_lock
 from pdinfer.types import PeerAddress
 
 
@@ -71,7 +72,7 @@ class Peer:
     placing: dict[bytes, tuple[wire.Data, int, float]] = attrs.field(factory=dict)
     _ours: Seal | None = None
     _theirs: Seal | None = None
-    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+    _lock: threading.RLock = attrs.field(factory=new_lock)
     _outbox: deque[tuple[bytes, Write | None]] = attrs.field(factory=deque)
     _posting: bool = False
     _opened: bool = False
@@ -139,6 +140,9 @@ class Peer:
         while (item := self._next()) is not None:
             try:
                 self._send(transport, *item)
+            except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
+                self._break_off(transport, item, error)
+                raise
             except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
                 is_bug = not isinstance(error, TransferError)
                 self.complaints.warn(

@@ -361,7 +361,7 @@ class Peers:
         now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
         with self._changed:
             passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
-            peers, wanted = list(self._by_link.values()), list(self._wanted.items())
+            peers = list(self._by_link.values())
             self._ledger.forget(now, self._links.keys() | self._wanted.keys())
         for peer in peers:
             silent_s = peer.silent_s = min(now - peer.link.heard_at, peer.silent_s + passed_s)
@@ -375,12 +375,31 @@ class Peers:
                 self._give_up(peer, f"{reason}: it hangs, is frozen or cannot be reached")
             else:
                 peer.post(self._transport, beat)
-        for key, want in wanted:
-            if now - want.lost_at <= RELINK_S or self.link_to(key) is not None:
-                self._redial(want, now)
+        self.redial()
+
+    def redial(self) -> None:
+        """Dials the peers that are missing, when they are due."""
+        for key, want in list(self._wanted.items()):
+            if self._clock() - want.lost_at <= RELINK_S or self.link_to(key) is not None:
+                self._redial(want, self._clock())
             else:
                 _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
                 self._unwant(key)
+
+    def redial_in_s(self) -> float:
+        """When `redial` would dial; infinity when no peer is missing."""
+        due = (want.due for key, want in list(self._wanted.items()) if key not in self._links)
+        return min(due, default=math.inf) - self._clock()
+
+    def cut(self) -> None:
+        """Closes every link, whatever an interrupted call has left of the book; `redial` makes new ones."""
+        for link in (links := list(self._by_link)):
+            self._transport.fence(link)
+        with self._changed:
+            self._by_link = {link: peer for link, peer in self._by_link.items() if link not in links}
+            self._links = {key: link for key, link in self._links.items() if link not in links}
+            for want in self._wanted.values():
+                want.lost_at = want.due = self._clock()
 
     def give_up(self, key: PeerKey, reason: str) -> None:
         """Closes the link to a peer; it may come back over a new one."""

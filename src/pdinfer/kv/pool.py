@@ -12,12 +12,14 @@ generation, so that a grant which outlived its pages is recognised.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
+from pdinfer.forked import OfOneProcess
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.prefix import OWN_DOMAIN, PrefixChain, PrefixIndex, domain_of
 from pdinfer.kv.transport import Memory
@@ -43,7 +45,11 @@ class CacheShape(Protocol):
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory: ...
 
 
-class PagePool:
+Held = tuple[list[int], list[int]]
+"""Pages that an engine's requests use, one that several use as often, and pages that peers may write."""
+
+
+class PagePool(OfOneProcess):
     """The pages of one engine on one rank. Used from the thread that steps the engine.
 
     `free + owned + granted + cached == num_pages` always holds, a page shared by several requests being owned once;
@@ -65,6 +71,7 @@ class PagePool:
         self._users = [0] * self.num_pages
         self._index = PrefixIndex()
         self._num_granted = 0
+        self._holders: list[Callable[[], Held]] = []
 
     @property
     def num_free(self) -> int:
@@ -189,6 +196,28 @@ class PagePool:
             if page in self._index:
                 for rested in self._index.drop(page):
                     self._to_free(rested)
+
+    # -- after an interrupt -----------------------------------------------------------------------------------------
+
+    def hold(self, holder: Callable[[], Held]) -> None:
+        """Has `rebuild` ask `holder` what it has."""
+        self._holders.append(holder)
+
+    def rebuild(self) -> None:
+        """Makes the accounts anew from what the engines of this pool hold, after a call here or in one of them may have
+        been left half done. Everything else is free, as a new generation, and no prefix is known."""
+        held = [holder() for holder in self._holders]
+        users = Counter(page for owned, _ in held for page in owned)
+        granted = {page for _, pages in held for page in pages} - users.keys()
+        states = {**dict.fromkeys(granted, PageState.GRANTED), **dict.fromkeys(users, PageState.OWNED)}
+        self._states = [states.get(page, PageState.FREE) for page in range(self.num_pages)]
+        self._users = [users[page] for page in range(self.num_pages)]
+        self._free = [page for page in range(self.num_pages - 1, -1, -1) if page not in states]
+        self._generations = [
+            count + (state is PageState.FREE) for count, state in zip(self._generations, self._states, strict=True)
+        ]
+        self._index = PrefixIndex()
+        self._num_granted = len(granted)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

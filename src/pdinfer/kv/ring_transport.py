@@ -24,6 +24,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.ring import MAX_RING_BYTES, MAX_SLOTS, Credit, Incoming, Kind, Landed, NamedEngine, Offer, Signals
 from pdinfer.kv.ring_writer import Control, Message, RingWriter
 from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport, check_frame, total_bytes
+from pdinfer.locks import new_lock
 
 SLOT_BYTES = 16 << 20
 NUM_SLOTS = 4
@@ -75,7 +76,7 @@ class RingTransport:
         self._segment, self._stream = segment, stream
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, Incoming] = {}

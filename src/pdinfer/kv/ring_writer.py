@@ -24,6 +24,7 @@ from pdinfer.kv.budget import MESSAGE_BYTES, Budget
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
 from pdinfer.kv.transport import Link, Memory, Transfer
+from pdinfer.locks import new_lock
 
 NUM_PROBES = 3
 """Probes that must land in a row before a failed write is repeated."""
@@ -89,7 +90,7 @@ class RingWriter:
         self._waiting = waiting
         self._link, self._segment, self._memory, self._control = link, segment, memory, control
         self._slot_bytes, self._digest, self._timeout_s = slot_bytes, digest, timeout_s
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(new_lock())
         self._queue: deque[Message] = deque()
         self._closed = False
         self._ring: Offer | None = None

@@ -30,6 +30,7 @@ from pdinfer.kv.door import Door, Strangers, source_of
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.locks import new_lock
 
 CLOSE_S = 5.0
 ACCEPTS = 16
@@ -68,7 +69,7 @@ class StreamTransport:
         self._payloads = payloads
         self._clock = clock
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._owned: tuple[Memory, Receiver] | None = None
         self._connections: dict[Link, Connection] = {}
         self._strangers = strangers
@@ -215,8 +216,8 @@ class StreamTransport:
             self._commands.append(command)
             if self._woken or threading.current_thread() is self._thread:
                 return
-            self._woken = True
             self._waker.send(b"\0")
+            self._woken = True
 
     # Everything below runs in the I/O thread.
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import msgspec
 
 from pdinfer.errors import ConfigError
+from pdinfer.forked import OfOneProcess
 from pdinfer.moe.placement import ExpertPlacement, Ints
 
 DEADLINE_S = 120.0
@@ -73,7 +74,7 @@ def unpack_placement(data: bytes) -> ExpertPlacement:
     return msgspec.msgpack.decode(data, type=PackedPlacement).unpack()
 
 
-class SolverProcess:
+class SolverProcess(OfOneProcess):
     """At most one process, and at most one request under way."""
 
     def __init__(self, clock: Callable[[], float], *, deadline_s: float = DEADLINE_S) -> None:

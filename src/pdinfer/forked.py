@@ -1,0 +1,118 @@
+"""What belongs to one process: a forked child has copies of it, and may neither use nor end it.
+
+The copies share sockets, memory and processes with the parent, and have none of its threads. So in a child every such
+object changes its class for one whose methods raise `Forked`, but for those that end it, which do nothing. That is done
+at the fork, so that in the process it belongs to no call has anything to check.
+"""
+
+from __future__ import annotations
+
+import os
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+from pdinfer.errors import Forked
+
+_WHAT_TO_DO = (
+    'start processes with multiprocessing\'s "spawn" (or "forkserver"), or make everything anew in the child; '
+    "gunicorn does so without preload"
+)
+
+
+class OfOneProcess:
+    """Base of what a forked child may not use. Methods named in `ends` do nothing there. What has a `close` is a
+    context manager."""
+
+    ends: ClassVar[frozenset[str]] = frozenset({"close"})
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        made = super().__new__(cls)
+        _PROCESS.has.add(made)
+        return made
+
+    @property
+    def is_shared_by_fork(self) -> bool:
+        """Whether a copy of it in a child would share anything with this one."""
+        return True
+
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Process:
+    """This process: what it has that is its own, and what it inherited."""
+
+    def __init__(self) -> None:
+        self.has: weakref.WeakSet[OfOneProcess] = weakref.WeakSet()
+        self.computes = False
+        self.parent_computed = False
+        os.register_at_fork(after_in_child=self.begin_as_child)
+
+    def begin_as_child(self) -> None:
+        """Everything that is here is the parent's."""
+        self.parent_computed, self.computes = self.parent_computed or self.computes, False
+        inherited, self.has = list(self.has), weakref.WeakSet()
+        for each in inherited:
+            if each.is_shared_by_fork:
+                object.__setattr__(each, "__class__", _refusing(type(each)))
+
+
+_PROCESS = _Process()
+
+
+def begin_to_compute(num_threads: int) -> None:
+    """To be called before tensors are computed with so many threads. Raises Forked in a child whose parent did that:
+    the child has none of the threads that OpenMP believes to be waiting, and would wait for them for ever."""
+    if num_threads > 1 and _PROCESS.parent_computed:
+        raise Forked(
+            f"{num_threads} threads were to compute in a forked child of a process that has computed; torch would wait "
+            f"for ever for threads that a fork does not copy: call torch.set_num_threads(1) first, or {_WHAT_TO_DO}"
+        )
+    _PROCESS.computes = True
+
+
+def refuse(what: OfOneProcess) -> None:
+    """Raises Forked when `what` belongs to the process that this one was forked off."""
+    if getattr(type(what), "was_forked", False):
+        raise Forked(_sentence(type(what).__name__))
+
+
+def _sentence(name: str) -> str:
+    return (
+        f"this {name} belongs to the process that this one ({os.getpid()}) was forked off, and both would write the "
+        f"same pages and sockets: {_WHAT_TO_DO}"
+    )
+
+
+def _refusing(kind: type[OfOneProcess]) -> type:
+    """The class of a copy of a `kind`."""
+    inside: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "was_forked": True}
+    for name, value in {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}.items():
+        if name.startswith("__"):
+            continue
+        if name in kind.ends:
+            inside[name] = _nothing
+        elif isinstance(value, types.FunctionType):
+            inside[name] = _refusal(kind.__name__)
+        elif isinstance(value, property):
+            inside[name] = property(_refusal(kind.__name__))
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(inside))
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refused(*_: Any, **__: Any) -> Any:
+        raise Forked(_sentence(name))
+
+    return refused
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """What closing a copy does."""

@@ -1,0 +1,119 @@
+"""A host that is interrupted at any line of pdinfer, or at any call, in the thread that serves."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import attrs
+
+import pdinfer as pd
+from tests.e2e.setups import PROMPT, Setup, by_request, prompt_of, reference, request, tokens_of
+
+LIBRARY = str(Path(pd.__file__).parent)
+FACTORY = {"KeyboardInterrupt": KeyboardInterrupt, "SystemExit": SystemExit, "MemoryError": MemoryError}
+ANSWER_S = 5.0
+
+
+@attrs.define
+class Interrupter:
+    """Raises `error` at the `at`-th line of the library that this thread comes to; never when `at` is negative, which
+    counts lines, nor when `where` says that somebody else does."""
+
+    at: int
+    error: type[BaseException] = KeyboardInterrupt
+    counts: Callable[[CodeType], bool] = lambda code: code.co_filename.startswith(LIBRARY)
+    num_lines: int = 0
+    where: str = ""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        before = sys.gettrace()
+        if not self.where:
+            sys.settrace(self._call)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+    def _call(self, frame: FrameType, event: str, _: Any) -> Any:
+        return self._line if self.counts(frame.f_code) else None
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line":
+            if self.num_lines == self.at:
+                self.where = f"{frame.f_code.co_filename.removeprefix(LIBRARY)}:{frame.f_lineno}"
+                sys.settrace(None)
+                raise self.error
+            self.num_lines += 1
+        return self._line
+
+
+def serve(setup: Setup, name: str, events: list[pd.TokenEvent], *, count: int = 4) -> None:
+    """Two prompts through `submit`, `step` and `wait`, one of which is cancelled, and then one through `generate`."""
+    pairing = setup.pairing
+    for at in range(2):
+        pairing.submit(request(f"{name}/{at}", count, prompt=prompt_of(7 + 6 * at, seed=at)))
+    for at in range(60):
+        events += pairing.step()
+        if not pairing.num_unfinished:
+            break
+        if at == 3:
+            pairing.submit(request(f"{name}/cancelled", 40))
+        if at == 6:
+            pairing.cancel(f"{name}/cancelled")
+        pairing.wait(0.05)
+    for event in pairing.generate([request(f"{name}/generated", count)]):
+        events.append(event)
+
+
+def check_goes_on(setup: Setup, name: str, events: list[pd.TokenEvent]) -> None:
+    """What was hit ends once, by name and with right tokens so far; the next request is answered rightly, and soon; no
+    page is lost."""
+    begun = time.monotonic()
+    expected = list(reference("v3", PROMPT, 4).tokens)
+    told = [event.token for event in setup.pairing.generate([request(f"{name}/next", 4)])]
+    took_s = time.monotonic() - begun
+    assert told == expected, told
+    end = time.monotonic() + 30.0
+    while setup.pairing.num_unfinished:
+        assert time.monotonic() < end, "what was hit never ended"
+        events += setup.pairing.step()
+        setup.pairing.wait(0.05)
+    events += setup.pairing.step()
+    for request_id, stream in by_request(events).items():
+        # nobody reads on where `generate` was left
+        assert stream[-1].finish_reason is not None or request_id.endswith("/generated"), (request_id, stream[-1])
+        if "/cancelled" not in request_id:
+            at = request_id[-1]
+            prompt = PROMPT if at == "d" else prompt_of(7 + 6 * int(at), seed=int(at))
+            right = list(reference("v3", prompt, 4).tokens)
+            assert tokens_of(stream) == right[: len(tokens_of(stream))], request_id
+    setup.check_idle()
+    assert took_s < ANSWER_S, took_s
+
+
+def interrupted(setup: Setup, name: str, interrupter: Interrupter) -> list[pd.TokenEvent]:
+    """`serve`, until it is hit."""
+    events: list[pd.TokenEvent] = []
+    try:
+        with interrupter.active():
+            serve(setup, name, events)
+    except BaseException as error:
+        if not interrupter.where or interrupter.error not in chain(error):
+            raise
+    return events
+
+
+def chain(error: BaseException | None) -> list[type[BaseException]]:
+    """Its kind and those it came from."""
+    kinds = []
+    while error is not None:
+        kinds.append(type(error))
+        error = error.__cause__ or error.__context__
+    return kinds

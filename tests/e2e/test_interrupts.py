@@ -1,0 +1,254 @@
+"""Ctrl-C and the like at any line: what was hit ends by name, the next request is answered, no page is lost."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+import pdinfer as pd
+from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
+from tests.e2e.setups import (
+    PROMPT,
+    Setup,
+    by_request,
+    collect,
+    join,
+    local,
+    model_of,
+    pool_of,
+    reference,
+    request,
+    tokens_of,
+)
+
+KINDS = ("shared", "loopback", "tcp")
+POOL = "own grant adopt release generations chain find num_unused share is_kept keep forget rebuild"
+CHANNEL = (
+    "connected shares_pool expect abort poll accept push finish poll_stops is_full notify redial "
+    "received place placed closed recover"
+)
+CALLS = [(pd.PagePool, name) for name in POOL.split()] + [(pd.KVChannel, name) for name in CHANNEL.split()]
+
+
+def over(kind: str) -> Setup:
+    if kind == "shared":
+        return local()
+    pools = [pool_of(model_of(), num_pages=64) for _ in range(2)]
+    return join(model_of(), kind, prefill_pools=pools[:1], decode_pools=pools[1:])
+
+
+def at_random_lines(kind: str, error: str, count: int, seed: int) -> None:
+    """Each a run that was hit at a line drawn from those of a whole run."""
+    rng = random.Random(f"{kind}/{error}/{seed}")
+    with over(kind) as setup:
+        whole = Interrupter(-1)
+        interrupted(setup, "whole", whole)
+        for number in range(count):
+            hit = Interrupter(rng.randrange(whole.num_lines), FACTORY[error])
+            events = interrupted(setup, f"{number}", hit)
+            try:
+                check_goes_on(setup, f"{number}", events)
+            except AssertionError as failed:
+                failed.add_note(f"hit by {error} in line {hit.at}, {hit.where}")
+                raise
+
+
+@pytest.mark.parametrize(("kind", "error"), [("shared", "KeyboardInterrupt"), ("tcp", "SystemExit")])
+def test_a_slice_of_random_lines(kind: str, error: str) -> None:
+    at_random_lines(kind, error, 10, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize(
+    ("kind", "error", "count"),
+    [
+        ("shared", "KeyboardInterrupt", 30),
+        ("loopback", "KeyboardInterrupt", 20),
+        ("tcp", "KeyboardInterrupt", 20),
+        ("unix", "KeyboardInterrupt", 10),
+        ("shared", "MemoryError", 10),
+        ("loopback", "SystemExit", 10),
+    ],
+)
+def test_a_thousand_random_lines(kind: str, error: str, count: int, seed: int) -> None:
+    at_random_lines(kind, error, count, seed + 1)
+
+
+@contextmanager
+def hit_in(setup: Setup, owner: type, name: str, *, call: int, before: bool) -> Iterator[list[int]]:
+    """KeyboardInterrupt in that call of a method by this thread, before or behind what it does. Gives how many calls
+    there were."""
+    method, thread, calls = getattr(owner, name), threading.get_ident(), [0]
+
+    def hit(*args: Any, **kwargs: Any) -> Any:
+        ours = threading.get_ident() == thread
+        calls[0] += ours
+        now = ours and calls[0] == call + 1
+        if now and before:
+            raise KeyboardInterrupt
+        result = method(*args, **kwargs)
+        if now:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(owner, name, hit)
+    try:
+        yield calls
+    finally:
+        setattr(owner, name, method)
+
+
+def at_calls(setup: Setup, owner: type, name: str, num_calls: int | None) -> None:
+    """Each of the first `num_calls` calls of a method, before and behind."""
+    call, calls = 0, [1]
+    while call < calls[0] and (num_calls is None or call < num_calls):
+        for before in (True, False):
+            hit = Interrupter(-1)
+            hit.where = f"call {call} of {name}"
+            with hit_in(setup, owner, name, call=call, before=before) as calls:
+                events = interrupted(setup, f"{name}/{call}/{before}", hit)
+            try:
+                check_goes_on(setup, f"{name}/{call}/{before}", events)
+            except AssertionError as failed:
+                failed.add_note(f"hit in call {call} of {name}, before: {before}")
+                raise
+        call += 1
+
+
+def test_the_first_call_of_every_method() -> None:
+    with over("loopback") as setup:
+        for owner, name in CALLS:
+            at_calls(setup, owner, name, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("owner", "name"), CALLS)
+def test_every_call_of_every_method(kind: str, owner: type, name: str) -> None:
+    with over(kind) as setup:
+        at_calls(setup, owner, name, None)
+
+
+def test_ctrl_c_itself() -> None:
+    """A real signal, at a moment of its own."""
+    rng = random.Random(0)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with over("loopback") as setup:
+            for number in range(10):
+                hit = Interrupter(-1)
+                hit.where = "wherever the signal came"
+                timer = threading.Timer(rng.uniform(0.001, 0.06), signal.raise_signal, (signal.SIGINT,))
+                events: list[pd.TokenEvent] = []
+                try:
+                    timer.start()
+                    events = interrupted(setup, str(number), hit)
+                    timer.join()
+                    time.sleep(0.01)
+                except KeyboardInterrupt:  # behind the end of it
+                    pass
+                timer.join()
+                check_goes_on(setup, str(number), events)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_id_whose_submit_was_interrupted_is_free() -> None:
+    with local() as setup:
+        pairing = setup.pairing
+        put = pairing._inbox.put
+
+        def hit(item: Any) -> None:
+            put(item)
+            raise KeyboardInterrupt
+
+        pairing._inbox.put = hit  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            pairing.submit(request("a"))
+        del pairing._inbox.put  # type: ignore[attr-defined]
+        pairing.submit(request("a"))
+        assert tokens_of(by_request(collect(pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
+
+
+def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
+    """A line of the trace is also where a `with` gives its lock back: there the interrupt leaves it closed."""
+    with local() as setup:
+        code = type(setup.pairing._inbox).put.__code__
+        for at in range(4):
+            hit = Interrupter(at, counts=lambda called: called is code)
+            try:
+                with hit.active():
+                    setup.pairing.submit(request(f"hit/{at}"))
+            except KeyboardInterrupt:
+                pass
+            other = threading.Thread(target=setup.pairing.submit, args=(request(f"other/{at}"),), daemon=True)
+            other.start()
+            other.join(10)
+            assert not other.is_alive()
+            streams = by_request(collect(setup.pairing))
+            assert tokens_of(streams[f"other/{at}"]) == list(reference("v3", PROMPT, 5).tokens)
+
+
+@pytest.mark.parametrize("name", ["place", "placed", "received"])
+def test_a_loopback_link_is_dialled_again_after_an_exception_in_a_delivery(name: str) -> None:
+    with over("loopback") as setup:
+        decode = setup.decodes[0].channel
+        method = getattr(decode, name)
+
+        def fails(*_: Any) -> None:
+            setattr(decode, name, method)
+            raise ValueError("a bug")
+
+        setattr(decode, name, fails)
+        right = list(reference("v3", PROMPT, 5).tokens)
+        for request_id in ("hit", "next"):
+            setup.pairing.submit(request(request_id))
+            assert tokens_of(by_request(collect(setup.pairing))[request_id]) == right
+        setup.check_idle()
+
+
+def test_a_grant_that_an_interrupt_took_back_is_not_computed() -> None:
+    """In a pool that both engines share prefill writes decode's pages itself: a grant that comes late is known by the
+    generation of its pages."""
+    with local() as setup:
+        decode, prefill = setup.decodes[0], setup.prefills[0]
+        decode.submit(request("a"), writers=(prefill.address,))
+        (granted,) = decode.step()
+        assert isinstance(granted, pd.Granted)
+        with pytest.raises(KeyboardInterrupt), hit_in(setup, pd.KVChannel, "poll", call=0, before=True):
+            decode.step()
+        (ended,) = decode.step()
+        assert isinstance(ended, pd.TokenEvent)
+        assert ended.finish_reason is pd.FinishReason.FAILED
+        assert "interrupted" in str(ended.error)
+        prefill.step()  # dials
+        prefill.submit(granted.request, granted.grant)
+        prefill.step()
+        assert prefill.load().num_tokens == 0
+        setup.check_idle()
+
+
+def test_requests_that_wait_in_line_wait_on() -> None:
+    """An interrupt ends what was under way, and nothing else."""
+    with local(num_pages=8, config=pd.PairingConfig(max_queued_per_decode=1)) as setup:
+        names = [f"{number}" for number in range(6)]
+        for name in names:
+            setup.pairing.submit(request(name))
+        setup.pairing.step()
+        with pytest.raises(KeyboardInterrupt), hit_in(setup, pd.KVChannel, "poll", call=0, before=True):
+            setup.pairing.step()
+        in_line = setup.pairing.stats.num_queued_requests
+        assert 0 < in_line < 6
+        setup.pairing.submit(request("later"))
+        streams = by_request(collect(setup.pairing))
+        right = [name for name, stream in streams.items() if stream[-1].finish_reason is pd.FinishReason.LENGTH]
+        assert right == [*names[-in_line:], "later"]
+        setup.check_idle()
