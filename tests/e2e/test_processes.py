@@ -342,25 +342,19 @@ def test_requests_of_a_killed_prefill_go_to_another(workers: Workers) -> None:
         check_streams(collect(processes.pairing), "after")
 
 
-def test_requests_of_a_killed_decode_fail_promptly_and_no_others(workers: Workers) -> None:
+def test_requests_of_a_killed_decode_go_on_at_another_promptly(workers: Workers) -> None:
     with fleet(workers, 1, 2) as processes:
         for number in range(6):
             processes.pairing.submit(request(str(number), 100))
         events = processes.step_until(12)
         processes.decodes[0].kill()
-        started = time.monotonic()
-        while {event.request_id for event in events if event.finish_reason} != {"0", "2", "4"}:
-            assert time.monotonic() - started < PROMPTLY_S
-            events += processes.pairing.step()
-            processes.pairing.wait(0.05)
         processes.pairing.submit(request("after"))
         events += collect(processes.pairing)
-        check_streams(events, "1", "3", "5", count=100)
+        check_streams(events, "0", "1", "2", "3", "4", "5", count=100)
         check_streams(events, "after")
-        for name in "024":
-            last = by_request(events)[name][-1]
-            assert last.finish_reason is pd.FinishReason.FAILED
-            assert isinstance(last.error, pd.TransferError)
+        stats = processes.pairing.stats
+        assert stats.num_ports_lost == 1
+        assert stats.num_moved >= 3  # "after" may have been on its way too
 
 
 def test_without_any_prefill_requests_fail_promptly(workers: Workers) -> None:

@@ -16,6 +16,7 @@ from functools import cache
 import attrs
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.connection import Connection
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.lending import REVOKED
@@ -116,7 +117,13 @@ def stream(data: bytes) -> None:
     link = Link("tcp://peer", trusted=bool(flags & 1))
     host = Host(BytesMemory(MEMORY_BYTES))
     payloads = InlinePayloads(link, host.memory, host, digest=bool(flags & 2))
-    _converse(host, link, lambda sock: Connection(sock, link, payloads, host, _no_time), data, cut=flags >> 2)
+    _converse(
+        host,
+        link,
+        lambda sock: Connection(sock, link, payloads, host, _no_time, limits=_limits()),
+        data,
+        cut=flags >> 2,
+    )
 
 
 def mapped(data: bytes) -> None:
@@ -133,7 +140,7 @@ def mapped(data: bytes) -> None:
     ours = Transfer(total_bytes(OUR_WRITE, memory))
 
     def connection(sock: socket.socket) -> Connection:
-        made = Connection(sock, link, payloads, host, _no_time)
+        made = Connection(sock, link, payloads, host, _no_time, limits=_limits())
         if more & 8:
             made.queue(Message(b"ours", ours, OUR_WRITE), lambda: None)
             made.transmit()
@@ -151,6 +158,15 @@ def mapped(data: bytes) -> None:
 
 def _no_time() -> float:
     return 0.0
+
+
+def _limits() -> Limits[Connection]:
+    """Those of a transport with this one link, which nothing crowds out."""
+    return Limits(Budget(MAX_WAITING_BYTES, _no_time), Budget(MAX_ARRIVING_BYTES, _no_time), _crowded)
+
+
+def _crowded(connection: Connection, reason: str) -> None:
+    raise AssertionError(f"one link alone had to give way: {reason}")
 
 
 @attrs.frozen
