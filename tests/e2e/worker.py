@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,9 @@ from pdinfer.testing import random_model, tiny_config
 
 START_S = 120.0
 """Longer than any start on a busy machine; a test that reaches it fails."""
+
+KEY = b"the host's"
+"""For connections that clients make themselves."""
 
 TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
     "tcp": lambda folder: pd.kv.SocketTransport(),
@@ -60,7 +63,8 @@ def left_of_five(shift: int, output: Sequence[int], vocab_size: int = 97) -> ran
 class Order:
     """An engine to make and serve, with `one_in_five` if it `has_processor`. While `slow_while` exists, its steps take
     long enough to be met in the middle; while `hung_while` does, they do not end, and the interpreter is held if it
-    `holds_gil`. If it `is_cuttable`, SIGUSR1 breaks its links."""
+    `holds_gil`. With a path to `listen` at, its client dials, again if need be. If it `is_cuttable`, SIGUSR1 breaks its
+    links, and the connection that the client made."""
 
     role: str
     family: str = "v3"
@@ -76,6 +80,7 @@ class Order:
     remote: pd.RemoteConfig | None = None
     has_processor: bool = False
     is_cuttable: bool = False
+    listen: Path | None = None
 
 
 FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
@@ -137,6 +142,9 @@ def work(control: Connection) -> None:
     control.send("ready")
     while (order := control.recv()) is not None:
         wanted, connection = order
+        if wanted.listen is not None:
+            connection = Listener(str(wanted.listen), authkey=KEY)
+            control.send("listening")
         model = model_of(wanted.family, wanted.seed)
         memory = MEMORY.get(wanted.transport, "auto")
         cache = pd.CacheConfig(page_size=wanted.page_size, num_pages=wanted.num_pages, memory=memory)
@@ -175,16 +183,20 @@ class Worker:
         self.serving = False
 
     def serve(
-        self, role: str, *, client_config: pd.RemoteConfig | None = None, **more: Any
+        self, role: str, *, client_config: pd.RemoteConfig | None = None, listen: Path | None = None, **more: Any
     ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
-        """Starts an engine in the process and returns its client; `more` goes into the `Order`."""
+        """Starts an engine in the process and returns its client; `listen` and `more` go into the `Order`."""
         if not self.ready:
             assert self.hear(START_S) == "ready"
             self.ready = True
         ours, theirs = context().Pipe()
-        self.control.send((Order(role=role, folder=self.folder, **more), theirs))
+        self.control.send((Order(role=role, folder=self.folder, listen=listen, **more), theirs))
+        dial: Any = ours
+        if listen is not None:
+            assert self.hear(START_S) == "listening"
+            dial = functools.partial(Client, str(listen), authkey=KEY)
         client = {"prefill": pd.remote.PrefillClient, "decode": pd.remote.DecodeClient}[role]
-        made = client(ours, timeout_s=START_S, config=client_config)
+        made = client(dial, timeout_s=START_S, config=client_config)
         theirs.close()
         self.serving = True
         return made

@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
 from multiprocessing.util import Finalize
@@ -39,6 +41,7 @@ def main() -> int:
     if "mooncake" in parts and (why := why_no_mooncake()):
         parser.error(f"no Mooncake engine can be made here: {why}")
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nobody else would thaw what is frozen
     folder = own_folder()
     run = Run(options.seed, folder, options.out)
     end = time.monotonic() + 60.0 * options.minutes

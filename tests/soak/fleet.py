@@ -21,7 +21,7 @@ import pdinfer as pd
 from tests.e2e.worker import START_S, Worker, context
 from tests.soak import hostile
 from tests.soak.book import not_whole
-from tests.soak.timetable import SEATS, Fault
+from tests.soak.timetable import MORTAL, SEATS, Fault
 
 CACHE = pd.CacheConfig(page_size=4, num_pages=64)
 """Room for three of the longest requests: some wait for pages, some are retracted."""
@@ -38,8 +38,10 @@ class Broken(Exception):
 
 @attrs.define(eq=False)
 class Seat:
-    """A place of the fleet, whoever takes it. `folder` is its process's own, `hung` the file that has steps hang."""
+    """A place of the fleet, whoever takes it. `folder` is its process's own, `hung` the file that has steps hang. The
+    first one of a role talks to its client over a pipe, of the second one that connection is cut too, and made anew."""
 
+    number: int
     role: str
     folder: Path
     worker: Worker
@@ -69,7 +71,7 @@ class Fleet:
         self._stranger = context().Process(target=hostile.work, args=(theirs, family, seed, CACHE), daemon=True)
         self._stranger.start()
         theirs.close()
-        self.seats = [self._seat(role) for role in SEATS]
+        self.seats = [self._seat(number) for number in range(len(SEATS))]
         for seat in self.seats:
             self._serve(seat)
         self.pairing = pd.Pairing(
@@ -80,9 +82,9 @@ class Fleet:
         assert self._hostile.poll(START_S), "the hostile process does not start"
         self._hostile.recv()
 
-    def _seat(self, role: str) -> Seat:
+    def _seat(self, number: int) -> Seat:
         folder = Path(tempfile.mkdtemp(dir=self.folder))
-        return Seat(role, folder, Worker(folder))
+        return Seat(number, SEATS[number], folder, Worker(folder))
 
     def _serve(self, seat: Seat) -> None:
         seat.client = seat.worker.serve(
@@ -97,6 +99,7 @@ class Fleet:
             hung_while=seat.hung,
             remote=REMOTE,
             is_cuttable=True,
+            listen=None if seat.number in MORTAL else seat.folder / "host",
         )
         seat.is_taken = True
 
@@ -167,7 +170,7 @@ class Fleet:
         old.client.close()
         old.worker.control.close()
         shutil.rmtree(old.folder)  # the sockets of its transport were made where the host said
-        new = self._seat(old.role)
+        new = self._seat(number)
         self._serve(new)
         end = time.monotonic() + JOIN_S
         while True:
@@ -192,13 +195,14 @@ class Fleet:
         """Why this is no quiet moment; empty when everybody is here, linked, and holds nothing."""
         ports = {port.address for port in self.pairing._roster.all}
         told = [f"{self.pairing.num_unfinished} requests"] if self.pairing.num_unfinished else []
-        for number, seat in enumerate(self.seats):
+        for seat in self.seats:
+            name = f"seat {seat.number} ({seat.role})"
             if not seat.worker.process.is_alive():
-                raise Broken(f"seat {number} ({seat.role}): its process ended with {seat.worker.process.exitcode}")
+                raise Broken(f"{name}: its process ended with {seat.worker.process.exitcode}")
             if seat.client.address not in ports:
-                told.append(f"seat {number} ({seat.role}) is not back: {self._reason(seat.client.address)}")
+                told.append(f"{name} is not back: {self._reason(seat.client.address)}")
             elif left := not_whole(seat.client.load()):
-                told.append(f"seat {number} ({seat.role}) has {left}")
+                told.append(f"{name} has {left}")
         told += [f"no link {prefill} - {decode}" for prefill, decode in self.pairing.stats.links_down]
         return "; ".join(told)
 
@@ -210,16 +214,17 @@ class Fleet:
         self.undo()
         self.pairing.close()
         told = []
-        for number, seat in enumerate(self.seats):
+        for seat in self.seats:
+            name = f"seat {seat.number} ({seat.role})"
             with contextlib.suppress(ProcessLookupError):
                 seat.worker.thaw()
             try:
                 left = seat.worker.stopped(30.0)
                 if left != (0, 0):
-                    told.append(f"seat {number} ({seat.role}) was closed with {left} (requests, pages)")
+                    told.append(f"{name} was closed with {left} (requests, pages)")
                 seat.worker.end()
             except (AssertionError, OSError, EOFError) as error:
-                told.append(f"seat {number} ({seat.role}) was not closed: {error}")
+                told.append(f"{name} was not closed: {error}")
                 seat.worker.kill()
             seat.worker.control.close()
         self._stranger.kill()
