@@ -87,6 +87,9 @@ class Run:
         self.failures += book.failures
         self.faults += faults
         self.broken += [f"{part}: {sentence}" for sentence in book.broken]
+        self.tell(
+            {"bench": "soak", "case": part, "counts": book.counts, "failures": book.failures, "broken": self.broken}
+        )
 
     def finish(self) -> int:
         """Tells the result and returns the exit status."""

@@ -25,8 +25,8 @@ SECONDS = {
     "pause": (2.0, 4.0),
     "attack": (3.0, 6.0),
 }
-"""How long each kind of fault lasts. A cut ends all connections of a process at once; a freeze is longer than the silence
-of the dead, a stall is shorter; a hang is longer than a step may take; a pause is the host's."""
+"""How long each kind of fault lasts. A cut ends all connections of a process; a freeze is longer than the silence of
+the dead, a stall is shorter; a hang is longer than a step may take; a pause is the host's."""
 ATTACKS = ("silent", "dribble", "garbage", "deaf")
 VOCAB = 97
 MAX_PROMPT, MAX_NEW = 60, 24
