@@ -27,7 +27,7 @@ from tests.soak.timetable import case
 
 PART = "ranks"
 WORLD_S = 8.0
-"""A world serves for so long; then it is looked at, and the next one takes its place."""
+"""A world serves for so long, or until it loses a rank; then it is looked at, and the next one takes its place."""
 SIZES = ({"tp_size": 2}, {"dp_size": 2}, {"cp_size": 2})
 FAULTS = ("kill", "stop", "raise", "stall", "none")
 """`kill` and `stall` (SIGSTOP for a second or two) strike at any time, the others in a step of the model."""
@@ -111,7 +111,7 @@ def play(run: Run, ranks: Ranks, one: Episode, checkpoint: str, book: Book, case
         elif one.fault == "stall":
             due = [(began + one.at_s, signal.SIGSTOP), (began + one.at_s + one.seconds, signal.SIGCONT)]
         cancels: list[tuple[float, str]] = []
-        while time.monotonic() < began + WORLD_S or due:
+        while (time.monotonic() < began + WORLD_S or due) and not world.pairing.stats.num_ports_lost:
             now = time.monotonic()
             for at, what in [first for first in due if first[0] <= now]:
                 os.kill(processes[one.rank].pid or 0, what)

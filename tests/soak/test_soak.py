@@ -131,5 +131,5 @@ def test_a_minute_of_it(tmp_path: Path) -> None:
     )
     *_, result = map(json.loads, out.read_text().splitlines())
     assert done.returncode == 0, result["broken"]
-    assert result["requests"] == sum(result["ends"].values()) > 0
+    assert result["counts"]["requests"] == sum(result["ends"].values()) > 0
     assert result["faults"]
