@@ -127,6 +127,7 @@ class Fleet:
             command = f"kill -STOP {os.getpid()}; sleep {fault.seconds}; kill -CONT {os.getpid()}"
             self._pausing.append(subprocess.Popen(["/bin/sh", "-c", command]))
         else:
+            self._num_attacks += 1
             self._hostile.send((fault.attack, seat.client.address.endpoints[0], fault.seconds))
 
     def advance(self) -> None:
@@ -189,7 +190,10 @@ class Fleet:
         """Whether something that was begun is still under way."""
         self._joining = [thread for thread in self._joining if thread.is_alive()]
         self._pausing = [one for one in self._pausing if one.poll() is None]
-        return bool(self._joining or self._pausing)
+        while self._hostile.poll():
+            self._hostile.recv()
+            self._num_attacks -= 1
+        return bool(self._joining or self._pausing or self._num_attacks)
 
     def disquiet(self) -> str:
         """Why this is no quiet moment; empty when everybody is here, linked, and holds nothing."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 import time
 from multiprocessing.connection import Connection
 
@@ -11,8 +13,9 @@ import pdinfer as pd
 from pdinfer.kv.framing import Header, Kind
 from pdinfer.kv.layout import KVLayout
 from pdinfer.testing import random_model, tiny_config
+from tests.e2e import knocking
 from tests.e2e.knocking import bare
-from tests.e2e.strangers import Identity, framed, opening, strangers
+from tests.e2e.strangers import Identity, framed, opening
 
 NUM_SILENT = 150
 NUM_DEAF = 4
@@ -20,24 +23,23 @@ GARBAGE = 64
 
 
 def work(control: Connection, family: str, seed: int, cache: pd.CacheConfig) -> None:
-    """Runs in the process: each message is (kind of attack, endpoint, seconds), None is the end."""
+    """Runs in the process: each message is (kind of attack, endpoint, seconds), and is answered when that is over."""
     layout = random_model(tiny_config(family), seed=seed).kv_layout(cache)
     rng = random.Random(seed)
     control.send("ready")
-    while (order := control.recv()) is not None:
-        kind, endpoint, seconds = order
+    while True:
+        kind, endpoint, seconds = control.recv()
         with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen answers nobody
             attack(kind, endpoint, seconds, layout, rng)
+        control.send("done")
 
 
 def attack(kind: str, endpoint: str, seconds: float, layout: KVLayout, rng: random.Random) -> None:
     end = time.monotonic() + seconds
     if kind == "silent":
-        with strangers(endpoint, NUM_SILENT):
-            time.sleep(seconds)
+        knock(endpoint, seconds, b"", 0.0)
     elif kind == "dribble":
-        with strangers(endpoint, NUM_SILENT, opening(), 0.5):
-            time.sleep(seconds)
+        knock(endpoint, seconds, opening(), 0.5)
     elif kind == "garbage":
         while time.monotonic() < end:
             with contextlib.suppress(OSError), bare(endpoint) as sock:
@@ -45,6 +47,14 @@ def attack(kind: str, endpoint: str, seconds: float, layout: KVLayout, rng: rand
                 time.sleep(0.02)
     else:
         deaf(endpoint, end, layout, rng)
+
+
+def knock(endpoint: str, seconds: float, says: bytes, byte_s: float) -> None:
+    """Strangers as in `strangers`, for which nobody waits: their victim may be frozen, or dead."""
+    command = [sys.executable, knocking.__file__, endpoint, str(NUM_SILENT), str(byte_s), says.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        time.sleep(seconds)
+        process.kill()
 
 
 def garbage(rng: random.Random) -> bytes:

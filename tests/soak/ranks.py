@@ -82,7 +82,7 @@ def soak_ranks(run: Run, end: float) -> None:
             if time.monotonic() > end:
                 break
             play(run, ranks, episode(run.seed, number), str(folder), book, cases, faults)
-            run.measure()
+            run.measure("host of ranks")
     finally:
         ranks.close()
     run.add(PART, book, faults)

@@ -42,7 +42,7 @@ class Run:
         self.failures: Counter[str] = Counter()
         self.faults: Counter[str] = Counter()
         self.broken: list[str] = []
-        self.host: list[Usage] = []
+        self.host: dict[str, list[Usage]] = {}
         self.growth: dict[str, dict[str, float]] = {}
         self.longest_quiet_s = 0.0
         self.models: dict[str, str] = {}
@@ -70,10 +70,10 @@ class Run:
             }
         )
 
-    def measure(self, apart: Path | None = None) -> None:
+    def measure(self, name: str, apart: Path | None = None) -> None:
         """The host, and temporary files that are in no folder of engines."""
         gc.collect()
-        self.host.append(usage(os.getpid(), self.folder, apart))
+        self.host.setdefault(name, []).append(usage(os.getpid(), self.folder, apart))
 
     def compare(self, name: str, series: list[Usage]) -> None:
         """Whether a process stayed flat."""
@@ -93,7 +93,8 @@ class Run:
 
     def finish(self) -> int:
         """Tells the result and returns the exit status."""
-        self.compare("host", self.host)
+        for name, series in self.host.items():
+            self.compare(name, series)
         if self.counts["near_ties"] * 10_000 > max(self.counts["tokens"], 10_000):
             self.broken.append(f"near_ties: {self.counts['near_ties']} of {self.counts['tokens']} tokens")
         self.tell(
@@ -133,7 +134,7 @@ def soak_transport(run: Run, part: str, end: float) -> None:
                 number = next(rounds)
                 play(run, fleet, book, part, number, cases)
                 quiet(run, fleet, book, part, number)
-                run.measure(fleet.folder)
+                run.measure("host", fleet.folder)
                 for index, seat in enumerate(fleet.seats):
                     name = f"{part}/{seat.role}{index}/{seat.worker.process.pid}"
                     series.setdefault(name, []).append(usage(seat.worker.process.pid, seat.folder))
