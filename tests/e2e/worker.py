@@ -9,6 +9,7 @@ import os
 import secrets
 import signal
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,9 +131,11 @@ def cut_links(*_: object) -> None:
     """Ends every connection of this process that has a name, which the pipe to its client has not, at whatever byte it
     is: as a network does."""
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as sock:
-            if sock.getpeername() or sock.getsockname():
-                sock.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{descriptor}").st_mode):
+                with socket.socket(fileno=os.dup(int(descriptor))) as sock:
+                    if sock.getpeername() or sock.getsockname():
+                        sock.shutdown(socket.SHUT_RDWR)
 
 
 def work(control: Connection) -> None:

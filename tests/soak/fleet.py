@@ -207,8 +207,18 @@ class Fleet:
                 told.append(f"{name} is not back: {self._reason(seat.client.address)}")
             elif left := not_whole(seat.client.load()):
                 told.append(f"{name} has {left}")
-        told += [f"no link {prefill} - {decode}" for prefill, decode in self.pairing.stats.links_down]
+        told += [f"no link {self._sides(*pair)}" for pair in self.pairing.stats.links_down]
         return "; ".join(told)
+
+    def _sides(self, prefill: pd.PeerAddress, decode: pd.PeerAddress) -> str:
+        """What either end says of a link."""
+        told = []
+        for mine, other in ((prefill, decode), (decode, prefill)):
+            for seat in (seat for seat in self.seats if seat.client.address == mine):
+                peers = {peer.address.engine_id: peer.connected for peer in seat.client.load().kv.peers}
+                said = {True: "a link", False: "no link", None: "nothing"}[peers.get(other.engine_id)]
+                told.append(f"seat {seat.number} ({seat.role}, {str(mine)[:15]}) tells of {said}")
+        return ", ".join(told)
 
     def _reason(self, address: pd.PeerAddress) -> str:
         return next((lost.reason for lost in self.pairing.stats.ports_lost[::-1] if lost.address == address), "unknown")
