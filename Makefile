@@ -2,12 +2,16 @@
 # make test         lint, types, and tests for a person: at most 5 minutes on 2 quiet cores
 # make test-all     lint, types, and every test that needs no special hardware
 # make mutants      plants bugs, one after the other, and tells which of them no test sees
+# make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
 # make lint         only ruff and mypy
 # make clean        removes the venv and every cache
 #
-# PYTHON=python3.12 chooses the interpreter when .venv is made (`make clean` first to change it).
+# PYTHON=python3.12 chooses the interpreter when .venv is made (`make clean` first to change it). MINUTES=60 SEED=7 say
+# how long a soak is, and which.
 
 PYTHON ?= python3
+MINUTES ?= 10
+SEED ?= 1
 VENV := .venv
 BIN := $(VENV)/bin
 # Without CUDA; the build for CUDA imports as the same name, and is the host's to choose.
@@ -18,7 +22,7 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help quickstart test test-all mutants lint clean
+.PHONY: help quickstart test test-all mutants soak lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -36,6 +40,9 @@ test-all: lint
 
 mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants
+
+soak: $(VENV)/.test
+	@PYTHONPATH=. $(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) --ranks
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check

@@ -67,6 +67,7 @@ class _Worker:
         self.process.kill()
         self.process.join()
         self.connection.close()
+        self.stacks.unlink(missing_ok=True)
 
 
 class Ranks:

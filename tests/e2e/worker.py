@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import secrets
 import signal
+import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,13 @@ import torch
 
 import pdinfer as pd
 from pdinfer.sampling import LogitsProcessor
-from pdinfer.testing import random_model
+from pdinfer.testing import random_model, tiny_config
 
 START_S = 120.0
 """Longer than any start on a busy machine; a test that reaches it fails."""
+
+KEY = b"the host's"
+"""For connections that clients make themselves."""
 
 TRANSPORTS: dict[str, Callable[[Path], pd.kv.Transport]] = {
     "tcp": lambda folder: pd.kv.SocketTransport(),
@@ -58,9 +64,11 @@ def left_of_five(shift: int, output: Sequence[int], vocab_size: int = 97) -> ran
 class Order:
     """An engine to make and serve, with `one_in_five` if it `has_processor`. While `slow_while` exists, its steps take
     long enough to be met in the middle; while `hung_while` does, they do not end, and the interpreter is held if it
-    `holds_gil`."""
+    `holds_gil`. With a path to `listen` at, its client dials, again if need be. If it `is_cuttable`, SIGUSR1 breaks its
+    links, and the connection that the client made."""
 
     role: str
+    family: str = "v3"
     seed: int = 0
     page_size: int = 4
     num_pages: int = 256
@@ -72,6 +80,8 @@ class Order:
     holds_gil: bool = False
     remote: pd.RemoteConfig | None = None
     has_processor: bool = False
+    is_cuttable: bool = False
+    listen: Path | None = None
 
 
 FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
@@ -117,24 +127,41 @@ def hang_up(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path, *, holds_gil
     engine.step = hung  # type: ignore[method-assign]
 
 
+def cut_links(*_: object) -> None:
+    """Ends every connection of this process that has a name, which the pipe to its client has not, at whatever byte it
+    is: as a network does."""
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{descriptor}").st_mode):
+                with socket.socket(fileno=os.dup(int(descriptor))) as sock:
+                    if sock.getpeername() or sock.getsockname():
+                        sock.shutdown(socket.SHUT_RDWR)
+
+
 def work(control: Connection) -> None:
     """Runs in the process: each message is what to build and the connection to serve it on, None is the end."""
     torch.set_num_threads(1)
-    model_of = functools.cache(lambda seed: random_model(seed=seed))
+    model_of = functools.cache(lambda family, seed: random_model(tiny_config(family), seed=seed))
     control.send("ready")
     while (order := control.recv()) is not None:
         wanted, connection = order
+        if wanted.listen is not None:
+            connection = Listener(str(wanted.listen), authkey=KEY)
+            control.send("listening")
+        model = model_of(wanted.family, wanted.seed)
         memory = MEMORY.get(wanted.transport, "auto")
         cache = pd.CacheConfig(page_size=wanted.page_size, num_pages=wanted.num_pages, memory=memory)
-        pool = pd.PagePool(model_of(wanted.seed), cache)
+        pool = pd.PagePool(model, cache)
         channel = pd.KVChannel(pool, TRANSPORTS[wanted.transport](wanted.folder))
         kind = {"prefill": pd.PrefillEngine, "decode": pd.DecodeEngine}[wanted.role]
         processors = {"one_in_five": one_in_five} if wanted.has_processor else {}
-        engine = kind(model_of(wanted.seed), channel, wanted.config, logits_processors=processors)
+        engine = kind(model, channel, wanted.config, logits_processors=processors)
         if wanted.slow_while is not None:
             slow_down(engine, wanted.slow_while)
         if wanted.hung_while is not None:
             hang_up(engine, wanted.hung_while, holds_gil=wanted.holds_gil)
+        if wanted.is_cuttable:
+            signal.signal(signal.SIGUSR1, cut_links)
         pd.remote.serve(engine, connection, config=wanted.remote)
         control.send((engine.num_unfinished, pool.num_pages - pool.num_available))
 
@@ -159,16 +186,20 @@ class Worker:
         self.serving = False
 
     def serve(
-        self, role: str, *, client_config: pd.RemoteConfig | None = None, **more: Any
+        self, role: str, *, client_config: pd.RemoteConfig | None = None, listen: Path | None = None, **more: Any
     ) -> pd.remote.PrefillClient | pd.remote.DecodeClient:
-        """Starts an engine in the process and returns its client; `more` goes into the `Order`."""
+        """Starts an engine in the process and returns its client; `listen` and `more` go into the `Order`."""
         if not self.ready:
             assert self.hear(START_S) == "ready"
             self.ready = True
         ours, theirs = context().Pipe()
-        self.control.send((Order(role=role, folder=self.folder, **more), theirs))
+        self.control.send((Order(role=role, folder=self.folder, listen=listen, **more), theirs))
+        dial: Any = ours
+        if listen is not None:
+            assert self.hear(START_S) == "listening"
+            dial = functools.partial(Client, str(listen), authkey=KEY)
         client = {"prefill": pd.remote.PrefillClient, "decode": pd.remote.DecodeClient}[role]
-        made = client(ours, timeout_s=START_S, config=client_config)
+        made = client(dial, timeout_s=START_S, config=client_config)
         theirs.close()
         self.serving = True
         return made

@@ -1,0 +1,87 @@
+"""A process of strangers, and of peers that are welcome and misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection
+
+import pdinfer as pd
+from pdinfer.kv.framing import Header, Kind
+from pdinfer.kv.layout import KVLayout
+from pdinfer.testing import random_model, tiny_config
+from tests.e2e import knocking
+from tests.e2e.knocking import bare
+from tests.e2e.strangers import Identity, framed, opening
+
+NUM_SILENT = 150
+NUM_DEAF = 4
+GARBAGE = 64
+
+
+def work(control: Connection, family: str, seed: int, cache: pd.CacheConfig) -> None:
+    """Runs in the process: each message is (kind of attack, endpoint, seconds), and is answered when that is over."""
+    layout = random_model(tiny_config(family), seed=seed).kv_layout(cache)
+    rng = random.Random(seed)
+    control.send("ready")
+    while True:
+        kind, endpoint, seconds = control.recv()
+        with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen answers nobody
+            attack(kind, endpoint, seconds, layout, rng)
+        control.send("done")
+
+
+def attack(kind: str, endpoint: str, seconds: float, layout: KVLayout, rng: random.Random) -> None:
+    end = time.monotonic() + seconds
+    if kind == "silent":
+        knock(endpoint, seconds, b"", 0.0)
+    elif kind == "dribble":
+        knock(endpoint, seconds, opening(), 0.5)
+    elif kind == "garbage":
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError), bare(endpoint) as sock:
+                sock.sendall(garbage(rng))
+                time.sleep(0.02)
+    else:
+        deaf(endpoint, end, layout, rng)
+
+
+def knock(endpoint: str, seconds: float, says: bytes, byte_s: float) -> None:
+    """Strangers as in `strangers`, for which nobody waits: their victim may be frozen, or dead."""
+    command = [sys.executable, knocking.__file__, endpoint, str(NUM_SILENT), str(byte_s), says.hex()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        time.sleep(seconds)
+        process.kill()
+
+
+def garbage(rng: random.Random) -> bytes:
+    """Bytes of no meaning, in a frame or not, at once or behind a good beginning."""
+    junk = rng.randbytes(rng.randrange(1, GARBAGE))
+    return rng.choice([junk, framed(junk), opening() + framed(junk), Header(Kind.FRAME, 1 << 19).packed() + junk])
+
+
+def deaf(endpoint: str, end: float, layout: KVLayout, rng: random.Random) -> None:
+    """Welcome peers that say much about rooms which are nobody's, and read nothing."""
+    peers: dict[Identity, bytes] = {}  # and what they could not send yet
+    try:
+        while time.monotonic() < end:
+            if len(peers) < NUM_DEAF:
+                peer = Identity(endpoint, layout, rng.getrandbits(127))
+                peer.sock.setblocking(False)
+                peers[peer] = b""
+            for peer, unsent in list(peers.items()):
+                data = unsent or peer.aborts(rng.getrandbits(100), 100, "poem " * rng.choice([0, 800]))
+                try:
+                    peers[peer] = data[peer.sock.send(data) :]
+                except BlockingIOError:
+                    peers[peer] = data
+                except OSError:
+                    peer.sock.close()
+                    del peers[peer]
+            time.sleep(0.02)
+    finally:
+        for peer in peers:
+            peer.sock.close()
