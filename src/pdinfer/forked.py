@@ -54,15 +54,27 @@ class _Process:
         self.has: weakref.WeakSet[OfOneProcess] = weakref.WeakSet()
         self.computes = False
         self.parent_computed = False
-        os.register_at_fork(after_in_child=self.begin_as_child)
+        self._swaps: list[tuple[OfOneProcess, type]] = []
+        os.register_at_fork(before=self.prepare, after_in_child=self.begin_as_child, after_in_parent=self.go_on)
+
+    def prepare(self) -> None:
+        """Makes the classes of copies while it is the parent still: in a child of a process with other libraries'
+        threads and memory, the less is done the better."""
+        shared = [each for each in list(self.has) if each.is_shared_by_fork]
+        refusing = {kind: _refusing(kind) for kind in set(map(type, shared))}
+        self._swaps = [(each, refusing[type(each)]) for each in shared]
+
+    def go_on(self) -> None:
+        """The parent keeps what it has."""
+        self._swaps = []
 
     def begin_as_child(self) -> None:
         """Everything that is here is the parent's."""
         self.parent_computed, self.computes = self.parent_computed or self.computes, False
-        inherited, self.has = list(self.has), weakref.WeakSet()
-        for each in inherited:
-            if each.is_shared_by_fork:
-                object.__setattr__(each, "__class__", _refusing(type(each)))
+        self.has = weakref.WeakSet()
+        swaps, self._swaps = self._swaps, []
+        for each, refusing in swaps:
+            object.__setattr__(each, "__class__", refusing)
 
 
 _PROCESS = _Process()
