@@ -46,6 +46,9 @@ class Parting:
     def __init__(self) -> None:
         self._forget_at: dict[tuple[str, PeerAddress], float] = {}
 
+    def __len__(self) -> int:
+        return len(self._forget_at)
+
     def add(self, request_id: str, decode: PeerAddress, *, forget_at: float = float("inf")) -> None:
         """`forget_at` is when it is given up to wait, by the broker's clock."""
         self._forget_at[request_id, decode] = forget_at
