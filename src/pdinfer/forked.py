@@ -8,6 +8,7 @@ at the fork, so that in the process it belongs to no call has anything to check.
 from __future__ import annotations
 
 import os
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -54,7 +55,7 @@ class _Process:
         self.has: weakref.WeakSet[OfOneProcess] = weakref.WeakSet()
         self.computes = False
         self.parent_computed = False
-        self._swaps: list[tuple[OfOneProcess, type]] = []
+        self._forking = threading.local()  # two threads may fork at once
         os.register_at_fork(before=self.prepare, after_in_child=self.begin_as_child, after_in_parent=self.go_on)
 
     def prepare(self) -> None:
@@ -62,17 +63,17 @@ class _Process:
         threads and memory, the less is done the better."""
         shared = [each for each in list(self.has) if each.is_shared_by_fork]
         refusing = {kind: _refusing(kind) for kind in set(map(type, shared))}
-        self._swaps = [(each, refusing[type(each)]) for each in shared]
+        self._forking.swaps = [(each, refusing[type(each)]) for each in shared]
 
     def go_on(self) -> None:
         """The parent keeps what it has."""
-        self._swaps = []
+        self._forking.swaps = []
 
     def begin_as_child(self) -> None:
         """Everything that is here is the parent's."""
         self.parent_computed, self.computes = self.parent_computed or self.computes, False
         self.has = weakref.WeakSet()
-        swaps, self._swaps = self._swaps, []
+        swaps, self._forking.swaps = self._forking.swaps, []
         for each, refusing in swaps:
             object.__setattr__(each, "__class__", refusing)
 

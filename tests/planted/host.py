@@ -14,8 +14,8 @@ MUTANTS = [
     Mutant(
         "a forked child goes on with what is its parent's",
         "src/pdinfer/forked.py",
-        "            if each.is_shared_by_fork:\n",
-        "            if False:\n",
+        "[each for each in list(self.has) if each.is_shared_by_fork]",
+        "[]",
         REFUSED,
     ),
     Mutant(
