@@ -95,18 +95,12 @@ def load_model(
     dtype = _checked_dtype(config.dtype if dtype is None else dtype)
     resolved = resolve_ops(target, dtype, forced=providers)
     kept = kept_schemes(weights, resolved)
-
     prefixes = config.family.tensor_prefixes
     with Checkpoint.open(checkpoint, prefixes=prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
+        placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
         asked = _Asked(
-            config=config,
-            topology=topology,
-            device=target,
-            dtype=dtype,
-            mtp=mtp,
-            experts=experts,
-            placement=checked_placement(config, topology.ep_size, placement, experts, mtp=mtp),
+            config=config, topology=topology, device=target, dtype=dtype, mtp=mtp, experts=experts, placement=placement
         )
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         build = asked.builder(files, resolved.ops)
