@@ -37,13 +37,17 @@ PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
-    """What became of a job on one rank: its `value`, or the class and message of what it raised. "Died" is the error
-    of a rank whose process ended."""
+    """What became of a job on one rank: its `value`, or the class and message of what it raised.
+
+    "Died" is the error of a rank whose process ended. One that stayed `alone`, since its world was not made, ends too:
+    torch counts the worlds a process was to be in.
+    """
 
     value: Any = None
     error: str = ""
     message: str = ""
     trace: str = ""
+    alone: bool = False
 
 
 class Job(msgspec.Struct):
@@ -148,6 +152,8 @@ class Ranks:
             for rank in [rank for connection, rank in missing.items() if connection in ready]:
                 try:
                     outcomes[rank] = msgspec.msgpack.decode(workers[rank].connection.recv_bytes(), type=Outcome)
+                    if outcomes[rank].alone:
+                        workers[rank].process.join()
                 except (EOFError, ConnectionResetError):
                     workers[rank].process.join()
                     outcomes[rank] = Outcome(error="Died", message=f"exit code {workers[rank].process.exitcode}")
@@ -181,16 +187,19 @@ def serve(connection: Connection, stacks: str) -> None:
             outcome = _outcome(msgspec.msgpack.decode(data, type=Job))
             sys.stdout.flush()
             connection.send_bytes(msgspec.msgpack.encode(outcome))
+            if outcome.alone:
+                return
 
 
 def _outcome(job: Job) -> Outcome:
     import torch.distributed as dist
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(job.rank), str(job.world_size)
+    alone = job.world_size > 1
     try:
         module, _, name = job.function.partition(":")
         function = getattr(importlib.import_module(module), name)
-        if job.world_size > 1:
+        if alone:
             dist.init_process_group(
                 "gloo",
                 init_method=f"file://{job.store}",
@@ -198,9 +207,12 @@ def _outcome(job: Job) -> Outcome:
                 world_size=job.world_size,
                 timeout=timedelta(seconds=COLLECTIVE_S),
             )
+            # one that leaves at once would close the connections another is still making
+            dist.barrier()
+            alone = False
         return Outcome(value=function(*job.arguments, **job.named))
     except Exception as error:  # noqa: BLE001 whatever it was is the test's to judge
-        return Outcome(error=type(error).__name__, message=str(error), trace=traceback.format_exc())
+        return Outcome(error=type(error).__name__, message=str(error), trace=traceback.format_exc(), alone=alone)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

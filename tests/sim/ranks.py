@@ -68,8 +68,9 @@ class Fiber:
 
     def wait(self) -> None:
         """Called by the work: returns when it is resumed."""
-        self._back.release()
-        self._go.acquire()
+        if not self._killed:
+            self._back.release()
+            self._go.acquire()
         if self._killed:
             raise Killed
 
@@ -83,7 +84,9 @@ class Fiber:
 
     def _switch(self) -> None:
         self._go.release()
-        self._back.acquire()
+        while not self._back.acquire(timeout=10):
+            if not self._thread.is_alive():
+                raise RuntimeError("the thread of a fiber has ended without giving back")
 
     def _run(self) -> None:
         torch.set_num_threads(1)
