@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import multiprocessing
 import os
 import sys
@@ -33,6 +34,7 @@ from tests.e2e.setups import (
     tokens_of,
     wait_until,
 )
+from tests.slices import one_in
 
 RIGHT = list(reference("v3", PROMPT, 5).tokens)
 
@@ -118,8 +120,9 @@ def refuses_all(things: list[OfOneProcess]) -> None:
         thing.close() if hasattr(thing, "close") else None
 
 
-@pytest.mark.parametrize("kind", ["shared", "loopback", "tcp", "unix", "shm"])
-@pytest.mark.parametrize("num_workers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("kind", "num_workers"), one_in(3, itertools.product(["shared", "loopback", "tcp", "unix", "shm"], [2, 1, 4]))
+)
 def test_children_refuse_and_the_parent_goes_on(kind: str, num_workers: int) -> None:
     with served(kind) as (pairing, things):
         check_serves(pairing, "before")

@@ -11,6 +11,7 @@ import pdinfer as pd
 from pdinfer.batch import Batch, Row
 from pdinfer.kv.view import KVView, PageMemory
 from tests.e2e.setups import TRANSPORTS, Setup, greedy, join, model_of, pool_of, prompt_of
+from tests.slices import one_in
 
 PAGE_SIZES = ((1, 1), (16, 16), (64, 64), (1, 16), (16, 5), (5, 64))
 CHUNK_SIZES = (3, 23, 50, -1)
@@ -110,14 +111,9 @@ CASES = [
     for chunk_size in CHUNK_SIZES
     if transport != "shared" or page_sizes[0] == page_sizes[1]
 ]
-EVERY = 4
-"""Of the cases, one of so many runs for a person too."""
 
 
-@pytest.mark.parametrize(
-    ("transport", "page_sizes", "chunk_size"),
-    [pytest.param(*case, marks=pytest.mark.full if number % EVERY else []) for number, case in enumerate(CASES)],
-)
+@pytest.mark.parametrize(("transport", "page_sizes", "chunk_size"), one_in(7, CASES))
 def test_decode_holds_the_bytes_that_prefill_computed(
     transport: str, page_sizes: tuple[int, int], chunk_size: int
 ) -> None:

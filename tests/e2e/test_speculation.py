@@ -96,9 +96,9 @@ def plain(model: pd.Model) -> Streams:
     ("num_draft_tokens", "split"),
     [
         (1, Split()),
-        (2, Split("loopback", page_size=4)),
+        pytest.param(2, Split("loopback", page_size=4), marks=pytest.mark.full),
         (3, Split("unix", page_size=1, num_pages=4000, chunk=7)),
-        (3, Split("shared", page_size=64)),
+        pytest.param(3, Split("shared", page_size=64), marks=pytest.mark.full),
     ],
     ids=["1", "2-two-pools", "3-socket", "3-large-pages"],
 )

@@ -21,6 +21,7 @@ from tests.e2e.setups import (
     prompt_of,
     reference,
 )
+from tests.slices import one_in
 
 PAGE_SIZES = (1, 16, 64)
 CHUNK_SIZES = (7, 64, -1)
@@ -29,7 +30,12 @@ NUM_NEW = 12
 
 FULL = list(itertools.product(FAMILIES, PAGE_SIZES, CHUNK_SIZES, TRANSPORTS))
 SLICE = pairwise(FAMILIES, PAGE_SIZES, CHUNK_SIZES, TRANSPORTS)
-OTHER_PAGE_SIZES = ((1, 16), (16, 1), (16, 64), (64, 16), (5, 7))
+OTHER_PAGES = [
+    (*sizes, transport)
+    for sizes in ((1, 16), (16, 1), (16, 64), (64, 16), (5, 7))
+    for transport in TRANSPORTS
+    if transport != "shared"
+]
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +80,7 @@ def test_tokens_are_those_of_the_model_in_one_piece_everywhere(
     check_split(tally, family, chunk_size, transport, page_size, page_size)
 
 
-@pytest.mark.parametrize("transport", [transport for transport in TRANSPORTS if transport != "shared"])
-@pytest.mark.parametrize(("prefill_page_size", "decode_page_size"), OTHER_PAGE_SIZES)
+@pytest.mark.parametrize(("prefill_page_size", "decode_page_size", "transport"), one_in(3, OTHER_PAGES))
 def test_the_two_sides_may_have_pages_of_different_sizes(
     tally: Tally, prefill_page_size: int, decode_page_size: int, transport: str
 ) -> None:
