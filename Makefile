@@ -31,12 +31,12 @@ help:
 quickstart: $(VENV)/.library
 	@$(BIN)/python examples/02_two_processes.py
 
-# Three processes for two cores, since many tests wait.
+# Twice as many processes as cores, since many tests wait.
 test: lint
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -q
+	@$(BIN)/python -m pytest -n 4 --dist worksteal -q
 
 test-all: lint
-	@$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'full or not full'
+	@$(BIN)/python -m pytest -n 4 --dist worksteal -q -m 'full or not full'
 
 mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants

@@ -19,7 +19,7 @@ from tests.e2e.setups import TIMEOUT_S
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 NUM_TOKENS = 10
-SLICE = 1000
+SLICE = 500
 ATTEMPTS = 5
 """On a busy machine a link may be given up before its transfer begins: silence is short here."""
 WHOLE = 34_000

@@ -16,7 +16,6 @@ from tests.e2e.rank_worlds import serving
 from tests.e2e.setups import TIMEOUT_S, Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of
 from tests.ranks import Ranks
 
-NUM_REBALANCES = 50
 JOBS = "tests.e2e.rebalance_jobs:"
 
 
@@ -27,10 +26,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int) -> None:
+def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int, count: int) -> None:
     """Decode's ranks are given placements; prefill's ask a solver, which is killed at the first question."""
     sizes = {"dp_size": size, "ep_size": size}
-    options: dict[str, Any] = {"count": NUM_REBALANCES, "redundant": redundant, "bytes_per_step": 80_000}
+    options: dict[str, Any] = {"count": count, "redundant": redundant, "bytes_per_step": 80_000}
     requests, events = [], []
     with serving(ranks, sizes, sizes, checkpoint=checkpoint, job=f"{JOBS}serve_rank", **options) as world:
         numbers = itertools.count()
@@ -47,15 +46,15 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
         def epoch(ports: Sequence[Any]) -> int:
             return min(port.load().placement_epoch for port in ports)
 
-        while epoch(world.decodes) < NUM_REBALANCES or epoch(world.prefills) < 1:
+        while epoch(world.decodes) < count or epoch(world.prefills) < 1:
             assert next(numbers) < 5000
-            most = 6 if epoch(world.decodes) < NUM_REBALANCES else 1  # and the rest of a small machine for the solver
+            most = 6 if epoch(world.decodes) < count else 1  # and the rest of a small machine for the solver
             while world.pairing.num_unfinished < most:
                 submit()
             events += world.pairing.step()
             world.pairing.wait(0.05)
         events += collect(world.pairing, timeout_s=TIMEOUT_S)
-    for role, least in (("prefill", 1), ("decode", NUM_REBALANCES)):
+    for role, least in (("prefill", 1), ("decode", count)):
         ended = [value for value in world.values if value["role"] == role]
         assert all(value["alike"] == ended[0]["alike"] for value in ended)
         epochs, error, _ = ended[0]["alike"]
@@ -72,13 +71,14 @@ def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: in
     tally.check()
 
 
-def test_tokens_stay_the_same_while_experts_move(ranks: Ranks, checkpoint: str) -> None:
-    rebalance_under_load(ranks, checkpoint, size=2, redundant=2)
+@pytest.mark.parametrize("count", [12, pytest.param(50, marks=pytest.mark.full)])
+def test_tokens_stay_the_same_while_experts_move(ranks: Ranks, checkpoint: str, count: int) -> None:
+    rebalance_under_load(ranks, checkpoint, size=2, redundant=2, count=count)
 
 
 @pytest.mark.full
 def test_tokens_stay_the_same_while_experts_move_between_four_ranks(ranks: Ranks, checkpoint: str) -> None:
-    rebalance_under_load(ranks, checkpoint, size=4, redundant=4)
+    rebalance_under_load(ranks, checkpoint, size=4, redundant=4, count=50)
 
 
 def test_ranks_that_disagree_wait_and_can_cancel(ranks: Ranks, checkpoint: str, tmp_path: Path) -> None:
