@@ -22,6 +22,9 @@ export PIP_CONSTRAINT := constraints.txt
 export PIP_BUILD_CONSTRAINT := constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# The tests start hundreds of processes, and each would compile the library anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help quickstart test test-all mutants soak lint clean
 .DELETE_ON_ERROR:
 
@@ -31,12 +34,12 @@ help:
 quickstart: $(VENV)/.library
 	@$(BIN)/python examples/02_two_processes.py
 
-# Twice as many processes as cores, since many tests wait.
+# Three processes for two cores, since many tests wait.
 test: lint
-	@$(BIN)/python -m pytest -n 4 --dist worksteal -q
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -q
 
 test-all: lint
-	@$(BIN)/python -m pytest -n 4 --dist worksteal -q -m 'full or not full'
+	@$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'full or not full'
 
 mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants

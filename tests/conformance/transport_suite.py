@@ -613,11 +613,13 @@ class TransportSuite:
                 left.transport.fence(links[0][0])
                 right.transport.fence(links[1][1])
 
-        live()
-        before = count()
-        for _ in range(3):
+        counts = []
+        for _ in range(5):
             live()
-        assert count() == before
+            counts.append(count())
+        # a leak grows with every round; a library that keeps one connection more for a while does not
+        for what, seen in zip(("threads", "descriptors"), zip(*counts, strict=True), strict=True):
+            assert any(later <= earlier for earlier, later in itertools.pairwise(seen)), (what, seen)
 
     def test_connecting_without_waiting(self, pair: tuple[End, End]) -> None:
         left, right = pair

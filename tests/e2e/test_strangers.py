@@ -22,6 +22,7 @@ from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descript
 
 GROWTH = 64 * MIB
 KINDS = list(TRANSPORTS)
+FLOOD_S = 300.0
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_a_thousand_strangers_delay_an_honest_link_by_a_second_at_most(
 
 def test_peers_that_do_not_read_lose_their_links_and_nobody_elses(attacked: Callable[..., Victim]) -> None:
     victim = attacked("tcp")
-    _flood(victim, num_peers=4, num_rounds=30, text="poem " * 800)
+    _flood(victim, num_peers=4, num_bytes=2 * GROWTH, text="poem " * 800)
 
 
 @pytest.mark.full
@@ -109,16 +110,19 @@ def test_ten_times_as_many_peers_that_do_not_read(attacked: Callable[..., Victim
     many_descriptors()
     victim = attacked(kind)
     speed = _rooms_per_s(victim)
-    _flood(victim, num_peers=320, num_rounds=30, text=text)
+    _flood(victim, num_peers=320, num_bytes=8 * GROWTH, text=text)
     assert _rooms_per_s(victim) >= speed / 2
 
 
-def _flood(victim: Victim, *, num_peers: int, num_rounds: int, text: str) -> None:
-    """Peers that ask for answers and take none; those that were closed come again as somebody else."""
+def _flood(victim: Victim, *, num_peers: int, num_bytes: int, text: str) -> None:
+    """Peers that ask for answers, `num_bytes` of questions in all, and take none; those that were closed come again as
+    somebody else. An honest room is handed over meanwhile."""
     numbers, rooms = itertools.count(1 << 64), itertools.count(0, 1000)
     peers: list[Identity | None] = [None] * num_peers
     unsent = [b""] * num_peers
-    for seed in range(num_rounds):
+    num_taken, seed, end = 0, 0, time.monotonic() + FLOOD_S
+    while num_taken < num_bytes:
+        assert time.monotonic() < end, "the victim reads too slowly"
         for index in range(num_peers):
             try:
                 peer = peers[index]
@@ -128,14 +132,18 @@ def _flood(victim: Victim, *, num_peers: int, num_rounds: int, text: str) -> Non
                     unsent[index] = b""
                 data = unsent[index] or peer.aborts(next(rooms), 1000, text)
                 unsent[index] = data
-                unsent[index] = data[peer.sock.send(data) :]
+                count = peer.sock.send(data)
+                num_taken += count
+                unsent[index] = data[count:]
             except BlockingIOError:
                 continue
             except OSError:
                 if (peer := peers[index]) is not None:
                     peer.sock.close()
                 peers[index] = None
-        victim.hand_over(seed)
+        if num_taken >= seed * MIB:
+            victim.hand_over(seed)
+            seed += 1
     assert victim.honest.connected(victim.address)
     for peer in filter(None, peers):
         peer.sock.close()
