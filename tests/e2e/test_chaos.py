@@ -217,7 +217,7 @@ def workers() -> Iterator[Workers]:
 FACTORS = (tuple(TRANSPORTS), ROLES, PHASES, SIGNALS)
 SLICE = [
     (tuple(TRANSPORTS)[turn % len(TRANSPORTS)], ROLES[(turn % 5 + turn // 5) % 2], PHASES[turn % 5], SIGNALS[turn % 3])
-    for turn in range(8)
+    for turn in range(6)
 ]
 """Both roles in every phase; transports and signals in turn."""
 
