@@ -7,6 +7,7 @@ line when as many have come; ends with its input.
 from __future__ import annotations
 
 import contextlib
+import os
 import selectors
 import socket
 import sys
@@ -80,4 +81,5 @@ class Knocking:
 
 
 if __name__ == "__main__":
+    os.nice(19)  # strangers have machines of their own
     Knocking(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), bytes.fromhex(sys.argv[4])).run()

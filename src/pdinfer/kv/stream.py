@@ -33,8 +33,9 @@ from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check
 from pdinfer.locks import new_lock
 
 CLOSE_S = 5.0
-ACCEPTS = 16
-"""How many newcomers are let in before other links have their turn."""
+ACCEPTS, PACE_S = 16, 0.005
+"""How many newcomers are let in at once, and how long the next ones wait: other links have their turn meanwhile, and
+strangers who come again and again take little of this thread's time."""
 RETRY_S = TICK_S
 """When an end that could not accept tries again."""
 CATCH_UP_ROUNDS = 3
@@ -300,6 +301,7 @@ class StreamTransport:
                 self._enter(sock, address, now)
             except OSError:  # it has gone again
                 sock.close()
+        self._pause(now + PACE_S)
 
     def _enter(self, sock: socket.socket, address: Any, now: float) -> None:
         source = source_of(sock, address)
