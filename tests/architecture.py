@@ -156,6 +156,7 @@ LONGER = {
     "pairing": "one object: what a host calls, each call whole or made up for by the next",
     "prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "kv.peers": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
+    "kv.stream": "one object: all that one I/O thread does, and what others may ask of it",
     "kv.channel": "one object: both ends of a hand-off share their links and their lock",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

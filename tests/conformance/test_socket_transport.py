@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -263,6 +264,22 @@ def test_a_newcomer_waits_while_all_before_it_have_just_come(open_end: Callable[
         assert closed_by_peer(first)
         end.receiver.wait("opened", 3)
         end.receiver.wait("received", 3)
+
+
+def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
+    """Else strangers who come again at once would have the I/O thread for themselves."""
+    clock, all_are_here = Clock(), threading.Event()
+    end = open_end(SocketTransport(clock=clock), trusts=False)
+    end.receiver.hooks["opened"] = lambda _: all_are_here.wait(5.0)
+    with contextlib.ExitStack() as stack:
+        crowd = [stack.enter_context(dialled(end)) for _ in range(2 * stream.ACCEPTS)]
+        all_are_here.set()
+        crowd[0].sendall(frame_of(b"a look at all links"))
+        end.receiver.wait("received")
+        assert len(end.receiver.of("opened")) == stream.ACCEPTS
+        clock.now += stream.PACE_S + 1e-6
+        crowd[0].sendall(frame_of(b"wakes the thread, whose clock stands still"))
+        end.receiver.wait("opened", 2 * stream.ACCEPTS)
 
 
 def test_who_is_out_of_descriptors_turns_out_a_stranger(

@@ -123,8 +123,9 @@ class Victim:
         assert self._control.poll(ROOM_S), "the victim does not answer"
         return self._control.recv()
 
-    def hand_over(self, seed: int) -> None:
-        """One room, whose bytes must arrive as they are."""
+    def hand_over(self, seed: int) -> float:
+        """One room, whose bytes must arrive as they are; how many seconds it took."""
+        began = time.monotonic()
         pool = self.honest.pool
         for offset, length in pool.layout.spans(
             pool.num_pages, layers=LAYERS, tokens=range(12), pages=self.pages, first_token=0
@@ -139,6 +140,7 @@ class Victim:
         assert self._control.poll(2 * ROOM_S), "the victim does not answer"
         status, digest = self._control.recv()
         assert (status, digest) == (HandoffStatus.LANDED, _digest(pool, self.pages))
+        return time.monotonic() - began
 
     def relink(self) -> float:
         """Breaks the honest link; how many seconds later it is back."""

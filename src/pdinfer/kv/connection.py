@@ -32,8 +32,7 @@ DIRECT_BYTES = 1 << 16
 class Connection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
     link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
-    has been called; `turns` while it has promised another turn. What waits and what arrives counts in
-    `limits`."""
+    has been called. What waits and what arrives counts in `limits`."""
 
     def __init__(
         self,
@@ -53,7 +52,6 @@ class Connection:
         self.opening = opening
         self.gone = threading.Event()
         self.closed = False
-        self.turns = False
         self.num_messages = 0
         self._limits = limits
         self._payloads = payloads

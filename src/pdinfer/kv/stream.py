@@ -30,6 +30,7 @@ from pdinfer.kv.door import Door, Strangers, source_of
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.payloads import Message, Payloads
 from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.kv.turns import ROUND_S, Turns
 from pdinfer.locks import new_lock
 
 CLOSE_S = 5.0
@@ -82,6 +83,8 @@ class StreamTransport:
         self._stopping = False
         self._woken = False
         self._accepts_at = -math.inf
+        self._turns = Turns(clock)
+        self._unfinished: set[Connection] = set()
 
     @property
     def name(self) -> str:
@@ -243,31 +246,40 @@ class StreamTransport:
     def _step(self) -> None:
         pausing = self._accepts_at > -math.inf
         wakes_at = min(self._next_tick, self._accepts_at) if pausing else self._next_tick
-        self._serve(0.0 if self._commands else max(0.0, wakes_at - self._clock()))
+        self._serve(0.0 if self._commands or self._unfinished else max(0.0, wakes_at - self._clock()))
         if pausing and self._clock() >= self._accepts_at and not self._stopping:
             self._accepts_at = -math.inf
             self._selector.register(self._listener.sock, selectors.EVENT_READ, self._accept)
         if self._clock() >= self._next_tick:
             self._tick()
 
-    def _serve(self, timeout_s: float) -> None:
-        """Gives each link that can move something its turn, and runs what other threads have posted."""
+    def _serve(self, timeout_s: float, round_s: float = ROUND_S) -> None:
+        """Gives links that can move something their turns, and runs what other threads have posted."""
+        ready = dict.fromkeys(self._unfinished, selectors.EVENT_READ)
         for key, mask in self._selector.select(timeout_s):
-            key.data(mask)
+            if isinstance(key.data, Connection):
+                ready[key.data] = ready.get(key.data, 0) | mask
+            else:
+                key.data(mask)
+        for connection in self._turns.of(ready, round_s):
+            self._unfinished.discard(connection)
+            self._turn(connection, ready[connection])
         for _ in range(len(self._commands)):
             self._commands.popleft()()
 
     def _tick(self) -> None:
         """Whoever was stopped himself must not think that his peers were silent, so what has come is read first."""
-        for _ in range(CATCH_UP_ROUNDS):
+        rounds = CATCH_UP_ROUNDS if self._clock() - self._next_tick > TICK_S else 0
+        for _ in range(rounds):
             started = self._clock()
-            self._serve(0.0)
+            self._serve(0.0, math.inf)
             if self._stopping:
                 return
             if self._clock() - started < TICK_S:
                 break
         self._next_tick = self._clock() + TICK_S
         self._sweep()
+        self._turns.fade()
         try:
             self._registered()[1].tick()
         except Exception:
@@ -326,7 +338,8 @@ class StreamTransport:
     def _watch(self, connection: Connection) -> None:
         if not connection.closed:
             event = selectors.EVENT_WRITE if connection.opening else selectors.EVENT_READ
-            self._selector.register(connection.sock, event, lambda mask: self._turn(connection, mask))
+            self._selector.register(connection.sock, event, connection)
+            self._turns.enter(connection)
 
     def _turn(self, connection: Connection, mask: int) -> None:
         """Lets one link receive and send a bounded amount, and asks to be called when it can do more."""
@@ -340,14 +353,8 @@ class StreamTransport:
             self._transmit(connection)
 
     def _receive_turn(self, connection: Connection) -> None:
-        if connection.receive() and not connection.turns:
-            # The socket may have nothing more to tell of.
-            connection.turns = True
-            self._post(lambda: self._another_turn(connection))
-
-    def _another_turn(self, connection: Connection) -> None:
-        connection.turns = False
-        self._turn(connection, selectors.EVENT_READ)
+        if connection.receive():
+            self._unfinished.add(connection)  # the socket may have nothing more to tell of
 
     def _transmit(self, connection: Connection) -> None:
         if not connection.closed and not connection.opening:
@@ -378,6 +385,8 @@ class StreamTransport:
             return
         if connection.sock in self._selector.get_map():
             self._selector.unregister(connection.sock)
+        self._turns.leave(connection)
+        self._unfinished.discard(connection)
         connection.shut(error or TransferError(f"the link to {connection.link.endpoint} was closed by this end"))
         try:
             self._registered()[1].closed(connection.link, error)

@@ -1,0 +1,80 @@
+"""Who is served next by an I/O thread."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from pdinfer.kv.connection import Connection
+from pdinfer.kv.turns import Turns
+from pdinfer.testing import VirtualClock
+
+
+class Link:
+    """Stands in for a connection."""
+
+
+@pytest.fixture
+def links() -> list[Connection]:
+    return [cast("Connection", Link()) for _ in range(4)]
+
+
+def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: list[Connection]) -> None:
+    clock = VirtualClock()
+    turns = Turns(clock)
+    quiet, *busy = links
+    for link in links:
+        turns.enter(link)
+    for _ in range(3):
+        for _ in turns.of(busy, round_s=10.0):
+            clock.advance(0.5)
+    served = []
+    for link in turns.of([*busy, quiet], round_s=0.4):
+        served.append(link)
+        clock.advance(0.5)
+    assert served == [quiet]
+
+
+def test_all_get_their_turns(links: list[Connection]) -> None:
+    clock = VirtualClock()
+    turns = Turns(clock)
+    for link in links:
+        turns.enter(link)
+    served = []
+    for _ in range(len(links)):
+        for link in turns.of(links, round_s=0.0):
+            served.append(link)
+            clock.advance(1.0)
+    assert set(served) == set(links)
+
+
+def test_a_newcomer_is_not_ahead_of_those_who_are_there(links: list[Connection]) -> None:
+    clock = VirtualClock()
+    turns = Turns(clock)
+    quiet, busy, *newcomers = links
+    turns.enter(quiet)
+    turns.enter(busy)
+    for _ in turns.of([busy], round_s=10.0):
+        clock.advance(1.0)
+    for newcomer in newcomers:
+        turns.enter(newcomer)
+    assert next(turns.of([*newcomers, busy, quiet])) is quiet
+
+
+def test_what_was_long_ago_counts_for_little(links: list[Connection]) -> None:
+    clock = VirtualClock()
+    turns = Turns(clock)
+    once, now, *_ = links
+    turns.enter(once)
+    turns.enter(now)
+    for _ in turns.of([once]):
+        clock.advance(1.0)
+    for _ in range(5):
+        turns.fade()
+    for _ in turns.of([now]):
+        clock.advance(0.1)
+    assert next(turns.of([now, once])) is once
+    turns.leave(once)
+    turns.fade()
+    assert next(turns.of([now])) is now
