@@ -188,7 +188,7 @@ def test_a_peer_that_dies_in_the_middle_of_a_write(sender: End, peers: tuple[Pro
         finished(transfer)
     assert transfers[-1].error is not None
     wait_until(lambda: not writers())
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 6
     other = dial(sender, second)
     sender.transport.write(other, b"0", [(0, MEMORY_BYTES)])
     assert answer(sender, other) == digest_of(sender)
@@ -221,9 +221,9 @@ def test_a_frozen_peer_is_given_up_at_once_and_what_lands_late_lands_nowhere(sen
     time.sleep(0.3)
     began = time.monotonic()
     sender.transport.fence(link)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2
     wait_until(lambda: not writers())
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 4
     assert all(transfer.done for transfer in transfers)
     sender.memory.data[:] = random.Random(10).randbytes(MEMORY_BYTES)
     peer.signal(signal.SIGCONT)
@@ -247,7 +247,7 @@ def test_closing_does_not_wait_for_a_frozen_peer(peer: Process) -> None:
     time.sleep(0.3)
     began = time.monotonic()
     transport.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 6
     assert not writers()
     peer.signal(signal.SIGCONT)
 

@@ -308,7 +308,7 @@ def test_probing_ends(pair: Callable[..., Pair], network: Network) -> None:
     start = time.monotonic()
     push(left, link, 0, 100)
     assert "nothing reached it" in str(left.receiver.wait("closed")[0].error)
-    assert 0.25 < time.monotonic() - start < 2
+    assert 0.25 < time.monotonic() - start < 8
     right.receiver.wait("closed", 1, theirs)
 
 
@@ -321,7 +321,7 @@ def test_a_fence_does_not_wait_for_a_frozen_peer(pair: Callable[..., Pair], netw
     left.transport.fence(link)
     right.receiver.wait("closed", 1, theirs)
     wait_until(lambda: not any(engine.memory for engine in network.engines.values()))
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 4
     assert [segment.retired_bytes for segment in network.segments] == [SLOT_BYTES, 3 * SLOT_BYTES + PROBE_BYTES]
     (late,) = network.writes
     late.land()
@@ -381,7 +381,7 @@ def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     push(left, other, 0, 100)
     right.receiver.wait("placed")
     left.transport.close()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     (stuck,) = [thread for thread in threading.enumerate() if thread.name == "pdinfer-mooncake"]
     assert stuck.daemon
     network.unblock.set()

@@ -511,7 +511,7 @@ def test_a_full_ring_waits_without_blocking(open_end: Callable[..., End]) -> Non
     other, _ = sender.connect(quick)
     started = time.monotonic()
     transfers = [sender.transport.write(link, b"w", [(0, MIB)]) for _ in range(3 * RING_BYTES // MIB)]
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 4
     assert finished(sender.transport.write(other, b"w", [(0, MIB)])).error is None
     assert not any(transfer.done for transfer in transfers)
     stopped.set()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import Pipe
@@ -45,6 +48,7 @@ class Held:
 
     def __init__(self, port: Any) -> None:
         self.asked, self.go = threading.Event(), threading.Event()
+        self._port = port
         connect = port.connect
 
         def wait(peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
@@ -53,6 +57,10 @@ class Held:
             connect(peer, timeout_s=timeout_s)
 
         port.connect = wait
+
+    def restore(self) -> None:
+        """Its `connect` is its own again."""
+        del self._port.connect
 
 
 @contextmanager
@@ -111,6 +119,36 @@ def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
             held.go.set()
         assert errors == []
         assert port in setup.pairing._roster.all
+
+
+def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
+    """Between two tokens of a stream of 200."""
+    times = []
+    for event in pairing.generate([request(name, 200)]):
+        assert event.finish_reason in (None, pd.FinishReason.LENGTH), event
+        times.append(time.monotonic())
+    return max(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
+def test_the_worst_gap_of_a_stream_grows_by_a_tenth_of_a_second_at_most(role: type) -> None:
+    """Over a few runs each: the middle one."""
+    without, beside = [], []
+    with several(1, 1) as setup:
+        for turn in range(5):
+            without.append(worst_gap_s(setup.pairing, f"without {turn}"))
+            with newcomer(role) as port:
+                held = Held(port if role is pd.PrefillEngine else setup.prefills[0])
+                with adding(setup.pairing, port) as (thread, errors):
+                    assert held.asked.wait(60.0)
+                    beside.append(worst_gap_s(setup.pairing, f"beside {turn}"))
+                    assert thread.is_alive()
+                    held.go.set()
+                assert errors == []
+                held.restore()
+                setup.pairing.remove(port, drain_s=0.0)
+    assert statistics.median(beside) <= statistics.median(without) + 0.1, (without, beside)
 
 
 def test_a_pair_that_cannot_be_linked_now_is_down_until_it_can() -> None:
