@@ -41,7 +41,7 @@ from pdinfer.messages import (
     SubmitPrefill,
 )
 from pdinfer.prefill import PrefillEngine
-from pdinfer.types import Event, Granted, Refused
+from pdinfer.types import Event, Granted, PeerAddress, Refused
 
 REPORT_S = 0.02
 """How old a busy engine's load may become where no event carries a newer one."""
@@ -111,6 +111,7 @@ class _Host(OfOneProcess):
         self.reported: Load | None = None
         self.reported_at = 0.0
         self.dismissed = False
+        self.links: dict[PeerAddress, threading.Thread] = {}
         self.ended = threading.Event()
         self.exits = threading.current_thread() is threading.main_thread()
         self.is_armed = self.exits and orphan.arm()
@@ -265,9 +266,9 @@ class _Host(OfOneProcess):
         """On a command of the session under way."""
         engine = self.engine
         if isinstance(command, Connect):
-            _start(self.connect, command, self.mailman)
+            self.about(command.peer, self.connect, command, self.mailman)
         elif isinstance(command, Disconnect):
-            _start(engine.disconnect, command.peer)
+            self.about(command.peer, engine.disconnect, command.peer)
         elif isinstance(command, Cancel):
             engine.cancel(command.request_id)
         elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
@@ -281,8 +282,21 @@ class _Host(OfOneProcess):
         else:
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
+    def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
+        """In a thread of its own, since a peer that does not answer must not hold up the steps; in the order in which it
+        was asked for, since a link that is closed before it is opened would stay."""
+        self.links = {other: thread for other, thread in self.links.items() if thread.is_alive()}
+        before = self.links.get(peer)
+
+        def work_in_turn() -> None:
+            if before is not None:
+                before.join()
+            work(*arguments)
+
+        self.links[peer] = _start(work_in_turn)
+
     def connect(self, command: Connect, mailman: Mailman[Command]) -> None:
-        """In a thread of its own: a peer that does not answer must not hold up the steps."""
+        """Answers, whatever comes of it."""
         error: PDInferError | None = None
         try:
             self.engine.connect(command.peer, timeout_s=command.timeout_s)
@@ -306,8 +320,10 @@ class _Host(OfOneProcess):
             self.reported, self.reported_at = load, now
 
 
-def _start(work: Callable[..., None], *arguments: object) -> None:
-    threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True).start()
+def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
+    thread.start()
+    return thread
 
 
 def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:

@@ -194,6 +194,32 @@ def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
         thread.join(5.0)
 
 
+def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order() -> None:
+    """In the other order it would stay, and a port that is gone would be dialled on."""
+    with local() as setup:
+        decode, peer = setup.decodes[0], setup.prefills[0].address
+        begun, go, done = threading.Event(), threading.Event(), []
+
+        def connect(peer: pd.PeerAddress, *, timeout_s: float) -> None:
+            begun.set()
+            go.wait(10.0)
+            done.append("connect")
+
+        decode.connect = connect  # type: ignore[method-assign]
+        decode.disconnect = lambda peer: done.append("disconnect")  # type: ignore[method-assign]
+        ours, thread = serving(decode)
+        with pd.remote.DecodeClient(ours) as client:
+            client.connect(peer, timeout_s=0)
+            assert begun.wait(10.0)
+            client.disconnect(peer)
+            client.disconnect(attrs.evolve(peer, epoch=peer.epoch + 1))
+            wait_until(lambda: done == ["disconnect"])  # another peer's
+            go.set()
+            wait_until(lambda: len(done) == 3)
+            assert done[1:] == ["connect", "disconnect"]
+        thread.join(5.0)
+
+
 def test_a_connect_that_breaks_is_answered() -> None:
     with local() as setup:
         decode = setup.decodes[0]

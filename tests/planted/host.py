@@ -103,4 +103,11 @@ MUTANTS = [
         "        self.line.restore([])\n",
         INTERRUPTS + "test_requests_that_wait_in_line_wait_on",
     ),
+    Mutant(
+        "what is asked about a peer is done in any order",
+        "src/pdinfer/served.py",
+        "                before.join()\n",
+        "                pass\n",
+        "tests/e2e/test_remote.py::test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order",
+    ),
 ]
