@@ -283,8 +283,8 @@ class _Host(OfOneProcess):
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
     def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
-        """In a thread of its own, since a peer that does not answer must not hold up the steps; in the order in which it
-        was asked for, since a link that is closed before it is opened would stay."""
+        """In a thread of its own, since a peer that does not answer must not hold up the steps. In the order in which
+        it was asked for, since a link that is closed before it is opened would stay."""
         self.links = {other: thread for other, thread in self.links.items() if thread.is_alive()}
         before = self.links.get(peer)
 
