@@ -166,7 +166,7 @@ def test_a_pair_that_cannot_be_linked_now_is_down_until_it_can() -> None:
         assert {name: tokens_of(stream) for name, stream in streams.items()} == dict.fromkeys("abcd", EXPECTED)
         assert setup.pairing.stats.links_down == (pair,)
         plug()
-        wait_until(lambda: setup.decodes[0].channel.connected(port.address))
+        wait_until(lambda: setup.decodes[0].channel.connected(port.address) and port.channel.connected(unreachable))
         clock.advance(LOOK_S)
         setup.pairing.submit(request())
         collect(setup.pairing)
