@@ -55,7 +55,7 @@ def cut(prefill: pd.PrefillEngine, decode: pd.DecodeEngine) -> Callable[[], None
 
     def mend() -> None:
         transport.connect = dial  # type: ignore[method-assign]
-        wait_until(lambda: decode.channel.connected(prefill.address))
+        wait_until(lambda: decode.channel.connected(prefill.address) and prefill.channel.connected(decode.address))
         time.sleep(LOOK_S)
 
     return mend
