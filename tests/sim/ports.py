@@ -105,8 +105,9 @@ class Pipe:
 
 @attrs.frozen
 class Report:
-    """What a served engine says after a step; None of it for a sign of life."""
+    """What a served engine says after a step of a session; None of it for a sign of life."""
 
+    session: int
     num_seen: int
     load: Any
     events: list[Event]
@@ -137,6 +138,8 @@ class Served:
         self._lost = lost
         self._commands: deque[Callable[[], bool]] = deque()
         self._num_seen = 0
+        self._session = 0
+        self._next_session: int | None = None
         self.loop = Loop(simulation, node, self._turn, fiber)
         self._reports = Pipe(simulation, "host", self.port.hear)
         self.commands = Pipe(simulation, node, self._take)
@@ -157,6 +160,8 @@ class Served:
         spoken = bool(self._commands)
         while self._commands:
             self._num_seen += self._commands.popleft()()
+        if self._next_session is not None:
+            spoken = self._begin(self._next_session)
         try:
             events = self.engine.step()
         except RankLost as error:
@@ -166,11 +171,25 @@ class Served:
             return self._die()
         self._after_step(self.engine)
         busy = self.engine.wait(0.0)
-        if events or spoken or not busy:
-            self._reports.send(Report(self._num_seen, self.engine.load(), events))
+        if self._next_session is None and (events or spoken or not busy):
+            self._reports.send(Report(self._session, self._num_seen, self.engine.load(), events))
         if busy:
             return self._step_s * (0.5 + self._simulation.rng.random())
         return due_in_s(self.engine, POLL_S if self.engine.num_unfinished else None)
+
+    def renew(self, session: int) -> bool:
+        """The client is back, after it gave up what it had here."""
+        self._next_session = session
+        return False
+
+    def _begin(self, session: int) -> bool:
+        """Begins a session once nothing of the last one is left: its ids may come again."""
+        for request_id in self.engine.request_ids:
+            self.engine.cancel(request_id)
+        if self.engine.num_unfinished:
+            return False
+        self._session, self._next_session, self._num_seen = session, None, 0
+        return True
 
     def _die(self) -> None:
         """The process ends though its client has not asked for it, and its kernel tells."""
@@ -239,7 +258,9 @@ class Port:
         self._num_submitted = 0
         self._listeners: list[Callable[[], None]] = []
         self._heard_at = simulation.clock.now_s
-        self._lost = self._closed = False
+        self._session, self._given_up = 0, -1
+        self._in_session = True
+        self._lost = self._gone = self._closed = False
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Takes no time, as the handshake in a simulated network. A process that is frozen hears of it later."""
@@ -267,17 +288,24 @@ class Port:
         self._unseen.append((self._num_submitted, len(request.tokens)))
         self._post(submit, seen=True)
 
+    def disconnect(self, peer: PeerAddress) -> None:
+        self._post(partial(self._served.engine.disconnect, peer))
+
     def _post(self, command: Callable[[], None], *, seen: bool = False) -> None:
         def obey() -> bool:
             command()
             return seen
 
-        if not self._closed:
+        if not self._closed and self._in_session:
             self._served.commands.send(obey)
 
     def hear(self, report: Report | None) -> None:
         self._heard_at = self._simulation.clock.now_s
-        if report is not None:
+        if not self._in_session and self._session == self._given_up:
+            self._session += 1
+            self._served.commands.send(partial(self._served.renew, self._session))
+        elif report is not None and report.session == self._session:
+            self._in_session = True
             self._load = report.load
             self._unseen = [unseen for unseen in self._unseen if unseen[0] > report.num_seen]
             self._events += report.events
@@ -285,16 +313,25 @@ class Port:
 
     def hang_up(self) -> None:
         """The process is gone, and its kernel says so."""
-        self._lost = True
+        self._lost = self._gone = True
         self.wake()
 
     def step(self) -> list[Event]:
-        if self._simulation.clock.now_s - self._heard_at > SILENCE_S:
-            self._lost = True
+        if self._in_session and self._simulation.clock.now_s - self._heard_at > SILENCE_S:
+            self._lost, self._in_session, self._given_up = True, False, self._session
+            self._unseen.clear()
         events, self._events = self._events, []
         if self._lost and not events:
             raise TransferError("the process at the other end of a port is gone")
         return events
+
+    def recover(self) -> bool:
+        """After a loss: whether the engine is back, with nothing of what it had."""
+        if self._gone:
+            raise TransferError("the process at the other end of a port is gone")
+        if self._in_session:
+            self._lost = False
+        return not self._lost
 
     def load(self) -> PrefillLoad | DecodeLoad:
         tokens = sum(tokens for _, tokens in self._unseen)

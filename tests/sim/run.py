@@ -37,7 +37,7 @@ HAPPENS = (
     *DELAYS,
     *FRAME_FAULTS,
     *("flip_payload", "late_landing", "cut", "partition", "freeze", "crash", "restart", "stall", "cancel"),
-    *("ranks", "rank lost", "moved", "continued", "displaced"),
+    *("ranks", "rank lost", "moved", "continued", "displaced", "port is back"),
     *("end stop", "end length", "end cancelled", "end deadline", "end failed"),
 )
 """What must have happened in every set of runs."""
