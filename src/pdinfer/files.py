@@ -99,9 +99,7 @@ def _own_blobs(root: Path) -> Iterator[Path]:
     for folder in (root, *root.parents):
         snapshots, cache = folder.parent, folder.parent.parent
         if snapshots.name == "snapshots" and cache.name.startswith("models--"):
-            blobs = cache / "blobs"
-            if blobs.is_dir() and not blobs.is_symlink():
-                yield blobs
+            yield cache / "blobs"
 
 
 def read_regular(

@@ -87,7 +87,7 @@ class Line:
 def gives_way(tickets: Iterable[Ticket], priority: int) -> Ticket | None:
     """Who loses its place to a request of this priority: of the lowest below it, the one that came last, unless its
     stream has begun."""
-    below = [one for one in tickets if one.request.priority < priority and not one.is_resumed and not one.displaced]
+    below = [one for one in tickets if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
 
 

@@ -347,9 +347,10 @@ def test_rows_of_experts(provider: str, device: str, dtype: torch.dtype, tokens:
 
 @every_provider
 @every_device
-def test_a_router_stays_float32(provider: str, device: str) -> None:
+@pytest.mark.parametrize("width", [32, 45, 167])
+def test_a_router_stays_float32(provider: str, device: str, width: int) -> None:
     """Also in a model whose other products are bfloat16."""
-    x, weight = draw(3, 32), draw(8, 32, seed=1)
+    x, weight = draw(3, width), draw(8, width, seed=1)
     got = op_of(provider, "linear", device, torch.bfloat16)(x.to(device), weight.to(device))
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.float32)

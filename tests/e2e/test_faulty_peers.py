@@ -319,6 +319,7 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
     ("values", "said"),
     [
         ({"version": 1}, "it speaks version 1, this end speaks 2"),
+        ({"version": 3}, "it speaks version 3, this end speaks 2"),
         ({"addresses": (pd.PeerAddress(b"another", 1, 0),)}, "in two ways"),
     ],
 )

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import pytest
 
 import pdinfer as pd
@@ -26,6 +27,7 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
+    wait_until,
 )
 
 KINDS = ("shared", "loopback", "tcp")
@@ -233,6 +235,21 @@ def test_a_grant_that_an_interrupt_took_back_is_not_computed() -> None:
         prefill.submit(granted.request, granted.grant)
         prefill.step()
         assert prefill.load().num_tokens == 0
+        setup.check_idle()
+
+
+def test_pages_that_have_changed_hands_since_their_grant_are_not_written() -> None:
+    with local() as setup:
+        decode, prefill = setup.decodes[0], setup.prefills[0]
+        decode.submit(request("a"), writers=(prefill.address,))
+        (granted,) = decode.step()
+        assert isinstance(granted, pd.Granted)
+        of_before = tuple(generation - 1 for generation in granted.grant.generations)
+        prefill.submit(granted.request, attrs.evolve(granted.grant, generations=of_before))
+        wait_until(lambda: not prefill.step() and not prefill.num_unfinished)
+        assert prefill.load().num_tokens == 0
+        decode.cancel("a")
+        wait_until(lambda: not decode.step() and not decode.num_unfinished)
         setup.check_idle()
 
 

@@ -209,6 +209,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             wait_until(lambda: not setup.prefills[0].step() and client.recover())
             assert client.load().num_granted_requests == client.load().num_waiting_requests == 0
             assert decode.channel.pool.num_granted == 0
+            assert decode.load().num_tokens == 0  # it was ended, and did not run to its end
             hang(setup.prefills[0])
         client.close()
         thread.join(10.0)

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "blobs that are a link are the cache's own",
         "src/pdinfer/files.py",
-        "if blobs.is_dir() and not blobs.is_symlink():",
-        "if blobs.is_dir():",
+        'yield cache / "blobs"',
+        'yield (cache / "blobs").resolve()',
         HUB + "test_blobs_that_are_a_link_are_not_the_caches_own",
     ),
     Mutant(

@@ -66,7 +66,7 @@ MUTANTS = [
         "src/pdinfer/prefill.py",
         "            if pool.generations(prompt.grant.pages) != prompt.grant.generations:\n",
         "            if False:\n",
-        INTERRUPTS + "test_a_grant_that_an_interrupt_took_back_is_not_computed",
+        INTERRUPTS + "test_pages_that_have_changed_hands_since_their_grant_are_not_written",
     ),
     Mutant(
         "pages that an interrupt freed keep their generation",

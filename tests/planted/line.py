@@ -32,16 +32,16 @@ MUTANTS = [
     ),
     Mutant(
         "one request gives way twice",
-        "src/pdinfer/line.py",
-        " and not one.is_resumed and not one.displaced]",
-        " and not one.is_resumed]",
+        "src/pdinfer/pairing.py",
+        "(*self._broker.line, *unseen) if ticket.displaced is None]",
+        "(*self._broker.line, *unseen)]",
         LINE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
     ),
     Mutant(
         "a stream that has begun gives way",
         "src/pdinfer/line.py",
-        " and not one.is_resumed and not one.displaced]",
-        " and not one.displaced]",
+        " and not one.is_resumed]",
+        "]",
         LINE + "test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced",
     ),
     Mutant(

@@ -38,7 +38,7 @@ MUTANTS = [
         "src/pdinfer/follower.py",
         "            self._refused.add(grant.room)\n",
         "            pass\n",
-        "tests/sim/test_runs.py::test_every_promise_holds",
+        "tests/unit/test_follower.py::test_a_room_that_its_channel_refused_is_reported_and_never_pushed_into",
     ),
     Mutant(
         "a follower reports every room as landed",
