@@ -175,7 +175,8 @@ class Served:
             self._reports.send(Report(self._session, self._num_seen, self.engine.load(), events))
         if busy:
             return self._step_s * (0.5 + self._simulation.rng.random())
-        return due_in_s(self.engine, POLL_S if self.engine.num_unfinished else None)
+        waits = self.engine.num_unfinished or self._next_session is not None
+        return due_in_s(self.engine, POLL_S if waits else None)
 
     def renew(self, session: int) -> bool:
         """The client is back, after it gave up what it had here."""
