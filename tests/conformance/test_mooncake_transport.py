@@ -48,6 +48,8 @@ def engines() -> tuple[MooncakeEngine, MooncakeEngine]:
 
 
 class TestMooncake(TransportSuite):
+    keeps_connections = True
+
     @pytest.fixture(autouse=True)
     def with_engines(self, engines: tuple[MooncakeEngine, MooncakeEngine]) -> None:
         self._engines = engines

@@ -211,6 +211,9 @@ def cut(total: int, cuts: Sequence[float]) -> list[int]:
 class TransportSuite:
     """Every check gets `left` and `right`, two ends that are registered and not connected."""
 
+    keeps_connections = False
+    """Whether a library below it may keep connections to a peer that is gone."""
+
     def make_pair(self) -> tuple[Transport, Transport]:
         raise NotImplementedError
 
@@ -617,6 +620,8 @@ class TransportSuite:
         for _ in range(5):
             live()
             counts.append(count())
+        if not self.keeps_connections:
+            assert counts == counts[:1] * len(counts)
         # a leak grows with every round; a library that keeps one connection more for a while does not
         for what, seen in zip(("threads", "descriptors"), zip(*counts, strict=True), strict=True):
             assert any(later <= earlier for earlier, later in itertools.pairwise(seen)), (what, seen)
