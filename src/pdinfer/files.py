@@ -95,7 +95,8 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
 def _own_blobs(root: Path) -> Iterator[Path]:
     """The blobs of the hub cache in which `root`, without links in its path, is a snapshot or inside of one:
     models--ORGANIZATION--MODEL/snapshots/REVISION links to files there. Blobs that are themselves a link are not its
-    own. Source: https://huggingface.co/docs/huggingface_hub, "Understand caching"."""
+    own: what is compared with them has followed every link. Source: https://huggingface.co/docs/huggingface_hub,
+    "Understand caching"."""
     for folder in (root, *root.parents):
         snapshots, cache = folder.parent, folder.parent.parent
         if snapshots.name == "snapshots" and cache.name.startswith("models--"):

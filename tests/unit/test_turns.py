@@ -20,6 +20,12 @@ def links() -> list[Connection]:
     return [cast("Connection", Link()) for _ in range(4)]
 
 
+def spend(turns: Turns, clock: VirtualClock, links: list[Connection], seconds: float) -> None:
+    """Each of them has a turn that takes so long."""
+    for _ in turns.of(links, round_s=10.0):
+        clock.advance(seconds)
+
+
 def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: list[Connection]) -> None:
     clock = VirtualClock()
     turns = Turns(clock)
@@ -27,8 +33,7 @@ def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: 
     for link in links:
         turns.enter(link)
     for _ in range(3):
-        for _ in turns.of(busy, round_s=10.0):
-            clock.advance(0.5)
+        spend(turns, clock, busy, 0.5)
     served = []
     for link in turns.of([*busy, quiet], round_s=0.4):
         served.append(link)
@@ -55,8 +60,7 @@ def test_a_newcomer_is_not_ahead_of_those_who_are_there(links: list[Connection])
     quiet, busy, *newcomers = links
     turns.enter(quiet)
     turns.enter(busy)
-    for _ in turns.of([busy], round_s=10.0):
-        clock.advance(1.0)
+    spend(turns, clock, [busy], 1.0)
     for newcomer in newcomers:
         turns.enter(newcomer)
     assert next(turns.of([*newcomers, busy, quiet])) is quiet
@@ -68,12 +72,10 @@ def test_what_was_long_ago_counts_for_little(links: list[Connection]) -> None:
     once, now, *_ = links
     turns.enter(once)
     turns.enter(now)
-    for _ in turns.of([once]):
-        clock.advance(1.0)
+    spend(turns, clock, [once], 1.0)
     for _ in range(5):
         turns.fade()
-    for _ in turns.of([now]):
-        clock.advance(0.1)
+    spend(turns, clock, [now], 0.1)
     assert next(turns.of([now, once])) is once
     turns.leave(once)
     turns.fade()
