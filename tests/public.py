@@ -1,0 +1,77 @@
+"""What a host sees of pdinfer, as lines of text: every public name with its signature, classes with their members.
+
+`python -m tests.public` writes `tests/public.txt`, which `tests/test_public.py` compares with what is there. A line
+that changes is a change for hosts: its reason belongs in `docs/decisions/0023-rooms.md`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pdinfer
+
+SNAPSHOT = Path(__file__).with_suffix(".txt")
+_PUBLIC = [getattr(pdinfer, name) for name in pdinfer.__all__]
+
+
+def surface() -> list[str]:
+    """One line per name, sorted, each with what it is called by hosts: `pd.kv.PagePool.grant(self, count)`."""
+    return sorted(set(_members("pd", pdinfer)))
+
+
+def _members(prefix: str, module: types.ModuleType) -> Iterator[str]:
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if _is_of(name, module)]
+    for name in names:
+        value = getattr(module, name)
+        if isinstance(value, types.ModuleType):
+            yield from _members(f"{prefix}.{name}", value)
+        else:
+            yield from _described(f"{prefix}.{name}", value)
+
+
+def _is_of(name: str, module: types.ModuleType) -> bool:
+    """Of a module without `__all__`, what it defines itself."""
+    return not name.startswith("_") and getattr(getattr(module, name), "__module__", None) == module.__name__
+
+
+def _described(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, type):
+        bases = ", ".join(base.__name__ for base in value.__bases__ if base in _PUBLIC or issubclass(base, Exception))
+        yield f"{name}: class({bases}) {_signature(value)}"
+        for member in sorted(dir(value)):
+            if not member.startswith("_") and not _is_foreign(value, member):
+                yield _member(f"{name}.{member}", inspect.getattr_static(value, member))
+    elif callable(value):
+        yield f"{name}{_signature(value)}"
+    else:
+        yield f"{name}: {type(value).__name__}"
+
+
+def _is_foreign(cls: type, member: str) -> bool:
+    """Whether a class has it from outside, as exceptions and enums do."""
+    owner = next((base for base in cls.__mro__ if member in vars(base)), None)
+    return owner is None or not owner.__module__.startswith("pdinfer")
+
+
+def _member(name: str, value: object) -> str:
+    if isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return f"{name}{_signature(value)}" if inspect.isfunction(value) else f"{name}: {type(value).__name__}"
+
+
+def _signature(value: object) -> str:
+    try:
+        text = str(inspect.signature(value))  # type: ignore[arg-type]
+    except ValueError:
+        return "(...)"
+    # Where a type lives is not what a host writes; nor is where a default value happened to be in memory.
+    text = re.sub(r"\bpdinfer\.(?:\w+\.)*", "", text)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text("\n".join(surface()) + "\n")
