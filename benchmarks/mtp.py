@@ -23,7 +23,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer import runner
-from pdinfer.kv.transport import Memory
+from pdinfer.kv.memory import Memory
 from pdinfer.runner import ModelRunner, Runner
 from pdinfer.speculation import Drafter
 

@@ -19,7 +19,7 @@ import torch
 from tiny_tasks import BOS, decode, encode
 
 import pdinfer as pd
-from pdinfer.types import DecodeLoad, PrefillLoad
+from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 PAGES = pd.CacheConfig(page_size=16, num_pages=1024)

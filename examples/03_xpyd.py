@@ -14,7 +14,8 @@ from pathlib import Path
 from tiny_tasks import BOS, encode
 
 import pdinfer as pd
-from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import Choice, RequestShape
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 

@@ -59,6 +59,7 @@ LAYERS = (
     ("files",),
     ("groups", "memory", "scratch"),
     ("checks",),
+    ("stats",),
     ("types", "trace"),
     ("bounds", "forked", "locks"),
     ("errors",),

@@ -18,7 +18,7 @@ from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 
 import pdinfer as pd
 from pdinfer import runner
-from pdinfer.kv.transport import Memory
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm
 from pdinfer.runner import ModelRunner, Runner

@@ -27,8 +27,9 @@ from pdinfer.policy import Policy
 from pdinfer.ports import Port, Promised, ReturningPort, Roster
 from pdinfer.progress import PARTING_S, Parting, Progress
 from pdinfer.schedule import queueing_s
+from pdinfer.stats import LostPort, PairingStats
 from pdinfer.ticket import Ticket
-from pdinfer.types import Event, FinishReason, Granted, LostPort, PairingStats, PeerAddress, Refused, TokenEvent
+from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 LOOK_S = 0.1
 """How often loads are searched for links that were lost or are back."""

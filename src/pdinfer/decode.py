@@ -25,16 +25,8 @@ from pdinfer.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.schedule import by_age, choose_victim
 from pdinfer.sequence import Sequence, SequenceState, ends_of
 from pdinfer.speculation import DraftCounts, check_drafter
-from pdinfer.types import (
-    DecodeLoad,
-    FinishReason,
-    Granted,
-    Handoff,
-    HandoffStatus,
-    PeerAddress,
-    Refused,
-    Request,
-)
+from pdinfer.stats import DecodeLoad
+from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 WRITER_GRACE_S = 30.0

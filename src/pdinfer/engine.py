@@ -19,7 +19,7 @@ from pdinfer.forked import begin_to_compute, refuse
 from pdinfer.inbox import Inbox
 from pdinfer.interrupted import Interruptible
 from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.transport import Memory
+from pdinfer.kv.memory import Memory
 from pdinfer.leader import RankChannel
 from pdinfer.locks import let_go
 from pdinfer.lockstep import Agreement
@@ -30,9 +30,9 @@ from pdinfer.rebalance import Rebalancing
 from pdinfer.rebalanced import Rebalanced
 from pdinfer.runner import ModelRunner, Runner, using_threads
 from pdinfer.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
-from pdinfer.schedule import RequestLimits, check_request, withheld_pages
+from pdinfer.schedule import check_request, withheld_pages
 from pdinfer.trace import STEP, Trace, part, span
-from pdinfer.types import Event, PeerAddress, Request, SamplingParams
+from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
 from pdinfer.warm_up import WarmUp, WarmUpRun, WarmUpStep
 
 Submitted = TypeVar("Submitted")
@@ -83,7 +83,9 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
         self._inbox: Inbox[Submitted | str] = Inbox()
-        self._rebalancing = Rebalancing(model, self.config, wake=self._inbox.wake, clock=clock)
+        self._rebalancing = Rebalancing(
+            model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
+        )
         self._model_runner = self.make_runner(model, pool.memory)
         self._runner: Runner = self._model_runner
         self._ends: KVChannel | RankChannel = channel

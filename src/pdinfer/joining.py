@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from pdinfer.errors import LayoutMismatch, TransferError
 from pdinfer.ports import Port, addresses_of
-from pdinfer.types import PeerAddress, PrefillLoad
+from pdinfer.stats import PrefillLoad
+from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
 """How long a pair may take at first. A port that does not answer costs so much and no more, if another one does."""

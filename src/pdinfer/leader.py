@@ -18,14 +18,13 @@ from pdinfer.batch import Row
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.plan import even_slices
-from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.transport import Transfer
 from pdinfer.kv.wire import PackedGrant, pack_ints
 from pdinfer.lockstep import Agreement, Lockstep
 from pdinfer.runner import ModelRunner, Ready
 from pdinfer.sampling import Draw, Drawn
 from pdinfer.speculation import MAX_NEWEST, Draft, num_passes
-from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, PeerKey, peer_key
 
 RunEmpty = Callable[[ModelRunner, Agreement], None]
 """A role's step of the model without rows: as many collectives as with some."""

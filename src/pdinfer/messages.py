@@ -16,8 +16,8 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.wire import PackedGrant
 from pdinfer.prefill import PrefillEngine
-from pdinfer.schedule import RequestLimits
-from pdinfer.types import DecodeLoad, PeerAddress, PrefillLoad, Refused, Request, TokenEvent
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, TokenEvent
 
 VERSION = 2
 """Of what is said here; an engine tells its own in Ready."""

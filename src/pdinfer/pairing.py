@@ -35,8 +35,9 @@ from pdinfer.ports import DecodePort, Port, PrefillPort, Roster
 from pdinfer.prefill import PrefillEngine
 from pdinfer.sampling import LogitsProcessorFactory
 from pdinfer.schedule import check_request
+from pdinfer.stats import PairingStats
 from pdinfer.ticket import Ticket, Wish, refusal
-from pdinfer.types import FinishReason, PairingStats, PeerAddress, Request, TokenEvent
+from pdinfer.types import FinishReason, PeerAddress, Request, TokenEvent
 from pdinfer.weights import Device, DType, load_model
 
 _log = logging.getLogger("pdinfer")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import Choice, RequestShape
 
 Policy = Callable[[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]], Choice | None]
 

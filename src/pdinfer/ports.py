@@ -10,21 +10,10 @@ from typing import Protocol, TypeVar, cast, runtime_checkable
 import attrs
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.locks import new_lock
 from pdinfer.policy import Policy
-from pdinfer.schedule import RequestLimits
-from pdinfer.types import (
-    Choice,
-    DecodeLoad,
-    EngineLoad,
-    Event,
-    PageGrant,
-    PeerAddress,
-    PrefillLoad,
-    Request,
-    RequestShape,
-)
+from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
+from pdinfer.types import Choice, Event, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, RequestShape, peer_key
 
 
 class Port(Protocol):

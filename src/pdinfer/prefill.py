@@ -22,8 +22,9 @@ from pdinfer.leader import RankChannel, empty_prefill
 from pdinfer.model import Model
 from pdinfer.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.schedule import by_age, due_at, is_late, plan_chunk
+from pdinfer.stats import PrefillLoad
 from pdinfer.trace import part
-from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PrefillLoad, Request
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
 from pdinfer.warm_up import WarmUpRun, WarmUpStep
 
 FIRST = (False, -math.inf, False)

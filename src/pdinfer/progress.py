@@ -8,8 +8,9 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import attrs
 
 from pdinfer.ports import Port
+from pdinfer.stats import LostPort
 from pdinfer.ticket import Ticket
-from pdinfer.types import Event, LostPort, PeerAddress, TokenEvent
+from pdinfer.types import Event, PeerAddress, TokenEvent
 
 PARTING_S = 1.0
 """How long the id of a request that an interrupt ended is kept from its decode, whose answer may have been lost."""

@@ -21,8 +21,10 @@ import torch
 from pdinfer.checks import clip, is_int
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
+from pdinfer.groups import Groups
 from pdinfer.locks import new_lock
-from pdinfer.model import Model
+from pdinfer.moe.layer import MoE
+from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import ExpertPlacement, Ints
 from pdinfer.moe.recorder import ExpertLoadRecorder
 from pdinfer.moe.solver_process import SolverProcess, unpack_placement
@@ -67,16 +69,18 @@ class Rebalancing:
 
     def __init__(
         self,
-        model: Model,
+        experts: ExpertParallel,
+        layers: Sequence[MoE],
+        groups: Groups,
         config: EngineConfig,
         *,
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         every = config.eplb_rebalance_num_iterations
-        self._experts, self._layers, self._groups = model.experts, model.moe_layers(), model.groups
+        self._experts, self._layers, self._groups = experts, layers, groups
         self._config = config
-        self.recorder = model.experts.recorder
+        self.recorder = experts.recorder
         self._wake = wake
         self.solver = SolverProcess(clock)
         self._lock = new_lock()

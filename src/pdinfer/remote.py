@@ -52,7 +52,8 @@ from pdinfer.messages import (
     SubmitPrefill,
 )
 from pdinfer.served import serve
-from pdinfer.types import DecodeLoad, Event, Granted, PageGrant, PeerAddress, PrefillLoad, Request
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import Event, Granted, PageGrant, PeerAddress, Request
 
 __all__ = ["DecodeClient", "PrefillClient", "serve"]
 

@@ -11,7 +11,7 @@ import torch
 
 from pdinfer.batch import Batch, Row
 from pdinfer.errors import ConfigError
-from pdinfer.kv.transport import Memory
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model import Model
 from pdinfer.sampling import Draw, Drawn, sample

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import attrs
-from msgspec import Meta
-
-from pdinfer.bounds import FEW, MAX_LOGPROBS, Count, Name
+from pdinfer.bounds import MAX_LOGPROBS
 from pdinfer.checks import clip, is_int
 from pdinfer.config import MAX_DEADLINE_S
 from pdinfer.errors import ConfigError, RequestError
-from pdinfer.types import Request, SamplingParams
+from pdinfer.types import Request, RequestLimits, SamplingParams
 
 T = TypeVar("T")
 
@@ -45,17 +42,6 @@ RESUME_TOKENS = 128
 prompt and output are computed and sent again for that."""
 GROWTH_RAISE = 0.1
 GROWTH_DECAY = 1 / 512
-
-
-@attrs.frozen(kw_only=True)
-class RequestLimits:
-    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`, and the logits
-    processors it was given."""
-
-    name: Name
-    vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
-    max_tokens: Count
-    logits_processors: Annotated[tuple[Name, ...], FEW] = ()
 
 
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> None:

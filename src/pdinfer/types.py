@@ -13,10 +13,10 @@ import enum
 from typing import Annotated
 
 import attrs
+from msgspec import Meta
 
 from pdinfer.bounds import (
     FEW,
-    MANY,
     SOME,
     Count,
     Digest,
@@ -27,12 +27,8 @@ from pdinfer.bounds import (
     Logprob,
     Name,
     Packed,
-    PageSize,
-    Positive,
-    Rate,
     Room,
     Seconds,
-    Text,
     TopLogprobs,
 )
 from pdinfer.errors import PDInferError
@@ -116,6 +112,17 @@ class Request:
         return self.prompt + self.output
 
 
+@attrs.frozen(kw_only=True)
+class RequestLimits:
+    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`, and the logits
+    processors it was given."""
+
+    name: Name
+    vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
+    max_tokens: Count
+    logits_processors: Annotated[tuple[Name, ...], FEW] = ()
+
+
 @attrs.frozen
 class PeerAddress:
     """Who an end of a channel is and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
@@ -128,6 +135,15 @@ class PeerAddress:
     def __str__(self) -> str:
         """For messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
         return f"engine {self.engine_id.hex()[:8]} ({', '.join(self.endpoints) or 'in this process'})"
+
+
+PeerKey = tuple[bytes, int, int]
+"""(engine_id, epoch, rank): who a peer is, wherever it can be reached."""
+
+
+def peer_key(address: PeerAddress) -> PeerKey:
+    """The identity in an address."""
+    return address.engine_id, address.epoch, address.rank
 
 
 @attrs.frozen(kw_only=True)
@@ -247,102 +263,6 @@ Event = Granted | Refused | TokenEvent
 
 
 @attrs.frozen(kw_only=True)
-class PeerStats:
-    """One peer of a channel. Bytes, retries and dropped frames count since it was first connected; `connected` says
-    whether there is an open link now, `mb_per_s` the average speed while its payloads arrived, `inflight_bytes` what is
-    pushed and not yet out of our pages: past `window_bytes` prefill takes no more prompts for it. `step_age_s` is how
-    long ago the peer's engine looked at its channel, as its last beat told and aged since; None before the first."""
-
-    address: PeerAddress
-    connected: bool = False
-    bytes_sent: Count = 0
-    bytes_received: Count = 0
-    mb_per_s: Rate = 0.0
-    inflight_bytes: Count = 0
-    window_bytes: Count = 0
-    retries: Count = 0
-    frames_dropped: Count = 0
-    step_age_s: Seconds | None = None
-
-
-@attrs.frozen(kw_only=True)
-class ChannelStats:
-    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
-
-    bytes_sent: Count = 0
-    bytes_received: Count = 0
-    writes_sent: Count = 0
-    writes_received: Count = 0
-    receive_s: Seconds = 0.0
-    frames_dropped: Count = 0
-    writes_damaged: Count = 0
-    peers: Annotated[tuple[PeerStats, ...], MANY] = ()
-
-
-@attrs.frozen(kw_only=True)
-class EngineLoad:
-    """What the snapshots of both engines tell. `num_tokens` were computed in `busy_s` seconds of model steps since the
-    engine was made; `providers` are (op, provider) pairs. `step_age_s` is how long ago the engine's last step ended, as
-    far as its client knows: one that is alive and makes no progress shows there. None for an engine in this process,
-    which its host steps. Cached pages hold what ended requests left and are evicted when pages are wanted; of
-    `prefix_query_tokens` looked up there, `prefix_hit_tokens` were found. `placement_epoch` is that of the placement
-    of experts in use; `is_placement_staged` tells of another one on its way, `placement_error` why the last one was
-    dropped."""
-
-    address: PeerAddress
-    num_free_pages: Count
-    num_total_pages: Positive
-    page_size: PageSize
-    num_tokens: Count
-    busy_s: Seconds
-    transport: Name
-    providers: Annotated[tuple[tuple[Name, Name], ...], FEW]
-    kv: ChannelStats
-    step_age_s: Seconds | None = None
-    num_cached_pages: Count = 0
-    prefix_query_tokens: Count = 0
-    prefix_hit_tokens: Count = 0
-    placement_epoch: Count = 0
-    is_placement_staged: bool = False
-    placement_error: Text = ""
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that a request can have now."""
-        return self.num_free_pages + self.num_cached_pages
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Average speed while computing; 0 before the first step."""
-        return self.num_tokens / self.busy_s if self.busy_s else 0.0
-
-
-@attrs.frozen(kw_only=True)
-class PrefillLoad(EngineLoad):
-    """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
-
-    num_queued_requests: Count
-    num_queued_tokens: Count
-    unsent_bytes: Count
-
-
-@attrs.frozen(kw_only=True)
-class DecodeLoad(EngineLoad):
-    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences. Of
-    `num_draft_tokens` proposed since the engine was made `num_accepted_tokens` were the model's own; the last step
-    brought a sequence `accept_length` tokens on average (1 without drafts, 0 before the first step)."""
-
-    num_waiting_requests: Count
-    num_waiting_tokens: Count
-    num_granted_requests: Count
-    num_running_requests: Count
-    num_running_tokens: Count
-    num_draft_tokens: Count = 0
-    num_accepted_tokens: Count = 0
-    accept_length: Rate = 0.0
-
-
-@attrs.frozen(kw_only=True)
 class RequestShape:
     """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far."""
 
@@ -360,32 +280,3 @@ class Choice:
     prefill: PeerAddress
     decode: PeerAddress
     score: tuple[tuple[str, float], ...] = ()
-
-
-@attrs.frozen(kw_only=True)
-class LostPort:
-    """A port that was lost `age_s` seconds ago, and why. `is_back` says whether it is in use again."""
-
-    address: PeerAddress
-    role: str
-    age_s: float
-    reason: str
-    is_back: bool
-
-
-@attrs.frozen(kw_only=True)
-class PairingStats:
-    """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
-    `num_retries` are grants of a decode beyond a request's first, `num_reroutes` requests given another prefill and
-    `num_moved` another decode, `links_down` the (prefill, decode) pairs not chosen as their channels have no link.
-    `ports_lost` are the newest of `num_ports_lost` losses, oldest first."""
-
-    num_queued_requests: int
-    num_unfinished_requests: int
-    ended: tuple[tuple[FinishReason, int], ...]
-    num_retries: int
-    num_reroutes: int
-    num_moved: int
-    num_ports_lost: int
-    links_down: tuple[tuple[PeerAddress, PeerAddress], ...]
-    ports_lost: tuple[LostPort, ...] = ()

@@ -16,9 +16,8 @@ from pdinfer.errors import Overloaded
 from pdinfer.kv.pool import PagePool
 from pdinfer.runner import Runner
 from pdinfer.sampling import Draw
-from pdinfer.schedule import RequestLimits
 from pdinfer.speculation import Draft
-from pdinfer.types import SamplingParams
+from pdinfer.types import RequestLimits, SamplingParams
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512

@@ -9,10 +9,11 @@ import pytest
 
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.segment import CAN_SHARE
 from pdinfer.kv.shm import ShmTransport
 from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Memory, Transport
+from pdinfer.kv.transport import Transport
 from tests.conformance.transport_suite import (
     TIMEOUT_S,
     BytesMemory,

@@ -15,7 +15,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import Choice, RequestShape
 from tests.backends import need_mooncake
 from tests.e2e.setups import by_request, greedy, prompt_of, reference, tokens_of, wait_until
 from tests.e2e.worker import TRANSPORTS, Worker, Workers

@@ -9,8 +9,8 @@ from typing import Any
 import pdinfer as pd
 from pdinfer.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.decode import WRITER_GRACE_S
-from pdinfer.kv.protocol import peer_key
 from pdinfer.testing import VirtualClock
+from pdinfer.types import peer_key
 from tests.e2e.setups import (
     PROMPT,
     Setup,

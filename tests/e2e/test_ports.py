@@ -11,8 +11,9 @@ import pytest
 
 import pdinfer as pd
 from pdinfer import broker
+from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
-from pdinfer.types import Choice, DecodeLoad, PrefillLoad, RequestShape
+from pdinfer.types import Choice, RequestShape
 from tests.e2e.setups import (
     PROMPT,
     Setup,

@@ -21,11 +21,12 @@ from pdinfer.kv.connection import Connection
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.lending import REVOKED
 from pdinfer.kv.mapped import MappedPayloads
+from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.payloads import InlinePayloads, Message
 from pdinfer.kv.ring import Kind, NamedEngine, Offer
 from pdinfer.kv.ring_transport import RingTransport
 from pdinfer.kv.segment import Segment
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, total_bytes
+from pdinfer.kv.transport import Link, Receiver, Transfer
 from tests.conformance.transport_suite import BytesMemory, SegmentMemory
 from tests.fuzz.peers import Deaf
 

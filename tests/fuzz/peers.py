@@ -9,8 +9,9 @@ import pdinfer as pd
 from pdinfer.errors import TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.seal import NONCE_BYTES, Seal
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer
+from pdinfer.kv.transport import Link, Receiver, Transfer
 from pdinfer.testing import random_model
 from pdinfer.types import PageGrant, PeerAddress
 

@@ -13,20 +13,17 @@ from pdinfer.batch import Row
 from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferError
 from pdinfer.kv import framing, lending, ring, wire
 from pdinfer.kv.layout import KVComponent, KVLayout
-from pdinfer.schedule import RequestLimits
+from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import (
-    ChannelStats,
-    DecodeLoad,
     FinishReason,
     Handoff,
     HandoffStatus,
     NamedState,
     PageGrant,
     PeerAddress,
-    PeerStats,
-    PrefillLoad,
     Refused,
     Request,
+    RequestLimits,
     SamplingParams,
     Timeline,
     TokenEvent,

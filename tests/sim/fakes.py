@@ -27,8 +27,8 @@ from pdinfer.decode import DecodeEngine
 from pdinfer.groups import Group, Groups
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool, PageState
-from pdinfer.kv.transport import Memory
 from pdinfer.prefill import PrefillEngine
 from pdinfer.runner import ModelRunner, Ready
 from pdinfer.sampling import Draw, Drawn

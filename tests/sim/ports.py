@@ -12,15 +12,9 @@ import attrs
 from pdinfer.decode import DecodeEngine
 from pdinfer.errors import RankLost, TransferError
 from pdinfer.prefill import PrefillEngine
+from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import Simulation
-from pdinfer.types import (
-    DecodeLoad,
-    Event,
-    PageGrant,
-    PeerAddress,
-    PrefillLoad,
-    Request,
-)
+from pdinfer.types import Event, PageGrant, PeerAddress, Request
 from tests.sim.ranks import Fiber
 
 LAG_S = 0.002

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 import pdinfer as pd
-from pdinfer.types import PrefillLoad
+from pdinfer.stats import PrefillLoad
 from tests.e2e.setups import NEAR_TIE, plain_reference
 from tests.soak.timetable import Case
 

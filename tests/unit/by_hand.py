@@ -11,7 +11,8 @@ import attrs
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving
 from pdinfer.testing import VirtualClock
 from tests.unit.channels import pool_of
 

@@ -17,11 +17,10 @@ from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.peer import Peer, Write
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.protocol import peer_key
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.transport import Transfer, Transport
 from pdinfer.kv.view import PageMemory
-from pdinfer.types import Handoff, HandoffStatus, PageGrant
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)

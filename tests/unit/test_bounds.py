@@ -20,8 +20,8 @@ from pdinfer import messages, rank_messages
 from pdinfer.bounds import PRINTABLE, broken_bound, escaped
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv import wire
-from pdinfer.schedule import RequestLimits, check_request
-from pdinfer.types import Request
+from pdinfer.schedule import check_request
+from pdinfer.types import Request, RequestLimits
 from tests.golden import samples
 
 NAN, INF = math.nan, math.inf

@@ -24,11 +24,10 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.peer import Peer
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.protocol import peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import Link, Transfer
 from pdinfer.testing import VirtualClock
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.channels import (
     ABORTED,
     LANDED,

@@ -27,7 +27,7 @@ PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 
 def no_experts() -> Rebalancing:
     model: Any = FakeModel()
-    return Rebalancing(model, EngineConfig())
+    return Rebalancing(model.experts, model.moe_layers(), model.groups, EngineConfig())
 
 
 @contextmanager

@@ -20,10 +20,9 @@ from pdinfer.kv import complaints, connection, peers, protocol, stream, tombston
 from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.peer import Peer
 from pdinfer.kv.peers import HANDSHAKE_S, REDIAL_S, RELINK_S, SILENT_S, Peers
-from pdinfer.kv.protocol import peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import MAX_UNTRUSTED_FRAME_BYTES, TICK_S
-from pdinfer.types import Handoff, HandoffStatus, PageGrant
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
 from tests.unit.by_hand import HandNet
 from tests.unit.channels import LAYERS, TIMEOUT_S, Case, pool_of, record, say, settled, until, word
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer import policy
+from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.testing import random_model
-from pdinfer.types import ChannelStats, Choice, DecodeLoad, PeerAddress, PrefillLoad, RequestShape
+from pdinfer.types import Choice, PeerAddress, RequestShape
 
 
 def engine_load(rank: int, num_total_pages: int = 10, page_size: int = 4) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool, PageState
-from pdinfer.kv.transport import Memory
 from pdinfer.testing import random_model
 
 NUM_PAGES = 7

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import PDInferError
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex, digest
-from pdinfer.kv.transport import Memory
 
 SIZE = 2
 """Tokens of a page."""

@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv import protocol, tombstones
-from pdinfer.kv.protocol import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error, peer_key
-from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
+from pdinfer.kv.protocol import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
 
 LAYERS = range(2, 5)
 TOKENS = range(4, 10)

@@ -97,14 +97,12 @@ class World:
             tables = SimpleNamespace(ranks_per_node=None, placement=first)
             tables.put = lambda placement, tables=tables: setattr(tables, "placement", placement)
             experts = SimpleNamespace(placement=first, epoch=0, replicas=tables, group=groups.world, recorder=recorder)
-            model: Any = SimpleNamespace(
-                experts=experts,
-                groups=groups,
-                moe_layers=lambda layers=layers: [SimpleNamespace(experts=slots) for slots in layers],
-            )
+            moe: Any = [SimpleNamespace(experts=slots) for slots in layers]
             self.layers.append(layers)
             self.experts.append(experts)
-            rebalancing = Rebalancing(model, pd.EngineConfig(rebalance_bytes_per_step=2 * SIZE, **config))
+            rebalancing = Rebalancing(
+                experts, moe, groups, pd.EngineConfig(rebalance_bytes_per_step=2 * SIZE, **config)
+            )
             rebalancing.solver = FakeSolver()  # type: ignore[assignment]
             self.ranks.append(rebalancing)
 

@@ -13,17 +13,8 @@ from hypothesis import strategies as st
 import pdinfer as pd
 from pdinfer import policy
 from pdinfer.ports import Promised, Roster
-from pdinfer.schedule import RequestLimits
-from pdinfer.types import (
-    ChannelStats,
-    Choice,
-    DecodeLoad,
-    EngineLoad,
-    PeerAddress,
-    PeerStats,
-    PrefillLoad,
-    RequestShape,
-)
+from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
+from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 
 PREFILLS = [PeerAddress(b"p" * 16, 1, rank) for rank in range(3)]
 DECODES = [PeerAddress(b"d" * 16, 1, rank) for rank in range(3)]

@@ -21,7 +21,6 @@ from pdinfer.schedule import (
     MAX_SALT_BYTES,
     MAX_STOP_TOKENS,
     PATIENCE_S,
-    RequestLimits,
     check_request,
     choose_victim,
     due_at,
@@ -32,7 +31,7 @@ from pdinfer.schedule import (
     queueing_s,
     withheld_pages,
 )
-from pdinfer.types import Request, SamplingParams
+from pdinfer.types import Request, RequestLimits, SamplingParams
 
 PREFILL = RequestLimits(name="prefill", vocab_size=100, max_tokens=64)
 DECODE = RequestLimits(name="decode", vocab_size=90, max_tokens=48)

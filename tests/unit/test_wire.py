@@ -15,19 +15,17 @@ from pdinfer import bounds, messages
 from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
-from pdinfer.schedule import RequestLimits
+from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.types import (
-    ChannelStats,
-    DecodeLoad,
     FinishReason,
     Handoff,
     HandoffStatus,
     NamedState,
     PageGrant,
     PeerAddress,
-    PrefillLoad,
     Refused,
     Request,
+    RequestLimits,
     SamplingParams,
     TokenEvent,
     Usage,

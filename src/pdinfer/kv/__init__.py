@@ -6,13 +6,14 @@ from pdinfer.kv.channel import KVChannel
 from pdinfer.kv.door import Strangers
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.shm import ShmTransport, same_host_transport
 from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport
+from pdinfer.kv.transport import Link, Receiver, Transfer, Transport
 from pdinfer.kv.view import KVView, PageMemory
-from pdinfer.types import ChannelStats
+from pdinfer.stats import ChannelStats
 
 __all__ = [
     "ChannelStats",

@@ -22,13 +22,14 @@ from pdinfer.kv.loopback import Interrupted, LoopbackHub, LoopbackTransport
 from pdinfer.kv.peer import Peer, Write
 from pdinfer.kv.peers import Peers
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.protocol import Accepted, Expected, PeerKey, StaleFrame, peer_key
+from pdinfer.kv.protocol import Accepted, Expected, StaleFrame
 from pdinfer.kv.pushes import Group, Pushes
 from pdinfer.kv.recovery import Recoverable
 from pdinfer.kv.traffic import Totals
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.locks import new_lock
-from pdinfer.types import ChannelStats, Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.stats import ChannelStats
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
 WINDOW_BYTES = 64 << 20
 ANSWER_S = 10.0

@@ -6,8 +6,7 @@ from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.peer import Occupied, Peer
-from pdinfer.kv.protocol import peer_key
-from pdinfer.types import PeerAddress
+from pdinfer.types import PeerAddress, peer_key
 
 
 def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:

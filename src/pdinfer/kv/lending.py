@@ -20,9 +20,10 @@ import xxhash
 from pdinfer.errors import TransferError
 from pdinfer.kv.framing import DIGEST_BYTES, Buffers, Header, Kind, digest_bytes
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.payloads import Message
 from pdinfer.kv.segment import Segment
-from pdinfer.kv.transport import Memory, Transfer
+from pdinfer.kv.transport import Transfer
 
 RING_BYTES = 8 << 20
 DIGESTED_SECTION_BYTES = 2 << 20

@@ -17,7 +17,8 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, check_frame, total_bytes
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving, check_frame
 from pdinfer.locks import new_lock
 
 SCHEME = "loopback://"

@@ -23,9 +23,10 @@ import xxhash
 from pdinfer.errors import TransferError
 from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, Read
 from pdinfer.kv.lending import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
+from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.payloads import Message, check_digest, check_digested
 from pdinfer.kv.segment import PeerSegment, Segment
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
+from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving
 from pdinfer.locks import new_lock
 
 NUM_DESCRIPTORS = 2

@@ -11,7 +11,8 @@ import xxhash
 from pdinfer.errors import TransferError
 from pdinfer.kv.framing import DIGEST_BYTES, Buffers, Header, Kind, Read, digest_bytes
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, check_arriving, total_bytes
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving
 
 SCRATCH_BYTES = 1 << 16
 

@@ -12,11 +12,10 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv import wire
 from pdinfer.kv.complaints import Complaints
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.seal import Seal
 from pdinfer.kv.transport import Link, Transfer, Transport
 from pdinfer.locks import new_lock
-from pdinfer.types import PeerAddress
+from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 
 class Occupied(TransferError):

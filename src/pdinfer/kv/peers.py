@@ -26,11 +26,11 @@ from pdinfer.kv.complaints import Complaints
 from pdinfer.kv.greeting import check_greeting, check_open, refusal
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.peer import Occupied, Peer, Wanted
-from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.seal import NONCE_BYTES, check_key
 from pdinfer.kv.traffic import Ledger, Traffic
 from pdinfer.kv.transport import Link, Transport
-from pdinfer.types import PeerAddress, PeerStats
+from pdinfer.stats import PeerStats
+from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 SILENT_S = 2.2
 """A link on which nothing arrived for this long is dead: with the tick that notices it, a loss is known within 3 s."""

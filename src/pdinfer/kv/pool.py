@@ -21,8 +21,8 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.forked import OfOneProcess
 from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.prefix import OWN_DOMAIN, PrefixChain, PrefixIndex, domain_of
-from pdinfer.kv.transport import Memory
 from pdinfer.types import PeerAddress
 
 

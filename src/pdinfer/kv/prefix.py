@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 import attrs
 
 from pdinfer.errors import PDInferError
-from pdinfer.kv.protocol import peer_key
-from pdinfer.types import PeerAddress
+from pdinfer.types import PeerAddress, peer_key
 
 
 def digest(*fields: bytes) -> bytes:

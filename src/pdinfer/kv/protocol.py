@@ -24,7 +24,7 @@ import attrs
 
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.tombstones import Tombstones
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
 MAX_OWED = 1 << 15
 """Answers to requests that were turned away while their decode was not linked; the oldest go first."""
@@ -33,14 +33,6 @@ MAX_PIECES = 64
 they send in the order of the tokens."""
 MAX_STATE_BYTES = 16 << 20
 """What hand-offs may carry beside KV, of all rooms that nobody has taken yet."""
-
-PeerKey = tuple[bytes, int, int]
-"""(engine_id, epoch, rank): who a peer is, wherever it can be reached."""
-
-
-def peer_key(address: PeerAddress) -> PeerKey:
-    """The identity in an address."""
-    return address.engine_id, address.epoch, address.rank
 
 
 class StaleFrame(TransferError):

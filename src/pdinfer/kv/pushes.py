@@ -10,9 +10,8 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.protocol import PeerKey, peer_key
 from pdinfer.kv.transport import Transfer
-from pdinfer.types import PageGrant
+from pdinfer.types import PageGrant, PeerKey, peer_key
 
 GROUP_BYTES = 4 << 20
 """Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""

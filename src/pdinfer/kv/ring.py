@@ -24,7 +24,8 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.transport import Link, Memory, Receiver, total_bytes
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transport import Link, Receiver
 
 PROBE_BYTES = 64
 """Room behind the last slot of a ring that nobody reads: where writes go that only try the way."""

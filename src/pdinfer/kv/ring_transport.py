@@ -21,9 +21,10 @@ from collections.abc import Callable, Sequence
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.ring import MAX_RING_BYTES, MAX_SLOTS, Credit, Incoming, Kind, Landed, NamedEngine, Offer, Signals
 from pdinfer.kv.ring_writer import Control, Message, RingWriter
-from pdinfer.kv.transport import Link, Memory, Receiver, Transfer, Transport, check_frame, total_bytes
+from pdinfer.kv.transport import Link, Receiver, Transfer, Transport, check_frame
 from pdinfer.locks import new_lock
 
 SLOT_BYTES = 16 << 20

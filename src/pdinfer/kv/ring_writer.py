@@ -22,8 +22,9 @@ import attrs
 from pdinfer.errors import TransferError
 from pdinfer.kv.budget import MESSAGE_BYTES, Budget
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
-from pdinfer.kv.transport import Link, Memory, Transfer
+from pdinfer.kv.transport import Link, Transfer
 from pdinfer.locks import new_lock
 
 NUM_PROBES = 3

@@ -11,11 +11,12 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
 from pdinfer.kv.door import Strangers
 from pdinfer.kv.mapped import MappedPayloads
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.payloads import Payloads
 from pdinfer.kv.segment import CAN_SHARE, Segment
 from pdinfer.kv.socket import SocketTransport
 from pdinfer.kv.stream import StreamTransport
-from pdinfer.kv.transport import Link, Memory, Receiver, Transport
+from pdinfer.kv.transport import Link, Receiver, Transport
 from pdinfer.scratch import ScratchFolder
 
 SCHEME = "shm://"

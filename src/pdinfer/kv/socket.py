@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pdinfer.errors import ConfigError
 from pdinfer.kv import dial
 from pdinfer.kv.door import Strangers
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.payloads import InlinePayloads, Payloads
 from pdinfer.kv.stream import StreamTransport
-from pdinfer.kv.transport import Link, Memory, Receiver
+from pdinfer.kv.transport import Link, Receiver
 
 
 class SocketTransport(StreamTransport):

@@ -28,8 +28,9 @@ from pdinfer.kv.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Lim
 from pdinfer.kv.connection import Connection
 from pdinfer.kv.door import Door, Strangers, source_of
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.payloads import Message, Payloads
-from pdinfer.kv.transport import TICK_S, Link, Memory, Receiver, Transfer, check_frame, total_bytes
+from pdinfer.kv.transport import TICK_S, Link, Receiver, Transfer, check_frame
 from pdinfer.kv.turns import ROUND_S, Turns
 from pdinfer.locks import new_lock
 

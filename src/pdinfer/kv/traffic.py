@@ -6,8 +6,8 @@ from collections.abc import Collection
 
 import attrs
 
-from pdinfer.kv.protocol import PeerKey, peer_key
-from pdinfer.types import ChannelStats, PeerAddress, PeerStats
+from pdinfer.stats import ChannelStats, PeerStats
+from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 MAX_PAST = 32
 """Peers without a link whose traffic is still told, those that went last: each step's report carries them."""
