@@ -31,7 +31,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.moe import solve_placement
-from pdinfer.moe.migration import count_arrivals
+from pdinfer.moe.placement.difference import count_arrivals
 
 LAYERS, EXPERTS, GROUPS, REDUNDANT = 58, 256, 8, 32
 SLOTS = EXPERTS + REDUNDANT

@@ -38,7 +38,7 @@ from pdinfer import kv
 from pdinfer.config import CacheConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
-from pdinfer.kv.segment import PeerSegment
+from pdinfer.kv.memfd import PeerSegment
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 
 LAYERS, POOL_PAGES, PAGES = 61, 256, 128

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 import pdinfer as pd
-from pdinfer import runner
+from pdinfer.execution import runner
+from pdinfer.execution.drafting import Drafter
+from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.kv.memory import Memory
-from pdinfer.runner import ModelRunner, Runner
-from pdinfer.speculation import Drafter
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))

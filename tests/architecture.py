@@ -18,67 +18,112 @@ from pathlib import Path
 
 import attrs
 
-# Top to bottom: a module imports downwards only, and neighbours on one line do not import each other. A name is a
-# file, or a folder whose modules may import each other. "__init__" is the package itself.
-LAYERS = (
-    ("__init__",),
-    ("testing",),
-    ("pairing", "remote"),
-    ("broker", "served"),
-    ("mailman",),
-    ("line", "joining", "progress"),
-    ("ports", "ticket", "messages"),
-    ("prefill", "decode"),
-    ("page_tables",),
-    ("engine", "sequence"),
-    ("interrupted",),
-    ("ranks",),
-    ("follower",),
-    ("leader",),
-    ("lockstep",),
-    ("doorbell", "rank_messages", "rebalanced"),
-    ("warm_up",),
-    ("runner",),
-    ("speculation",),
-    ("cluster",),
-    ("rank_weights",),
-    ("schedule", "sampling", "weights", "quantize", "policy", "inbox", "rebalance", "malloc", "orphan"),
-    ("destinations", "unread"),
-    ("schemes",),
-    ("model",),
-    ("mtp",),
-    ("block",),
-    ("mla", "dsa", "moe"),
-    ("layers", "batch"),
-    ("kernels", "kv"),
-    ("config", "topology", "checkpoint"),
-    ("model_config",),
-    ("hf_config", "tensor_header", "rope"),
-    ("config_fields",),
-    ("families",),
-    ("files",),
-    ("groups", "memory", "scratch"),
-    ("checks",),
-    ("stats",),
-    ("types", "trace"),
-    ("bounds", "forked", "locks"),
-    ("errors",),
-)
+# The order inside each folder, top to bottom; "" is the package itself. A name is a file, or a folder. What stands in
+# a row imports only rows below it, and its neighbours not at all. A file's `__init__` may import all of its folder.
+ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "": (
+        ("__init__",),
+        ("testing",),
+        ("planning",),
+        ("pairing", "remote"),
+        ("engine",),
+        ("execution",),
+        ("model",),
+        ("moe",),
+        ("checkpoint", "layers"),
+        ("kv",),
+        ("config",),
+        ("parallel", "kernels"),
+        ("files", "trace", "inbox", "stats"),
+        ("checks", "types"),
+        ("process", "bounds"),
+        ("errors",),
+    ),
+    "testing": (("models", "network"), ("links",), ("faults", "simulation")),
+    "planning": (("cluster",), ("rank_weights",)),
+    "pairing": (
+        ("pairing",),
+        ("broker",),
+        ("queue", "joining", "progress"),
+        ("ports", "tracked_request"),
+        ("policy",),
+    ),
+    "remote": (("client", "served"), ("session",), ("messages", "orphan")),
+    "engine": (
+        ("prefill", "decode"),
+        ("engine", "page_tables"),
+        ("interrupted", "experts", "sequence"),
+        ("ranks", "schedule"),
+    ),
+    "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
+    "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
+    "model": (
+        ("load",),
+        ("unread",),
+        ("model",),
+        ("mtp",),
+        ("block",),
+        ("mla", "dsa"),
+        ("batch", "cache", "destinations"),
+    ),
+    "moe": (
+        ("migration",),
+        ("layer",),
+        ("parallel", "experts", "router", "balance"),
+        ("dispatchers", "placement"),
+    ),
+    "moe.migration": (("rebalancing",), ("transfer",)),
+    "moe.balance": (
+        ("__main__",),
+        ("solver", "process"),
+        ("exchange", "deepseek"),
+        ("assignment",),
+    ),
+    "moe.dispatchers": (("choose",), ("all_to_all", "deep_ep"), ("base", "deep_ep_config")),
+    "moe.placement": (("replicas", "recorder", "files", "difference"), ("placement",)),
+    "checkpoint": (("quantize", "schemes"), ("reader",), ("header",)),
+    "kv": (("channel",), ("transports",), ("pool", "view"), ("memory", "prefix", "memfd"), ("layout",)),
+    "kv.channel": (
+        ("channel",),
+        ("recovery",),
+        ("links",),
+        ("greeting",),
+        ("peer",),
+        ("wire", "pushes", "counters"),
+        ("frame_mac", "rooms", "complaints"),
+        ("tombstones",),
+    ),
+    "kv.transports": (("mooncake", "shm"), ("socket", "one_sided"), ("stream", "loopback"), ("base", "budget")),
+    "kv.transports.stream": (
+        ("transport",),
+        ("door", "turns"),
+        ("connection",),
+        ("payloads", "endpoints"),
+        ("framing",),
+    ),
+    "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
+    "kv.transports.one_sided": (("transport",), ("writer",), ("ring",)),
+    "config": (("options",), ("model",), ("hf",), ("fields", "rope"), ("families",)),
+    "parallel": (("topology",), ("groups", "slices")),
+    "kernels": (("resolve",), ("native",), ("torch_ops",), ("reference",), ("ops", "row_formats"), ("weight_formats",)),
+    "kernels.native": (("ops",), ("build",)),
+    "process": (("forked", "locks", "malloc", "memory", "scratch"),),
+}
 
-# Of a lower folder, some modules may see only a part. The model reads pages through a view and does not know that a
-# channel exists. `schedule` is pure functions over plain values; if it ever needs the pool's own types, "kv.pool"
-# (which holds no tensor) goes into its set.
-_VIEW = frozenset({"kv.view", "kv.layout", "kv.formats"})
-ONLY = {
+GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "trace", "types"})
+"""The flat modules that any room may use, so that no charter names them."""
+
+# Of a lower room, some see only a part, or nothing. The model reads pages through a view and does not know that a
+# channel exists; compute and bytes do not know each other. A key is a module or a room.
+_VIEW = frozenset({"kv.view", "kv.layout"})
+ONLY: dict[str, dict[str, frozenset[str]]] = {
     "model": {"kv": _VIEW},
-    "mtp": {"kv": _VIEW},
-    "block": {"kv": _VIEW},
-    "mla": {"kv": _VIEW},
-    "dsa": {"kv": _VIEW},
-    "moe": {"kv": _VIEW},
-    "layers": {"kv": _VIEW},
-    "batch": {"kv": _VIEW | {"kv.plan"}},
-    "schedule": {"kv": frozenset[str]()},
+    "moe": {"kv": frozenset()},
+    "checkpoint": {"kv": frozenset()},
+    "layers": {"kv": frozenset()},
+    "kv": {"kernels": frozenset(), "parallel": frozenset()},
+    "config": {"kernels": frozenset(), "parallel": frozenset()},
+    "engine.schedule": {"kv": frozenset()},
 }
 
 # Which modules (patterns) may import a library. One that is not here is a new dependency. Those with a narrow pattern
@@ -89,38 +134,35 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "numpy": ("*",),
     "torch": ("*",),
     "xxhash": ("*",),
-    "deep_ep": ("moe.deep_ep",),
+    "deep_ep": ("moe.dispatchers.deep_ep",),
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
-    "mooncake": ("kv.mooncake",),
+    "mooncake": ("kv.transports.mooncake",),
     "safetensors": (
-        "moe.location_files",
-        "quantize",
+        "moe.placement.files",
+        "checkpoint.quantize",
         "testing.models",
-    ),  # only to write: `checkpoint` reads the files itself
+    ),  # only to write: `checkpoint.reader` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
-    "triton": ("kernels.triton_*",),
+    "triton": ("kernels.triton.*",),
 }
 HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",))
 
 # Accounting and decisions hold no tensor, so they run in a simulator and are tested without one.
 FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
-    "kv.protocol": frozenset({"torch", "socket", "threading", "time", "os"}),
-    "kv.plan": frozenset({"torch"}),
+    "kv.channel.rooms": frozenset({"torch", "socket", "threading", "time", "os"}),
     "kv.pool": frozenset({"torch"}),
     "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
     "moe.balance": frozenset({"torch"}),
-    "moe.migration": frozenset({"torch"}),
-    "moe.packing": frozenset({"torch"}),
     "moe.placement": frozenset({"torch"}),
-    "moe.refine": frozenset({"torch"}),
-    "moe.solver": frozenset({"torch"}),
-    "page_tables": frozenset({"torch"}),
-    "schedule": frozenset({"torch"}),
-    "policy": frozenset({"torch"}),
+    "moe.placement.recorder": frozenset(),
+    "moe.placement.replicas": frozenset(),
+    "engine.page_tables": frozenset({"torch"}),
+    "engine.schedule": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),
-    "broker": frozenset({"torch"}),
+    "parallel.slices": frozenset({"torch"}),
 }
+"""By room or module; what is said of a module counts instead of what is said of its room."""
 
 # What runs code, or builds objects, from bytes.
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle"})
@@ -140,9 +182,9 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-# `topology` discovers ranks. `native_build` asks where caches belong. The Mooncake engine is configured by its
+# `topology` discovers ranks. `native.build` asks where caches belong. The Mooncake engine is configured by its
 # environment alone, so its adapter sets what it needs, where unset, and logs all of it.
-ENVIRONMENT_READERS = frozenset({"topology", "kernels.native_build", "kv.mooncake"})
+ENVIRONMENT_READERS = frozenset({"parallel.topology", "kernels.native.build", "kv.transports.mooncake"})
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
 MUTABLE_CALLS = frozenset(
@@ -151,14 +193,14 @@ MUTABLE_CALLS = frozenset(
 
 MAX_FILE_LINES = 400
 LONGER = {
-    "broker": "one object: what becomes of a request, whatever its ports do",
-    "remote": "one object: a client of an engine elsewhere, through its sessions",
-    "decode": "one object: the life of a request at decode, from its grant to its last token",
-    "pairing": "one object: what a host calls, each call whole or made up for by the next",
-    "prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
-    "kv.peers": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
-    "kv.stream": "one object: all that one I/O thread does, and what others may ask of it",
-    "kv.channel": "one object: both ends of a hand-off share their links and their lock",
+    "pairing.broker": "one object: what becomes of a request, whatever its ports do",
+    "engine.decode": "one object: the life of a request at decode, from its grant to its last token",
+    "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
+    "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
+    "remote.client": "one object: a client of an engine elsewhere, through its sessions",
+    "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
+    "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",
+    "kv.channel.channel": "one object: both ends of a hand-off share their links and their lock",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
 MAX_LONGER_LINES = 500
@@ -176,11 +218,6 @@ class Module:
     text: str
     path: str
     is_folder: bool = False
-
-    @property
-    def unit(self) -> str:
-        """The file or folder that stands in LAYERS."""
-        return self.name.split(".")[0]
 
     @cached_property
     def tree(self) -> ast.Module:
@@ -256,38 +293,109 @@ def _targets(module: Module, known: frozenset[str]) -> Iterator[tuple[ast.stmt |
 
 
 def layers(modules: Sequence[Module]) -> list[str]:
-    """Imports go downwards in LAYERS, and see of a folder no more than ONLY allows."""
-    level = {unit: index for index, row in enumerate(LAYERS) for unit in row}
-    known = frozenset(module.name for module in modules) | level.keys()
+    """Imports go downwards in ROOMS, and see of a room no more than ONLY allows."""
+    places = {f"{room}.{name}".strip(".") for room, rows in ROOMS.items() for row in rows for name in row}
+    known = frozenset(module.name for module in modules) | places
     complaints = []
     for module in modules:
-        if module.unit not in level:
-            complaints.append(
-                f"{module.path} has no layer: give {module.unit!r} a line in LAYERS, tests/architecture.py"
-            )
+        if missing := _unplaced(module.name):
+            complaints.append(f"{module.path} has no place: give {missing} in ROOMS, tests/architecture.py")
             continue
         for node, target in _targets(module, known):
-            unit = target.split(".")[0]
-            allowed = ONLY.get(module.unit, {}).get(unit)
-            if unit == module.unit:
-                continue
-            if unit not in level:
-                complaints.append(f"{module.at(node)} imports pdinfer.{target}, which has no layer in LAYERS")
-            elif level[unit] < level[module.unit]:
-                complaints.append(f"{module.at(node)} {module.name} imports {target}, which is above it")
-            elif level[unit] == level[module.unit]:
-                complaints.append(f"{module.at(node)} {module.name} imports {target}, its neighbour")
-            elif allowed is not None and target not in allowed:
-                only = " and ".join(sorted(allowed)) or "nothing"
-                complaints.append(f"{module.at(node)} {module.name} imports {target}; of {unit} it may see {only}")
+            if missing := _unplaced(target):
+                complaints.append(f"{module.at(node)} imports pdinfer.{target}, which has no place: {missing} in ROOMS")
+            elif problem := _upwards(module, target) or _beyond(module.name, target):
+                complaints.append(f"{module.at(node)} {module.name} {problem}")
     return complaints
+
+
+def _unplaced(name: str) -> str:
+    """What ROOMS lacks to place a module; "" when it has a place."""
+    room = ""
+    for part in name.split("."):
+        if room not in ROOMS:
+            return f"{room!r} an order of its own"
+        if not any(part in row for row in ROOMS[room]):
+            return f"{part!r} a row of {room or 'the package'!r}"
+        room = f"{room}.{part}".strip(".")
+    return ""
+
+
+def _upwards(module: Module, target: str) -> str:
+    """How an import breaks the order of the first room in which both ends stand; "" when it keeps it."""
+    mine, theirs = module.name.split("."), target.split(".")
+    depth = 0
+    while depth < min(len(mine), len(theirs)) and mine[depth] == theirs[depth]:
+        depth += 1
+    if depth == len(mine) or depth == len(theirs):  # a folder's `__init__` and what is in it
+        return "" if module.is_folder else f"imports {target}, the room it is in; import the file"
+    level = {name: index for index, row in enumerate(ROOMS[".".join(mine[:depth])]) for name in row}
+    if level[theirs[depth]] < level[mine[depth]]:
+        return f"imports {target}, which is above it"
+    if level[theirs[depth]] == level[mine[depth]]:
+        return f"imports {target}, its neighbour"
+    return ""
+
+
+def _beyond(name: str, target: str) -> str:
+    """How an import sees more than ONLY allows, which a module inherits from its rooms."""
+    for owner, rules in ONLY.items():
+        if not f"{name}.".startswith(f"{owner}."):
+            continue
+        for room, allowed in rules.items():
+            if f"{target}.".startswith(f"{room}.") and target not in allowed:
+                return f"imports {target}; of {room} it may see {' and '.join(sorted(allowed)) or 'nothing'}"
+    return ""
+
+
+def charters(modules: Sequence[Module]) -> list[str]:
+    """Every folder says in its `__init__` what it is for, what each file in it is, and which rooms it may import."""
+    known = frozenset(module.name for module in modules)
+    complaints = []
+    for room in [module for module in modules if module.is_folder]:
+        charter = ast.get_docstring(room.tree, clean=False) or ""
+        listed = set(re.findall(r"^ {4}(\w+)(?:\.py|/) ", charter, re.MULTILINE))
+        inside = {
+            name.removeprefix(f"{room.name}.").split(".")[0] for name in known if name.startswith(f"{room.name}.")
+        }
+        complaints += [f"{room.path} does not tell what {name} is" for name in sorted(inside - listed - {"__main__"})]
+        complaints += [f"{room.path} tells of {name}, which is not there" for name in sorted(listed - inside)]
+        may = re.search(r"^May import: (.*)\.\s*\Z", charter, re.MULTILINE | re.DOTALL)
+        said = set(may[1].replace("\n", " ").split(", ")) - {"the ground"} if may else set()
+        does = _imported_rooms(room.name, modules, known)
+        complaints += [f"{room.path} does not say that it may import {name}" for name in sorted(does - said)]
+        complaints += [f"{room.path} may import {name}, and does not" for name in sorted(said - does)]
+    return complaints
+
+
+def _imported_rooms(room: str, modules: Sequence[Module], known: frozenset[str]) -> set[str]:
+    """What the files of a room import outside of it and the ground: rooms, or what stands next to it in its own."""
+    found = set()
+    for module in modules:
+        if f"{module.name}.".startswith(f"{room}."):
+            for _, target in _targets(module, known):
+                parts, depth = target.split("."), 0
+                while room.split(".")[depth : depth + 1] == parts[depth : depth + 1] != []:
+                    depth += 1
+                if depth < len(room.split(".")) and depth < len(parts):
+                    found.add(".".join(parts[: depth + 1]))
+    return found - GROUND
+
+
+def _rooms_of(name: str) -> Iterator[str]:
+    """The module itself, then the rooms around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
 
 
 def libraries(modules: Sequence[Module]) -> list[str]:
     """Every library is a declared one, a heavy one stays in its adapter, and some modules do without torch."""
     complaints = []
     for module in modules:
-        forbidden = FORBIDDEN_IMPORTS.get(module.name, frozenset())
+        forbidden = next(
+            (FORBIDDEN_IMPORTS[name] for name in _rooms_of(module.name) if name in FORBIDDEN_IMPORTS), frozenset[str]()
+        )
         for node, source, _ in imports(module):
             library = source.split(".")[0]
             if library in forbidden:

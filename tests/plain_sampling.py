@@ -1,4 +1,4 @@
-"""Sampling as plain loops over Python's own floats, one token at a time: what `pdinfer.sampling` must do."""
+"""Sampling as plain loops over Python's own floats, one token at a time: what `pdinfer.execution.sampling` must do."""
 
 from __future__ import annotations
 

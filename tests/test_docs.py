@@ -10,9 +10,10 @@ from pathlib import Path
 import attrs
 import pytest
 
-from pdinfer.config import HUNG_FACTOR, HUNG_S, RemoteConfig
+from pdinfer.config import RemoteConfig
+from pdinfer.config.options import HUNG_FACTOR, HUNG_S
+from pdinfer.kv.channel.wire import Message
 from pdinfer.kv.pool import PageState
-from pdinfer.kv.wire import Message
 
 ROOT = Path(__file__).parent.parent
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
@@ -20,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED_TESTS = sorted(
     {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text("utf-8"))}
 )
-NUMBERS = re.findall(r"^\| `(kv\.\w+)\.([\w.]+)` \| ([\d.]+) \|", PROTOCOL, re.MULTILINE)
+NUMBERS = re.findall(r"^\| `(kv(?:\.[a-z_]+)+)\.([\w.]+)` \| ([\d.]+) \|", PROTOCOL, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMED_TESTS)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from pdinfer.topology import Topology
+from pdinfer.parallel.topology import Topology
 from tests.ranks import Ranks
 
 HERE = "tests.test_ranks_harness"

@@ -17,11 +17,11 @@ import torch
 from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 
 import pdinfer as pd
-from pdinfer import runner
+from pdinfer.execution import runner
+from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm
-from pdinfer.runner import ModelRunner, Runner
 from pdinfer.types import Granted, Handoff, HandoffStatus
 
 KV_BYTES = 2 << 30

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import kernels, kv, moe, policy, remote, testing
+from pdinfer import kernels, kv, moe, remote, testing
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
-from pdinfer.decode import DecodeEngine
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -27,15 +29,15 @@ from pdinfer.errors import (
 )
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import explain_backends
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
-from pdinfer.model import Model
-from pdinfer.moe.balance import rebalance_experts
-from pdinfer.moe.placement import ExpertPlacement
-from pdinfer.pairing import Pairing
-from pdinfer.prefill import PrefillEngine
-from pdinfer.quantize import quantize_checkpoint
-from pdinfer.topology import Topology
+from pdinfer.model.load import load_model
+from pdinfer.model.model import Model
+from pdinfer.moe.balance.deepseek import rebalance_experts
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.pairing import policy
+from pdinfer.pairing.pairing import Pairing
+from pdinfer.parallel.topology import Topology
 from pdinfer.types import (
     FinishReason,
     Granted,
@@ -47,7 +49,6 @@ from pdinfer.types import (
     SamplingParams,
     TokenEvent,
 )
-from pdinfer.weights import load_model
 
 __all__ = [
     "BackendUnavailable",

@@ -59,7 +59,7 @@ Room = Annotated[bytes, Meta(min_length=1, max_length=16)]
 """A peer's rooms are remembered, so they must not be larger than rooms are."""
 EngineId = Annotated[bytes, Meta(min_length=1, max_length=16)]
 Packed = Annotated[bytes, Meta(max_length=MAX_PACKED_BYTES)]
-"""A list of ints, see `kv.wire.pack_ints`."""
+"""A list of ints, see `kv.channel.wire.pack_ints`."""
 Differences = Annotated[tuple[tuple[Name, Text, Text], ...], FEW]
 """(name, ours, theirs) of each field in which two layouts differ."""
 

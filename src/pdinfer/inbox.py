@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from pdinfer.forked import OfOneProcess
-from pdinfer.locks import new_lock
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.locks import new_lock
 
 T = TypeVar("T")
 

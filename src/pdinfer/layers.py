@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.groups import ALONE, Group
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
+from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, part
 
 

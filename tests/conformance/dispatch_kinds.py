@@ -10,12 +10,12 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.groups import Group
-from pdinfer.moe.all_to_all import AllToAllDispatcher
-from pdinfer.moe.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
-from pdinfer.moe.deep_ep_config import DeepEPConfig
-from pdinfer.moe.dispatch import Contiguous, LocalDispatcher
-from pdinfer.topology import Topology
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher
+from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.parallel.groups import Group
+from pdinfer.parallel.topology import Topology
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma

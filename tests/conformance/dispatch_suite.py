@@ -12,9 +12,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.moe.dispatch import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers.base import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.parallel.groups import Group
 from tests.rounding import gamma
 
 OPS = resolve_ops(torch.device("cpu"), torch.float32).ops

@@ -10,8 +10,8 @@ import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.mooncake import MooncakeTransport
-from pdinfer.kv.transport import Link
+from pdinfer.kv.transports.base import Link
+from pdinfer.kv.transports.mooncake import MooncakeTransport
 from tests.conformance.transport_suite import BytesMemory
 
 

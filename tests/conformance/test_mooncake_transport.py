@@ -19,11 +19,11 @@ import pytest
 import xxhash
 
 from pdinfer.errors import BackendUnavailable, ConfigError, TransferError
-from pdinfer.kv import mooncake
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transport import Link, Transport
+from pdinfer.kv.transports import mooncake
+from pdinfer.kv.transports.base import Link, Transport
+from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from tests.backends import ROOT, child_environment, need_mooncake
 from tests.conformance.transport_suite import (
     TIMEOUT_S,

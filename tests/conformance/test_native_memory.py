@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, PDInferError
-from pdinfer.kernels import native
+from pdinfer.kernels.native import ops as native
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])

@@ -16,7 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import native, packing, torch_ops
+from pdinfer.kernels import row_formats as packing
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
 from tests.conformance.test_ops import (
     CPU,

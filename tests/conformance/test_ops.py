@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Batch, Row
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import explain_backends, native, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels import explain_backends, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.ops import OP_NAMES
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, expert, map_tensors
+from pdinfer.model.batch import Batch, Row
 from tests.rounding import (
     assert_within,
     error_of_attention,

@@ -17,13 +17,14 @@ import pytest
 import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv import ring as ring_module
-from pdinfer.kv import ring_transport, ring_writer
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.ring import MAX_SLOTS, PROBE_BYTES, Kind, Landed, NamedEngine, Offer, Signals, take
-from pdinfer.kv.ring_transport import RingTransport
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Link, Transport
+from pdinfer.kv.transports.base import Link, Transport
+from pdinfer.kv.transports.one_sided import ring as ring_module
+from pdinfer.kv.transports.one_sided import transport as ring_transport
+from pdinfer.kv.transports.one_sided import writer as ring_writer
+from pdinfer.kv.transports.one_sided.ring import MAX_SLOTS, PROBE_BYTES, Kind, Landed, NamedEngine, Offer, Signals, take
+from pdinfer.kv.transports.one_sided.transport import RingTransport
+from pdinfer.kv.transports.socket import SocketTransport
 from tests.conformance.transport_suite import (
     TIMEOUT_S,
     BytesMemory,

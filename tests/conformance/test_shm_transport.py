@@ -25,13 +25,13 @@ import pytest
 import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.framing import Header, Kind, digest_bytes
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.lending import COUNT, REVOKED, RING_BYTES, SECTION_BYTES
-from pdinfer.kv.segment import CAN_SHARE, Segment
-from pdinfer.kv.shm import SCHEME, ShmTransport, same_host_transport
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Link
+from pdinfer.kv.memfd import CAN_SHARE, Segment
+from pdinfer.kv.transports.base import Link
+from pdinfer.kv.transports.shm.sender import COUNT, REVOKED, RING_BYTES, SECTION_BYTES
+from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream.framing import Header, Kind, digest_bytes
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, SegmentMemory, finished, wait_until
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
@@ -544,7 +544,7 @@ def test_a_ring_carries_every_byte(open_end: Callable[..., End]) -> None:
 
 RECEIVE = """
 import sys
-from pdinfer.kv.shm import ShmTransport
+from pdinfer.kv.transports.shm.transport import ShmTransport
 from tests.conformance.transport_suite import Recorder, SegmentMemory
 size = int(sys.argv[1])
 memory, receiver = SegmentMemory(size), Recorder()
@@ -633,7 +633,7 @@ def test_a_killed_receiver_ends_the_transfers(open_end: Callable[..., End]) -> N
 def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable[..., End]) -> None:
     end = open_end(num_bytes=MIB)
     code = (
-        "import sys, time; from pdinfer.kv.shm import ShmTransport; "
+        "import sys, time; from pdinfer.kv.transports.shm.transport import ShmTransport; "
         "from tests.conformance.transport_suite import Recorder, SegmentMemory; "
         "t = ShmTransport(); t.register(SegmentMemory(1 << 20), Recorder()); "
         "link = t.connect([sys.argv[1]], timeout_s=5); link.trusted = True\n"
@@ -726,7 +726,7 @@ def test_digests_must_agree(open_end: Callable[..., End]) -> None:
 
 def test_the_same_host_gets_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert same_host_transport().name == "shm"
-    monkeypatch.setattr("pdinfer.kv.shm.CAN_SHARE", False)
+    monkeypatch.setattr("pdinfer.kv.transports.shm.transport.CAN_SHARE", False)
     assert same_host_transport().name == "tcp"
     with pytest.raises(ConfigError, match="SocketTransport"):
         ShmTransport()

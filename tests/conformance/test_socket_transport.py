@@ -23,11 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv import stream
-from pdinfer.kv.door import Strangers
-from pdinfer.kv.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream import transport as stream
+from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
 STRANGERS = {
@@ -339,7 +339,7 @@ def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monk
 def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: Path) -> None:
     end = open_end(SocketTransport(path=tmp_path / "end.sock"))
     code = (
-        "import sys, time; from pdinfer.kv.socket import SocketTransport; "
+        "import sys, time; from pdinfer.kv.transports.socket import SocketTransport; "
         "sys.path.insert(0, sys.argv[2]); from transport_suite import BytesMemory, Recorder; "
         "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
         "t.send(t.connect([sys.argv[1]], timeout_s=5), b'alive'); time.sleep(60)"

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Batch, Row
-from pdinfer.kernels import packing, reference, torch_ops
+from pdinfer.kernels import reference, torch_ops
+from pdinfer.kernels import row_formats as packing
+from pdinfer.model.batch import Batch, Row
 from tests.conformance.test_ops import (
     ATTENTION,
     CPU,

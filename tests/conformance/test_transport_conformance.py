@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.segment import CAN_SHARE
-from pdinfer.kv.shm import ShmTransport
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Transport
+from pdinfer.kv.transports.base import Transport
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.shm.transport import ShmTransport
+from pdinfer.kv.transports.socket import SocketTransport
 from tests.conformance.transport_suite import (
     TIMEOUT_S,
     BytesMemory,

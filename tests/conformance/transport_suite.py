@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memfd import Segment
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.segment import Segment
-from pdinfer.kv.transport import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
 
 TIMEOUT_S = 60.0
 

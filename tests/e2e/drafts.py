@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import pdinfer as pd
-from pdinfer.sampling import Draw, sample
+from pdinfer.execution.sampling import Draw, sample
 from tests.e2e.setups import NEAR_TIE
 
 ACCEPTANCE_FLOOR = 0.9

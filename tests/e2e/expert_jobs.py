@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import Weight, tensors_of
-from pdinfer.moe.all_to_all import AllToAllDispatcher
-from pdinfer.moe.placement import DispatchRule
-from pdinfer.moe.replicas import ReplicaTables
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.placement.placement import DispatchRule
+from pdinfer.moe.placement.replicas import ReplicaTables
+from pdinfer.parallel.groups import Group
 
 
 def expert_logits(

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer import groups as groups_module
-from pdinfer import model as model_module
-from pdinfer import weights
-from pdinfer.batch import Batch, Row
-from pdinfer.groups import Group, Groups
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.kv.view import KVView
-from pdinfer.memory import DeviceMemory
-from pdinfer.runner import ModelRunner
+from pdinfer.model import load as weights
+from pdinfer.model import model as model_module
+from pdinfer.model.batch import Batch, Row
+from pdinfer.parallel import groups as groups_module
+from pdinfer.parallel.groups import Group, Groups
+from pdinfer.process.memory import DeviceMemory
 
 
 def noted(groups: Groups) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import pdinfer as pd
-from pdinfer.groups import Groups
+from pdinfer.parallel.groups import Groups
 from tests.ranks import COLLECTIVE_S, Outcome, Ranks
 
 Sizes = Mapping[str, int]

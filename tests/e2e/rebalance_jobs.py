@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import pdinfer as pd
-from pdinfer.moe.transfer import ExpertTransfer
+from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
 
 Engine = pd.PrefillEngine | pd.DecodeEngine

@@ -17,11 +17,11 @@ from typing import Any
 
 import pdinfer as pd
 from pdinfer.errors import TransferError
-from pdinfer.kv import wire
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.framing import HEADER, Header, Kind
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.frame_mac import NONCE_BYTES, Seal
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.seal import NONCE_BYTES, Seal
+from pdinfer.kv.transports.stream.framing import HEADER, Header, Kind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare

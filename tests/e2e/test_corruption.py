@@ -12,7 +12,10 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.kv import ShmTransport, SocketTransport, Transport, dial, peers, stream
+from pdinfer.kv import ShmTransport, SocketTransport, Transport
+from pdinfer.kv.channel import links as peers
+from pdinfer.kv.transports.stream import endpoints as dial
+from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.e2e.setups import TIMEOUT_S

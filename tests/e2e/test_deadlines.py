@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 import pdinfer as pd
+from pdinfer.pairing.tracked_request import DEADLINE_GRACE_S
 from pdinfer.testing import VirtualClock
-from pdinfer.ticket import DEADLINE_GRACE_S
 from tests.e2e.setups import (
     PROMPT,
     by_request,

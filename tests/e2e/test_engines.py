@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import pdinfer as pd
-from pdinfer.kv.transport import Transfer
+from pdinfer.kv.transports.base import Transfer
 from tests.e2e.setups import PROMPT, by_request, collect, join, local, model_of, pool_of, reference, request, tokens_of
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.errors import ConfigError
-from pdinfer.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config, tiny_config_dict, write_checkpoint
 from tests.e2e import expert_jobs
 from tests.ranks import Ranks

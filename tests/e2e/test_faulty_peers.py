@@ -13,8 +13,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer import messages
-from pdinfer.messages import Load, Ready, Stepped
+from pdinfer.remote import messages
+from pdinfer.remote.messages import Load, Ready, Stepped
 from pdinfer.types import Usage
 from tests.e2e.setups import (
     PROMPT,

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.forked import OfOneProcess
-from pdinfer.moe.solver_process import SolverProcess
+from pdinfer.moe.balance.process import SolverProcess
+from pdinfer.process.forked import OfOneProcess
 from tests.e2e.setups import (
     PROMPT,
     Setup,
@@ -222,7 +222,7 @@ def test_clients_refuse_and_their_engines_stay() -> None:
 def test_a_solver_stays_its_parents() -> None:
     import numpy as np
 
-    from pdinfer.moe.placement import ExpertPlacement
+    from pdinfer.moe.placement.placement import ExpertPlacement
 
     solver = SolverProcess(lambda: 0.0)
     try:

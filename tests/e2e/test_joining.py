@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.broker import LOOK_S
-from pdinfer.joining import FIRST_TRY_S, link
+from pdinfer.pairing.broker import LOOK_S
+from pdinfer.pairing.joining import FIRST_TRY_S, link
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (
     PROMPT,

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig
-from pdinfer.groups import Groups
-from pdinfer.kernels import packing, resolve_ops
+from pdinfer.kernels import resolve_ops
+from pdinfer.kernels import row_formats as packing
 from pdinfer.kv.view import KVView
-from pdinfer.model import Model
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.model import Model
+from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import RandomWeights, tiny_config
-from pdinfer.topology import Topology
 from tests.e2e.setups import greedy, join, prompt_of, tokens_of
 
 CPU = torch.device("cpu")

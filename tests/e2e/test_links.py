@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pdinfer as pd
-from pdinfer.broker import LINK_WAIT_S, LOOK_S
-from pdinfer.decode import WRITER_GRACE_S
+from pdinfer.engine.decode import WRITER_GRACE_S
+from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.testing import VirtualClock
 from pdinfer.types import peer_key
 from tests.e2e.setups import (

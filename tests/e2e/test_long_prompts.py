@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig
 from pdinfer.kernels import torch_ops
 from pdinfer.kv.view import KVView
+from pdinfer.model.batch import Batch, Row
 from pdinfer.testing import random_model, tiny_config
 
 CPU = torch.device("cpu")

@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.pairing.tracked_request import MAX_DECODES_LOST
 from pdinfer.testing import VirtualClock
-from pdinfer.ticket import MAX_DECODES_LOST
 from tests.e2e.setups import (
     PROMPT,
     Setup,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import pdinfer as pd
-from pdinfer.batch import Batch, Row
 from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model.batch import Batch, Row
 from tests.e2e.setups import TRANSPORTS, Setup, greedy, join, model_of, pool_of, prompt_of
 from tests.slices import one_in
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.pairing.tracked_request import CANCEL_GRACE_S
 from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.ticket import CANCEL_GRACE_S
 from tests.e2e.setups import (
     PROMPT,
     by_request,

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 
 import pdinfer as pd
-from pdinfer import messages
-from pdinfer.config import HUNG_S, hung_after_s
+from pdinfer.config.options import HUNG_S, hung_after_s
+from pdinfer.remote import messages
 from tests.e2e.setups import (
     PROMPT,
     by_request,

@@ -10,7 +10,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer import broker
+from pdinfer.pairing import broker
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, RequestShape

@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.mailman import SILENT_S
+from pdinfer.remote.session import SILENT_S
 from tests.e2e.setups import (
     PROMPT,
     Tally,

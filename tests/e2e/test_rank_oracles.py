@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.quantize import quantize_checkpoint
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e.rank_worlds import Sizes, serving
 from tests.e2e.setups import Tally, by_request, collect, greedy, plain_reference, prompt_of, tokens_of

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 
-from pdinfer.quantize import quantize_checkpoint
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.e2e import rank_jobs
 from tests.e2e.setups import prompt_of

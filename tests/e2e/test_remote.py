@@ -13,8 +13,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer import messages
-from pdinfer.mailman import SILENT_S
+from pdinfer.remote import messages
+from pdinfer.remote.session import SILENT_S
 from tests.e2e.setups import hang, local, model_of, pool_of, recover, request, wait_until, watch
 
 Engine = pd.PrefillEngine | pd.DecodeEngine

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.kv.channel import KVChannel
-from pdinfer.sampling import LogitsProcessor
+from pdinfer.execution.sampling import LogitsProcessor
+from pdinfer.kv.channel.channel import KVChannel
 from tests.e2e.setups import (
     PROMPT,
     Tally,

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer import speculation
-from pdinfer.batch import Row
+from pdinfer.execution import drafting as speculation
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.kv.view import PageMemory
-from pdinfer.runner import ModelRunner
+from pdinfer.model.batch import Row
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e.drafts import ACCEPTANCE_FLOOR, Streams, check_equal, drafted
 from tests.e2e.setups import Setup, by_request, collect, join, prompt_of
@@ -151,7 +151,7 @@ def test_a_handoff_without_its_state_is_decoded_without_drafts(
     else:
         monkeypatch.setattr(speculation, "STATE_VERSION", 2)
         pack = speculation.pack_state
-        monkeypatch.setattr("pdinfer.runner.pack_state", lambda state: attrs.evolve(pack(state), version=1))
+        monkeypatch.setattr("pdinfer.execution.runner.pack_state", lambda state: attrs.evolve(pack(state), version=1))
     asked = requests(4)
     with serve(model, Split("loopback", page_size=4), 2) as setup:
         for _ in range(2):

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pdinfer.kv import wire
-from pdinfer.kv.framing import Header, Kind
-from pdinfer.kv.peers import MAX_GUESTS
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.links import MAX_GUESTS
+from pdinfer.kv.transports.stream.framing import Header, Kind
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
 

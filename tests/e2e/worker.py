@@ -23,7 +23,7 @@ import attrs
 import torch
 
 import pdinfer as pd
-from pdinfer.sampling import LogitsProcessor
+from pdinfer.execution.sampling import LogitsProcessor
 from pdinfer.testing import random_model, tiny_config
 
 START_S = 120.0

@@ -16,17 +16,17 @@ from functools import cache
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
-from pdinfer.kv.connection import Connection
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.lending import REVOKED
-from pdinfer.kv.mapped import MappedPayloads
+from pdinfer.kv.memfd import Segment
 from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.payloads import InlinePayloads, Message
-from pdinfer.kv.ring import Kind, NamedEngine, Offer
-from pdinfer.kv.ring_transport import RingTransport
-from pdinfer.kv.segment import Segment
-from pdinfer.kv.transport import Link, Receiver, Transfer
+from pdinfer.kv.transports.base import Link, Receiver, Transfer
+from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
+from pdinfer.kv.transports.one_sided.ring import Kind, NamedEngine, Offer
+from pdinfer.kv.transports.one_sided.transport import RingTransport
+from pdinfer.kv.transports.shm.receiver import MappedPayloads
+from pdinfer.kv.transports.shm.sender import REVOKED
+from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
 from tests.conformance.transport_suite import BytesMemory, SegmentMemory
 from tests.fuzz.peers import Deaf
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import pdinfer as pd
 from pdinfer.errors import TransferError
-from pdinfer.kv import wire
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.frame_mac import NONCE_BYTES, Seal
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.seal import NONCE_BYTES, Seal
-from pdinfer.kv.transport import Link, Receiver, Transfer
+from pdinfer.kv.transports.base import Link, Receiver, Transfer
 from pdinfer.testing import random_model
 from pdinfer.types import PageGrant, PeerAddress
 

@@ -13,20 +13,20 @@ from pathlib import Path
 import attrs
 import xxhash
 
-from pdinfer import messages
+from pdinfer.checkpoint.header import HeaderSource, header_bytes, parse_header
 from pdinfer.config import ModelConfig
+from pdinfer.config.hf import check_generation, eos_ids
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
-from pdinfer.hf_config import check_generation, eos_ids
-from pdinfer.kv import wire
-from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.frame_mac import NONCE_BYTES
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.lending import COUNT, SPAN_BYTES, packed_spans
-from pdinfer.kv.ring import Credit, Landed
-from pdinfer.kv.ring import Kind as RingKind
-from pdinfer.kv.seal import NONCE_BYTES
-from pdinfer.kv.transport import MAX_FRAME_BYTES
-from pdinfer.tensor_header import HeaderSource, header_bytes, parse_header
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES
+from pdinfer.kv.transports.one_sided.ring import Credit, Landed
+from pdinfer.kv.transports.one_sided.ring import Kind as RingKind
+from pdinfer.kv.transports.shm.sender import COUNT, SPAN_BYTES, packed_spans
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.remote import messages
 from pdinfer.testing import tiny_config_dict
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, Request
 from tests.fuzz import ends

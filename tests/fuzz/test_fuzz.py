@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from pdinfer.kv.segment import CAN_SHARE
+from pdinfer.kv.memfd import CAN_SHARE
 from tests.fuzz.run import NAMES
 from tests.fuzz.targets import survives, targets
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pdinfer.kv import framing, wire
+from pdinfer.kv.channel import wire
+from pdinfer.kv.transports.stream import framing
 from tests.golden import samples, session
 
 FOLDER = Path(__file__).parent

@@ -8,11 +8,15 @@ from typing import Any
 import attrs
 import msgspec
 
-from pdinfer import messages, rank_messages
-from pdinfer.batch import Row
+from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferError
-from pdinfer.kv import framing, lending, ring, wire
+from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.transports.one_sided import ring
+from pdinfer.kv.transports.shm import sender as lending
+from pdinfer.kv.transports.stream import framing
+from pdinfer.model.batch import Row
+from pdinfer.remote import messages
 from pdinfer.stats import ChannelStats, DecodeLoad, PeerStats, PrefillLoad
 from pdinfer.types import (
     FinishReason,

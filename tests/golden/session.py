@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.framing import Header, Kind
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.payloads import InlinePayloads, Message
-from pdinfer.kv.transport import Link, Transfer
+from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.stream.framing import Header, Kind
+from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
 from pdinfer.types import PageGrant
 from tests.unit.channels import ABORTED, LAYERS, pool_of, word
 

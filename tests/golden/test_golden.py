@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
-from pdinfer import messages, rank_messages
-from pdinfer.kv import framing, ring, wire
+from pdinfer.engine.ranks import messages as rank_messages
+from pdinfer.kv.channel import wire
+from pdinfer.kv.transports.one_sided import ring
+from pdinfer.kv.transports.stream import framing
+from pdinfer.remote import messages
 from tests.golden import files, samples
 from tests.golden.samples import Protocol
 

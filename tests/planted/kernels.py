@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-S = "src/pdinfer/sampling.py"
+S = "src/pdinfer/execution/sampling.py"
 US = "tests/unit/test_sampling.py"
-C = "src/pdinfer/kernels/native.c"
-N = "src/pdinfer/kernels/native.py"
+C = "src/pdinfer/kernels/native/native.c"
+N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
 W = "src/pdinfer/kernels/weight_formats.py"
@@ -249,35 +249,35 @@ MUTANTS = [
     ),
     Mutant(
         "+inf on a token that may not come ends nothing",
-        "src/pdinfer/sampling.py",
+        "src/pdinfer/execution/sampling.py",
         "if not math.isfinite(normalizer):",
         "if normalizer != normalizer:",
         "tests/unit/test_sampling.py::test_a_spoilt_logit_ends_its_request_whatever_else_is_asked tests/e2e/test_not_finite.py::test_a_logit_of_infinity_ends_a_request_that_may_not_take_it",
     ),
     Mutant(
         "a token that the model rules out is emitted",
-        "src/pdinfer/sampling.py",
+        "src/pdinfer/execution/sampling.py",
         "elif error is None and not math.isfinite(logprob):",
         "elif error is None and logprob != logprob:",
         "tests/unit/test_sampling.py::test_a_processor_cannot_bring_back_what_the_model_rules_out",
     ),
     Mutant(
         "pages of a failed request stay known to decode",
-        "src/pdinfer/decode.py",
+        "src/pdinfer/engine/decode.py",
         "        if not isinstance(error, RequestError):\n            self._tables.forget(sequence)\n        self._end(",
         "        self._end(",
         "tests/e2e/test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten",
     ),
     Mutant(
         "pages of a failed prompt stay known to prefill",
-        "src/pdinfer/prefill.py",
+        "src/pdinfer/engine/prefill.py",
         "            self.channel.pool.forget(prompt.pages)\n",
         "            pass\n",
         "tests/e2e/test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten",
     ),
     Mutant(
         "what follows an error counts as accepted",
-        "src/pdinfer/runner.py",
+        "src/pdinfer/execution/runner.py",
         "drawn[right].error is None and ",
         "",
         "tests/unit/test_runner.py",

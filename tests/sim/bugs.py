@@ -13,23 +13,23 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer import prefill
-from pdinfer.broker import Broker
-from pdinfer.decode import DecodeEngine
-from pdinfer.kv import channel as channels
-from pdinfer.kv.channel import KVChannel
+from pdinfer.engine import prefill
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.kv.channel import channel as channels
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.pushes import Pushes
+from pdinfer.kv.channel.rooms import Accepted, Expected
+from pdinfer.kv.channel.tombstones import Tombstones
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex
-from pdinfer.kv.protocol import Accepted, Expected
-from pdinfer.kv.pushes import Pushes
-from pdinfer.kv.seal import Seal
-from pdinfer.kv.tombstones import Tombstones
-from pdinfer.kv.transport import Transfer
-from pdinfer.page_tables import PageTables
-from pdinfer.prefill import PrefillEngine
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.pairing.broker import Broker
+from pdinfer.pairing.tracked_request import Ticket
 from pdinfer.testing import Placement, SimNetwork, SimTransport
-from pdinfer.ticket import Ticket
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
 

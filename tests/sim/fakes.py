@@ -21,19 +21,19 @@ import attrs
 import torch
 import xxhash
 
-from pdinfer.batch import Row
 from pdinfer.config import CacheConfig
-from pdinfer.decode import DecodeEngine
-from pdinfer.groups import Group, Groups
-from pdinfer.kv.channel import KVChannel
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.execution.drafting import Draft, Sampler
+from pdinfer.execution.runner import ModelRunner, Ready
+from pdinfer.execution.sampling import Draw, Drawn
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool, PageState
-from pdinfer.prefill import PrefillEngine
-from pdinfer.runner import ModelRunner, Ready
-from pdinfer.sampling import Draw, Drawn
-from pdinfer.speculation import Draft, Sampler
-from pdinfer.topology import Topology
+from pdinfer.model.batch import Row
+from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.types import NamedState, Request, SamplingParams
 
 CELL = struct.Struct("<Q")

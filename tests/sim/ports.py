@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from pdinfer.decode import DecodeEngine
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import RankLost, TransferError
-from pdinfer.prefill import PrefillEngine
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import Simulation
 from pdinfer.types import Event, PageGrant, PeerAddress, Request

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from pdinfer import follower as followers
-from pdinfer import leader as leaders
-from pdinfer import rank_messages as say
-from pdinfer.follower import Follower
-from pdinfer.kv import channel as channels
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.plan import even_slices
-from pdinfer.kv.protocol import Coverage, Expected
-from pdinfer.leader import RankChannel
+from pdinfer.engine.ranks import follower as followers
+from pdinfer.engine.ranks import leader as leaders
+from pdinfer.engine.ranks import messages as say
+from pdinfer.engine.ranks.follower import Follower
+from pdinfer.engine.ranks.leader import RankChannel
+from pdinfer.kv.channel import channel as channels
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.rooms import Coverage, Expected
+from pdinfer.parallel.slices import even_slices
 from pdinfer.types import HandoffStatus
 from tests.sim.bugs import IN_PLACE, SLOW, TROUBLED, bug
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import RankLost
-from pdinfer.groups import Group, Groups
+from pdinfer.parallel.groups import Group, Groups
 from pdinfer.testing import Simulation
 from tests.sim.fakes import Violation
 

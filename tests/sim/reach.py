@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pdinfer.decode import DecodeEngine
-from pdinfer.kv.channel import KVChannel
-from pdinfer.prefill import PrefillEngine
-from pdinfer.sequence import SequenceState
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.engine.sequence import SequenceState
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.types import HandoffStatus
 
 DECODE = ("waiting", "granted", "orphaned", "running", "granted again", "gone")

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import attrs
 import torch
 
-from pdinfer.decode import DecodeEngine
-from pdinfer.groups import Groups
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.view import PageMemory
-from pdinfer.model import Model
-from pdinfer.prefill import PrefillEngine
+from pdinfer.model.model import Model
+from pdinfer.parallel.groups import Groups
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import Request
 from tests.sim.fakes import Violation, check_landing

@@ -17,17 +17,17 @@ from typing import Any, Protocol
 
 import attrs
 
-from pdinfer import lockstep
 from pdinfer.config import CacheConfig
-from pdinfer.decode import DecodeEngine
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.engine.ranks import lockstep
 from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
-from pdinfer.groups import Groups
-from pdinfer.kv import pushes
+from pdinfer.kv.channel import pushes
 from pdinfer.kv.pool import PagePool
-from pdinfer.pairing import Pairing
-from pdinfer.prefill import PrefillEngine
+from pdinfer.pairing.pairing import Pairing
+from pdinfer.pairing.tracked_request import MAX_DECODES_LOST, Ticket
+from pdinfer.parallel.groups import Groups
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
-from pdinfer.ticket import MAX_DECODES_LOST, Ticket
 from pdinfer.types import FinishReason, Request, TokenEvent
 from tests.sim import reach
 from tests.sim.fakes import CellBrain, Violation

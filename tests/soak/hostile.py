@@ -10,8 +10,8 @@ import time
 from multiprocessing.connection import Connection
 
 import pdinfer as pd
-from pdinfer.kv.framing import Header, Kind
 from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.transports.stream.framing import Header, Kind
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e import knocking
 from tests.e2e.knocking import bare

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
 from pdinfer.testing import VirtualClock
 from tests.unit.channels import pool_of
 

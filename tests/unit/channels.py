@@ -11,14 +11,14 @@ import torch
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
-from pdinfer.kv import wire
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.peer import Peer, Write
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Transfer, Transport
+from pdinfer.kv.transports.base import Transfer, Transport
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
 

@@ -10,13 +10,13 @@ from typing import Any
 import attrs
 import torch
 
-from pdinfer import rank_messages as say
-from pdinfer.batch import Row
+from pdinfer.engine.ranks import messages as say
+from pdinfer.engine.ranks.lockstep import Agreement, Standing
 from pdinfer.errors import TransferError
-from pdinfer.groups import Group, Groups
-from pdinfer.kv.transport import Transfer
-from pdinfer.lockstep import Agreement, Standing
-from pdinfer.speculation import Draft
+from pdinfer.execution.drafting import Draft
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.model.batch import Row
+from pdinfer.parallel.groups import Group, Groups
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdinfer.batch import Batch, Row
-from pdinfer.groups import ALONE, Group
+from pdinfer.model.batch import Batch, Row
+from pdinfer.parallel.groups import ALONE, Group
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,12 @@ import attrs
 import msgspec
 import pytest
 
-from pdinfer import messages, rank_messages
 from pdinfer.bounds import PRINTABLE, broken_bound, escaped
+from pdinfer.engine.ranks import messages as rank_messages
+from pdinfer.engine.schedule import check_request
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.kv import wire
-from pdinfer.schedule import check_request
+from pdinfer.kv.channel import wire
+from pdinfer.remote import messages
 from pdinfer.types import Request, RequestLimits
 from tests.golden import samples
 

@@ -17,15 +17,15 @@ import xxhash
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv import pushes, wire
-from pdinfer.kv.channel import ANSWER_S, KVChannel
-from pdinfer.kv.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.channel import pushes, wire
+from pdinfer.kv.channel.channel import ANSWER_S, KVChannel
+from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.peer import Peer
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.seal import Seal
-from pdinfer.kv.transport import Link, Transfer
+from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.testing import VirtualClock
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.channels import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pdinfer.checkpoint import Checkpoint, TensorInfo
+from pdinfer.checkpoint.header import DTYPES
+from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
 from pdinfer.errors import CheckpointError
-from pdinfer.tensor_header import DTYPES
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

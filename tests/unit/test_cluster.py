@@ -9,16 +9,16 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer import weights as weights_module
-from pdinfer.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
-from pdinfer.destinations import Destinations
 from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
-from pdinfer.quantize import quantize_checkpoint
-from pdinfer.rank_weights import STORED
+from pdinfer.model import load as weights_module
+from pdinfer.model.destinations import Destinations
+from pdinfer.model.load import load_model
+from pdinfer.parallel.topology import Topology
+from pdinfer.planning.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.planning.rank_weights import STORED
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.topology import Topology
-from pdinfer.weights import load_model
 
 V3_SIZES = {
     "vocab_size": 129280,

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.config import ModelConfig
-from pdinfer.config_fields import EXPERT_FIELDS, FIELDS, HARMLESS, INDEXER_FIELDS, OFF, SAME_AS
+from pdinfer.config.families import FAMILIES, STRANGERS
+from pdinfer.config.fields import EXPERT_FIELDS, FIELDS, HARMLESS, INDEXER_FIELDS, OFF, SAME_AS
 from pdinfer.errors import ConfigError
-from pdinfer.families import FAMILIES, STRANGERS
 from pdinfer.testing import tiny_config_dict
 from tests.unit.published_configs import FP8, KIMI_K25, KIMI_TEXT, MOONLIGHT, PUBLISHED, V3, V32, YARN, YOUTU
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Handoff, HandoffStatus
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.kv.door import LOOPBACK, Door, Strangers, source_of
-from pdinfer.kv.transport import Link
+from pdinfer.kv.transports.base import Link
+from pdinfer.kv.transports.stream.door import LOOPBACK, Door, Strangers, source_of
 
 
 class Stranger:

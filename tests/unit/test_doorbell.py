@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from pdinfer import doorbell
-from pdinfer.doorbell import RING, Doorbell
-from pdinfer.groups import Groups
+from pdinfer.engine.ranks import wakeup as doorbell
+from pdinfer.engine.ranks.wakeup import RING, Doorbell
+from pdinfer.parallel.groups import Groups
 from tests.unit.thread_groups import groups_of, on_ranks
 
 TIMEOUT_S = 20.0

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
-from pdinfer.dsa import Indexer
 from pdinfer.errors import ConfigError
 from pdinfer.kernels import resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
-from pdinfer.model import Model
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.dsa import Indexer
+from pdinfer.model.model import Model
 from pdinfer.testing import RandomWeights, random_model, tiny_config
 from tests.rounding import difference_of_models, gamma
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.runner import using_threads
+from pdinfer.execution.runner import using_threads
 from pdinfer.testing import random_model
 
 MODEL = random_model()

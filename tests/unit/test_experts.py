@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import ConfigError
-from pdinfer.groups import Group
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import (
     FP8Blocks,
@@ -26,12 +25,13 @@ from pdinfer.kernels.weight_formats import (
     quantize_int8,
     tensors_of,
 )
-from pdinfer.moe.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatch import Contiguous, LocalDispatcher, Masked
+from pdinfer.model.load import load_model
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.layer import MoE
+from pdinfer.parallel.groups import Group
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.weights import load_model
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pdinfer import EngineConfig, Pairing, Request, SamplingParams
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.quantize import quantize_checkpoint
+from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.weights import load_model
 
 DENSE: dict[str, Any] = {
     "vocab_size": 97,

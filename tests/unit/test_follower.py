@@ -8,16 +8,16 @@ import attrs
 import pytest
 import torch
 
-from pdinfer import follower as follower_module
-from pdinfer import rank_messages as say
-from pdinfer.batch import Row
+from pdinfer.engine.ranks import follower as follower_module
+from pdinfer.engine.ranks import messages as say
+from pdinfer.engine.ranks.follower import Follower, SharedSampler
+from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.follower import Follower, SharedSampler
-from pdinfer.groups import Groups
-from pdinfer.kv.plan import even_slices
-from pdinfer.kv.wire import PackedGrant, pack_ints
-from pdinfer.lockstep import Agreement
-from pdinfer.sampling import Draw, sample
+from pdinfer.execution.sampling import Draw, sample
+from pdinfer.kv.channel.wire import PackedGrant, pack_ints
+from pdinfer.model.batch import Row
+from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
 from tests.unit.rank_fakes import (
     ABORTED,

@@ -8,7 +8,7 @@ import pytest
 
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, LayoutMismatch
-from pdinfer.kv.formats import cache_components
+from pdinfer.model.cache import cache_components
 from pdinfer.testing import random_model, tiny_config
 
 LARGE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}

@@ -18,16 +18,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pdinfer.checkpoint import Checkpoint
+from pdinfer.checkpoint.header import HeaderSource, header_bytes, parse_header
+from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checks import check_fits, clip
 from pdinfer.config import ModelConfig
-from pdinfer.destinations import Destinations
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import parse_json, read_json
-from pdinfer.memory import main_memory_bytes
-from pdinfer.tensor_header import HeaderSource, header_bytes, parse_header
+from pdinfer.model.destinations import Destinations
+from pdinfer.model.load import load_model
+from pdinfer.process.memory import main_memory_bytes
 from pdinfer.testing import tiny_config_dict
-from pdinfer.weights import load_model
 
 CONFIG: dict[str, Any] = {
     "model_type": "deepseek_v3",
@@ -526,7 +526,7 @@ def test_strings_are_counted_before_any_is_looked_at(tmp_path: Path, part: str) 
 
 def test_an_index_of_very_many_files_opens_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = _with_index(tmp_path, {f"t{at}": f"{at}.safetensors" for at in range(4097)})
-    monkeypatch.setattr("pdinfer.checkpoint.open_regular", lambda *_: pytest.fail("a file was opened"))
+    monkeypatch.setattr("pdinfer.checkpoint.reader.open_regular", lambda *_: pytest.fail("a file was opened"))
     with pytest.raises(CheckpointError, match="names 4097 files; at most 4096 are opened"):
         Checkpoint.open(folder)
 

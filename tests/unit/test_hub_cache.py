@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import pdinfer as pd
-from pdinfer.checkpoint import Checkpoint
+from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.testing import tiny_config_dict, write_checkpoint

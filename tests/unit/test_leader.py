@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from pdinfer import rank_messages as say
-from pdinfer.batch import Row
+from pdinfer.engine.ranks import messages as say
+from pdinfer.engine.ranks.leader import RankChannel, RankRunner, empty_decode, empty_prefill
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.plan import even_slices
-from pdinfer.kv.wire import PackedGrant, pack_ints
-from pdinfer.leader import RankChannel, RankRunner, empty_decode, empty_prefill
-from pdinfer.sampling import Draw
-from pdinfer.speculation import MAX_NEWEST, Draft
+from pdinfer.execution.drafting import MAX_NEWEST, Draft
+from pdinfer.execution.sampling import Draw
+from pdinfer.kv.channel.wire import PackedGrant, pack_ints
+from pdinfer.model.batch import Row
+from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
 from tests.unit.rank_fakes import (
     ABORTED,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.line import MAX_TENANTS, Line, Shares, gives_way
-from pdinfer.schedule import OLDEST_EVERY, PATIENCE_S
-from pdinfer.ticket import Ticket
+from pdinfer.engine.schedule import OLDEST_EVERY, PATIENCE_S
+from pdinfer.pairing.queue import MAX_TENANTS, Line, Shares, gives_way
+from pdinfer.pairing.tracked_request import Ticket
 
 
 def ticket(name: str, *, at: float = 0.0, **more: object) -> Ticket:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from pdinfer import lockstep as lockstep_module
-from pdinfer import rank_messages as say
 from pdinfer.config import EngineConfig
+from pdinfer.engine.ranks import lockstep as lockstep_module
+from pdinfer.engine.ranks import messages as say
+from pdinfer.engine.ranks.lockstep import Agreement, Lockstep, compare, gather_bytes
 from pdinfer.errors import ConfigError, RankLost
-from pdinfer.groups import Groups
-from pdinfer.lockstep import Agreement, Lockstep, compare, gather_bytes
-from pdinfer.rebalance import ExpertStanding, Rebalancing
+from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
+from pdinfer.parallel.groups import Groups
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
 from tests.unit.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 import pdinfer as pd
-from pdinfer import mailman, messages
-from pdinfer.mailman import Mailman
-from pdinfer.messages import Beat, Cancel, Close, Command, Report
+from pdinfer.remote import messages
+from pdinfer.remote import session as mailman
+from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
+from pdinfer.remote.session import Mailman
 
 SOON_S = 1.0
 """What does not wait for the other end takes less, on a busy machine too."""

@@ -10,7 +10,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, torch
-from pdinfer.malloc import keep_freed_memory
+from pdinfer.process.malloc import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for _ in range(4):  # malloc may take another place at its second look

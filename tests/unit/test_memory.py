@@ -9,13 +9,13 @@ import attrs
 import pytest
 import torch
 
-from pdinfer import model as model_module
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
-from pdinfer.groups import Groups
+from pdinfer.kv.memfd import Segment
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.segment import Segment
-from pdinfer.memory import DeviceMemory, device_memory, main_memory, main_memory_bytes
+from pdinfer.model import model as model_module
+from pdinfer.parallel.groups import Groups
+from pdinfer.process.memory import DeviceMemory, device_memory, main_memory, main_memory_bytes
 from pdinfer.testing import random_model, tiny_config
 from tests.unit.thread_groups import groups_of, on_ranks
 

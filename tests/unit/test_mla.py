@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.batch import Batch, Row
 from pdinfer.config import ModelConfig
 from pdinfer.kernels import resolve_ops
 from pdinfer.layers import Rotary
-from pdinfer.mla import MLA
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.mla import MLA
 from pdinfer.testing import RandomWeights, tiny_config
 from tests.rounding import difference_of_models
 

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig, ModelConfig
-from pdinfer.destinations import Destinations
 from pdinfer.errors import ConfigError, RequestError
-from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, tensors_of
 from pdinfer.kv.view import KVView
-from pdinfer.model import Model
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.destinations import Destinations
+from pdinfer.model.load import DTYPES, load_model
+from pdinfer.model.model import Model
+from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.topology import Topology
-from pdinfer.weights import DTYPES, load_model
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load, save_file
 
 import pdinfer as pd
-from pdinfer import speculation
+from pdinfer.execution import drafting as speculation
+from pdinfer.execution.drafting import Draft, pack_state, unpack_state
 from pdinfer.layers import RMSNorm
-from pdinfer.mtp import copy_names
-from pdinfer.speculation import Draft, pack_state, unpack_state
+from pdinfer.model.mtp import copy_names
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models
 

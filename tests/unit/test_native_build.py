@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import native_build
-from pdinfer.kernels.native_build import SIGNATURES
+from pdinfer.kernels.native import build as native_build
+from pdinfer.kernels.native.build import SIGNATURES
 
 Build = Callable[[], ctypes.CDLL]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import packing
+from pdinfer.kernels import row_formats as packing
 
 
 def e4m3_values() -> list[float]:

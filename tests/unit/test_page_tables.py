@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from pdinfer.config import CacheConfig, EngineConfig
+from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.sequence import Sequence, SequenceState
+from pdinfer.execution.drafting import Draft
 from pdinfer.kv.pool import PagePool
-from pdinfer.page_tables import PageTables
-from pdinfer.sequence import Sequence, SequenceState
-from pdinfer.speculation import Draft
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import Request, SamplingParams
 

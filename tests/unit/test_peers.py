@@ -16,12 +16,17 @@ from hypothesis import strategies as st
 
 from pdinfer.bounds import escaped
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv import complaints, connection, peers, protocol, stream, tombstones, traffic, wire
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.peer import Peer
-from pdinfer.kv.peers import HANDSHAKE_S, REDIAL_S, RELINK_S, SILENT_S, Peers
-from pdinfer.kv.seal import Seal
-from pdinfer.kv.transport import MAX_UNTRUSTED_FRAME_BYTES, TICK_S
+from pdinfer.kv.channel import complaints, tombstones, wire
+from pdinfer.kv.channel import counters as traffic
+from pdinfer.kv.channel import links as peers
+from pdinfer.kv.channel import rooms as protocol
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.links import HANDSHAKE_S, REDIAL_S, RELINK_S, SILENT_S, Peers
+from pdinfer.kv.channel.peer import Peer
+from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES, TICK_S
+from pdinfer.kv.transports.stream import connection
+from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
 from tests.unit.by_hand import HandNet
 from tests.unit.channels import LAYERS, TIMEOUT_S, Case, pool_of, record, say, settled, until, word

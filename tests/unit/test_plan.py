@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Fit
-from pdinfer.kv.plan import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
 from pdinfer.kv.pool import PagePool
+from pdinfer.parallel.slices import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
 from pdinfer.types import HandoffStatus, PageGrant
 from tests.unit.channels import LAYERS, SmallModel, word
 

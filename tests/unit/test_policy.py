@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer import policy
+from pdinfer.pairing import policy
 from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.testing import random_model
 from pdinfer.types import Choice, PeerAddress, RequestShape

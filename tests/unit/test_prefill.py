@@ -8,10 +8,10 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transport import Transfer
-from pdinfer.sampling import Draw, Drawn
+from pdinfer.execution.sampling import Draw, Drawn
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Handoff, HandoffStatus
 

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv import protocol, tombstones
-from pdinfer.kv.protocol import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error
+from pdinfer.kv.channel import rooms as protocol
+from pdinfer.kv.channel import tombstones
+from pdinfer.kv.channel.rooms import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
 
 LAYERS = range(2, 5)

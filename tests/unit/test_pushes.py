@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv import pushes
-from pdinfer.kv.pushes import Group, Pushes
-from pdinfer.kv.transport import Transfer
+from pdinfer.kv.channel import pushes
+from pdinfer.kv.channel.pushes import Group, Pushes
+from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.by_hand import HandNet
 from tests.unit.channels import LAYERS, Case, SmallModel, word

@@ -12,13 +12,13 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from pdinfer import explain_backends
-from pdinfer.checkpoint import Checkpoint
+from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.model import Model
-from pdinfer.quantize import quantize_checkpoint
+from pdinfer.model.load import load_model
+from pdinfer.model.model import Model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.weights import load_model
 
 # No size is a multiple of 128, and several are larger, so blocks are cut at every edge.
 SIZES = {"hidden_size": 150, "intermediate_size": 170, "moe_intermediate_size": 140, "kv_lora_rank": 136}

@@ -19,9 +19,9 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.errors import ConfigError
-from pdinfer.moe.recorder import ExpertLoadRecorder
-from pdinfer.moe.solver_process import PackedPlacement, unpack_placement
-from pdinfer.rebalance import Rebalancing
+from pdinfer.moe.balance.process import PackedPlacement, unpack_placement
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.testing import random_model
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer import policy
-from pdinfer.ports import Promised, Roster
+from pdinfer.pairing import policy
+from pdinfer.pairing.ports import Promised, Roster
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdinfer.batch import Row
 from pdinfer.config import CacheConfig, ExpertConfig
 from pdinfer.errors import PDInferError
-from pdinfer.runner import ModelRunner, _accepted
-from pdinfer.sampling import Draw, Drawn
-from pdinfer.speculation import Draft
+from pdinfer.execution.drafting import Draft
+from pdinfer.execution.runner import ModelRunner, _accepted
+from pdinfer.execution.sampling import Draw, Drawn
+from pdinfer.model.batch import Row
+from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from pdinfer.types import SamplingParams
-from pdinfer.weights import load_model
 
 SPOILT = 99
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdinfer.errors import PDInferError, RequestError
-from pdinfer.sampling import Draw, LogitsProcessor, gumbel_noise, sample
+from pdinfer.execution.sampling import Draw, LogitsProcessor, gumbel_noise, sample
 from pdinfer.types import SamplingParams
 from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
 

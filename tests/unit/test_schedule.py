@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdinfer.errors import ConfigError, RequestError
-from pdinfer.schedule import (
+from pdinfer.engine.schedule import (
     MAX_BIASED_TOKENS,
     MAX_DEADLINE_S,
     MAX_ID_CHARACTERS,
@@ -31,6 +30,7 @@ from pdinfer.schedule import (
     queueing_s,
     withheld_pages,
 )
+from pdinfer.errors import ConfigError, RequestError
 from pdinfer.types import Request, RequestLimits, SamplingParams
 
 PREFILL = RequestLimits(name="prefill", vocab_size=100, max_tokens=64)

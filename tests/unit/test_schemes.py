@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
+from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.errors import CheckpointError
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static
-from pdinfer.quantize import quantize_checkpoint
+from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.weights import load_model
 from tests.rounding import error_of_products, gamma
 
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]

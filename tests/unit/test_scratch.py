@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pdinfer import scratch
-from pdinfer.kv import shm
-from pdinfer.kv.segment import CAN_SHARE
-from pdinfer.scratch import LOCK, ScratchFolder
+from pdinfer.kv.memfd import CAN_SHARE
+from pdinfer.kv.transports.shm import transport as shm
+from pdinfer.process import scratch
+from pdinfer.process.scratch import LOCK, ScratchFolder
 
 
 def in_child(work: Callable[[], object], *, killed: bool = True) -> None:

@@ -11,17 +11,17 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from pdinfer.checkpoint import Checkpoint
-from pdinfer.destinations import OPS_OF_SCHEME, Destinations
+from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.reader import Checkpoint
+from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.errors import ConfigError
-from pdinfer.groups import ALONE, InTouch
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Int8Static, Shard, dequantize, tensors_of
 from pdinfer.layers import Linear
-from pdinfer.quantize import quantize_checkpoint
-from pdinfer.schemes import StoredWeights
+from pdinfer.model.destinations import OPS_OF_SCHEME, Destinations
+from pdinfer.model.load import _read_all
+from pdinfer.parallel.groups import ALONE, InTouch
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.weights import _read_all
 from tests.rounding import error_of_products, gamma
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.testing import SimChannel, SimNetwork, Simulation
 from pdinfer.types import HandoffStatus, PageGrant

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.transport import TICK_S, Link, Transfer
+from pdinfer.kv.transports.base import TICK_S, Link, Transfer
 from pdinfer.testing import NetworkFaults, Placement, SimNetwork, SimTransport, Simulation
 from tests.conformance.transport_suite import BytesMemory, Recorder
 

@@ -15,8 +15,8 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.errors import ConfigError
-from pdinfer.moe.solve import serve
-from pdinfer.moe.solver_process import FRAME, PackedPlacement, SolveAnswer, SolveRequest, SolverProcess
+from pdinfer.moe.balance.__main__ import serve
+from pdinfer.moe.balance.process import FRAME, PackedPlacement, SolveAnswer, SolveRequest, SolverProcess
 from pdinfer.testing import VirtualClock
 
 PREVIOUS = pd.ExpertPlacement.trivial(2, 8, 2, 2)

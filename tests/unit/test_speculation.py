@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from pdinfer.batch import Batch, Row
 from pdinfer.config import CacheConfig
-from pdinfer.model import Model
-from pdinfer.mtp import MTP
-from pdinfer.runner import ModelRunner
-from pdinfer.sampling import Draw, Drawn, sample
-from pdinfer.speculation import Draft, num_passes
+from pdinfer.execution.drafting import Draft, num_passes
+from pdinfer.execution.runner import ModelRunner
+from pdinfer.execution.sampling import Draw, Drawn, sample
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.model import Model
+from pdinfer.model.mtp import MTP
 from pdinfer.testing import random_model, tiny_config
 from pdinfer.types import SamplingParams
 

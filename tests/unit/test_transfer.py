@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.moe.migration import ExpertMove
-from pdinfer.moe.transfer import ExpertTransfer, _cut
+from pdinfer.moe.migration.transfer import ExpertTransfer, _cut
+from pdinfer.moe.placement.difference import ExpertMove
 
 RANKS = 3
 ENDS = ("source_rank", "destination_rank")

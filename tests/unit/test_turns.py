@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from pdinfer.kv.connection import Connection
-from pdinfer.kv.turns import Turns
+from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.turns import Turns
 from pdinfer.testing import VirtualClock
 
 

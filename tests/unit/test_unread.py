@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdinfer.checkpoint import Checkpoint
+from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.checkpoint.reader import Checkpoint
+from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
-from pdinfer.quantize import quantize_checkpoint
-from pdinfer.schemes import StoredWeights
+from pdinfer.model.load import load_model
+from pdinfer.model.unread import refuse_unread
 from pdinfer.testing import tiny_config_dict, write_checkpoint
-from pdinfer.unread import refuse_unread
-from pdinfer.weights import load_model
 
 TOKENS = [5, 3, 8, 1, 9, 2]
 NAN = torch.full((2, 2), torch.nan)

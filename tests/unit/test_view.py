@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
-from pdinfer.kv.segment import CAN_SHARE, PeerSegment
+from pdinfer.kv.memfd import CAN_SHARE, PeerSegment
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.testing import random_model
 

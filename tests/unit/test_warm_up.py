@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.batch import Batch
+from pdinfer.execution.warm_up import WarmUp, batch_sizes
 from pdinfer.kv.view import KVView
+from pdinfer.model.batch import Batch
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.warm_up import WarmUp, batch_sizes
 
 MODEL = random_model()
 DRAFTING = random_model(tiny_config("v3"), mtp=True)

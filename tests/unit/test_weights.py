@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load, save_file
 from torch import Tensor
 
-from pdinfer import weights
-from pdinfer.checkpoint import Checkpoint
+from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
-from pdinfer.destinations import Destinations
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.model import load as weights
+from pdinfer.model.destinations import Destinations
+from pdinfer.model.load import load_model
+from pdinfer.parallel.topology import Topology
 from pdinfer.testing import FAMILIES, random_model, tiny_config, tiny_config_dict, write_checkpoint
-from pdinfer.topology import Topology
-from pdinfer.weights import load_model
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 EXPERT = "model.layers.1.mlp.experts.7.down_proj.weight"
@@ -370,7 +370,7 @@ def test_providers_are_forced(folder: Path) -> None:
 PEAK = """
 import sys
 
-from pdinfer.weights import load_model
+from pdinfer.model.load import load_model
 
 
 def status_bytes(field):

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pdinfer import bounds, messages
+from pdinfer import bounds
 from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, RequestError, TransferError
-from pdinfer.kv import wire
+from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.remote import messages
 from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.types import (
     FinishReason,

@@ -1,4 +1,15 @@
-"""How a tensor becomes a tensor: ops, their providers, and the choice between them."""
+"""How a tensor becomes a tensor: ops, their providers, and the choice between them. A new provider is a module here.
+
+    ops.py              every op as a typed callable, in one frozen value
+    reference.py        every op in plain torch: slow, complete, and the specification
+    torch_ops.py        fast eager torch
+    native/             C for CPUs with AVX-512 BF16
+    resolve.py          which provider serves each op, and why
+    weight_formats.py   how a matrix of weights is held in memory
+    row_formats.py      what a row of a cache page holds
+
+May import: process, the ground.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,9 @@ Each field names an op; its Protocol states shapes and dtypes (legend in docs/sh
 functions of these names; `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
 specification; the others must agree with it.
 
-Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.packing` says, the store ops pack
-and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN included.
+Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.row_formats` says, the store ops
+pack and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN
+included.
 
 NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was made of one holds
 one. So a sum of squares or a score that overflows makes NaN of its row or head; integers and a softmax, which cannot

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import packing
+from pdinfer.kernels import row_formats as packing
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FP8_MAX,

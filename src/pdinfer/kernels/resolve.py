@@ -13,7 +13,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.ops import OP_NAMES, Ops
 
 PROVIDERS: tuple[tuple[str, str], ...] = (
-    ("native", "pdinfer.kernels.native"),
+    ("native", "pdinfer.kernels.native.ops"),
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import packing, reference
+from pdinfer.kernels import reference
+from pdinfer.kernels import row_formats as packing
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20

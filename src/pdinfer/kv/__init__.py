@@ -1,17 +1,30 @@
-"""Where the cache lives and how it travels. Transports are imported by name: `pdinfer.kv.SocketTransport`."""
+"""Pages of the cache: what their bytes mean, who owns them, and how they travel. Transports are imported by name:
+`pdinfer.kv.SocketTransport`.
+
+    layout.py     what the bytes of a page mean
+    pool.py       who owns which page
+    prefix.py     which cached page holds which tokens
+    memory.py     a pool's bytes, on whatever device
+    memfd.py      bytes that another process may read
+    view.py       the bytes as tensors
+    channel/      the rules of a hand-off between two engines
+    transports/   what moves frames and bytes: loopback, sockets, shared memory, Mooncake
+
+May import: config, process, the ground.
+"""
 
 from __future__ import annotations
 
-from pdinfer.kv.channel import KVChannel
-from pdinfer.kv.door import Strangers
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import KVComponent, KVLayout
-from pdinfer.kv.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.mooncake import MooncakeEngine, MooncakeTransport
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.shm import ShmTransport, same_host_transport
-from pdinfer.kv.socket import SocketTransport
-from pdinfer.kv.transport import Link, Receiver, Transfer, Transport
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
+from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
+from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
+from pdinfer.kv.transports.shm.transport import ShmTransport, same_host_transport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.stats import ChannelStats
 

@@ -19,10 +19,10 @@ from typing import Protocol
 from pdinfer.checks import clip
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
-from pdinfer.forked import OfOneProcess
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.prefix import OWN_DOMAIN, PrefixChain, PrefixIndex, domain_of
+from pdinfer.process.forked import OfOneProcess
 from pdinfer.types import PeerAddress
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVLayout, Spans
+from pdinfer.kv.memfd import CAN_SHARE, Segment
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.segment import CAN_SHARE, Segment
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}

@@ -1,15 +1,27 @@
-"""Where experts live and how tokens reach them."""
+"""The mixture of experts: where they lie, how tokens reach them, and how they move while engines run.
+
+    layer.py        route, dispatch, run, combine
+    router.py       which experts a token goes to
+    experts.py      the experts of this rank, stacked
+    parallel.py     where one rank's model has its experts
+    dispatchers/    how rows reach other ranks
+    placement/      which slot holds which expert
+    balance/        from the load of experts to a placement
+    migration/      from one placement to the next, live
+
+May import: checkpoint, config, kernels, layers, parallel, process, the ground.
+"""
 
 from __future__ import annotations
 
-from pdinfer.moe.all_to_all import AllToAllDispatcher
-from pdinfer.moe.balance import rebalance_experts
-from pdinfer.moe.dispatch import Contiguous, Dispatched, LocalDispatcher, Masked, TokenDispatcher
-from pdinfer.moe.location_files import ExpertLocation, read_expert_location, write_counts, write_placement
-from pdinfer.moe.migration import ExpertMove, MigrationPlan, plan_migration
-from pdinfer.moe.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
-from pdinfer.moe.recorder import ExpertLoadRecorder
-from pdinfer.moe.solver import solve_placement
+from pdinfer.moe.balance.deepseek import rebalance_experts
+from pdinfer.moe.balance.solver import solve_placement
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.moe.placement.difference import ExpertMove, MigrationPlan, plan_migration
+from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
+from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 
 __all__ = [
     "AllToAllDispatcher",

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.groups import Group
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.choose import check_dispatcher, choose_dispatcher
-from pdinfer.moe.deep_ep import ExpertSizes
-from pdinfer.moe.dispatch import LocalDispatcher, TokenDispatcher
-from pdinfer.moe.placement import DispatchRule, ExpertPlacement
-from pdinfer.moe.recorder import ExpertLoadRecorder
-from pdinfer.moe.replicas import LayerReplicas, ReplicaTables
+from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
+from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
+from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement
+from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+from pdinfer.moe.placement.replicas import LayerReplicas, ReplicaTables
+from pdinfer.parallel.groups import Group
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -2,6 +2,14 @@
 
 `Simulation` runs any number of nodes in one thread and in virtual time, `SimNetwork` joins their channels and injects
 faults; everything that happens is drawn from one seed, so a run that went wrong can be had again.
+
+    models.py       tiny configurations, random weights, checkpoints of them
+    simulation.py   virtual time, and the order in which nodes run
+    network.py      transports between the nodes
+    links.py        one side of a simulated link
+    faults.py       what can go wrong, as plain values
+
+May import: config, kernels, kv, model, moe, parallel, the ground.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import xxhash
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transport import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.simulation import Simulation
 

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ExpertConfig, ModelConfig
-from pdinfer.groups import Groups
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
-from pdinfer.model import Model
+from pdinfer.model.model import Model
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
-from pdinfer.moe.placement import ExpertPlacement
-from pdinfer.topology import Topology
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.topology import Topology
 
 _TINY: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],

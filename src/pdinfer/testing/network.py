@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.channel import KVChannel
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transport import TICK_S, Link, Receiver, Transfer, check_frame
+from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Kind, Parcel
 from pdinfer.testing.simulation import Simulation

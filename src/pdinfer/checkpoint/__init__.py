@@ -1,0 +1,10 @@
+"""The files of a model folder, read without trust and written shard by shard; how a model uses them is `model`'s
+business.
+
+    reader.py     tensors by name
+    header.py     the header of a safetensors file
+    schemes.py    how each matrix is stored, and its value
+    quantize.py   from a float checkpoint to FP8 blocks or INT8
+
+May import: config, kernels, the ground.
+"""

@@ -1,0 +1,206 @@
+"""Makes a quantized checkpoint of one in floats, shard by shard: FP8 blocks, or INT8 as modelslim writes it.
+
+What is quantized follows the published checkpoints: the linear maps of attention and MLPs, not embedding, head, norms,
+routers. INT8 leaves kv_b_proj, indexers and the layers after the last (MTP) as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
+from pdinfer.checks import clip
+from pdinfer.config import ModelConfig
+from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.files import AnyPath, read_json, read_regular
+from pdinfer.kernels.weight_formats import BLOCK, quantize_fp8, quantize_int8
+
+LINEARS = frozenset(
+    {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+)
+INDEXER_LINEARS = frozenset({"wq_b", "wk"})
+
+MAX_SHARD_BYTES = 4 << 30
+COPIED = ("*.json", "*.txt", "*.model", "*.jinja")
+MAX_COPIED_BYTES = 64 << 20
+
+
+@attrs.frozen
+class Recipe:
+    """What becomes of each tensor, under which names of files and with which marks in config.json."""
+
+    stem: str
+    config_fields: Mapping[str, object]
+    chosen: Callable[[str], bool]
+    quantize: Callable[[str, Tensor], dict[str, Tensor]]
+
+
+def quantize_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    scheme: str = "fp8",
+    scale_fmt: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+    trusted_roots: Sequence[AnyPath] = (),
+) -> None:
+    """Writes the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
+
+    `scheme` "fp8": e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
+    "w8a8_dynamic": int8 with a float32 scale per row, and quant_model_description.json. Memory: one shard, at most
+    `max_shard_bytes` of float tensors (or one tensor). Small files beside the weights are copied; config.json comes
+    last, so that a folder that was not finished cannot be loaded. `progress(done_bytes, total_bytes)` is of the
+    source. `trusted_roots` as for `load_model`. Raises ConfigError and CheckpointError.
+    """
+    source, target = Path(checkpoint), Path(destination)
+    config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
+    recipe = _recipe(scheme, scale_fmt, config)
+    prefixes = config.family.tensor_prefixes
+    with Checkpoint.open(source, prefixes=prefixes, trusted_roots=trusted_roots) as files:
+        _check_floats(files)
+        _make_empty(target)
+        shards = list(_shards(files, max_shard_bytes))
+        weight_map: dict[str, str] = {}
+        done = total_size = 0
+        for at, infos in enumerate(shards, 1):
+            tensors: dict[str, Tensor] = {}
+            for info in infos:
+                tensors |= _converted(files, info, recipe)
+                done += info.num_bytes
+                if progress is not None:
+                    progress(done, files.total_bytes)
+            file = f"{recipe.stem}-{at:05d}-of-{len(shards):05d}.safetensors"
+            _save(target / file, tensors)
+            weight_map |= dict.fromkeys(tensors, file)
+            total_size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(target / f"{recipe.stem}.safetensors.index.json", index)
+    if scheme == "w8a8_dynamic":
+        _write_json(target / "quant_model_description.json", _description(weight_map))
+    _copy_the_rest(source, target, trusted_roots)
+    stored = read_json(source / "config.json", trusted_roots=trusted_roots)
+    _write_json(target / "config.json", {**stored, **recipe.config_fields})
+
+
+def quantized_names(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
+    """Which tensors a checkpoint of that scheme holds quantized, by name. Raises ConfigError for another scheme."""
+    return _recipe(scheme, None, config).chosen
+
+
+def _recipe(scheme: str, scale_fmt: str | None, config: ModelConfig) -> Recipe:
+    if scheme == "fp8" and scale_fmt in (None, "ue8m0"):
+        fields: dict[str, object] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+        if scale_fmt is not None:
+            fields["scale_fmt"] = scale_fmt
+
+        def to_fp8(name: str, matrix: Tensor) -> dict[str, Tensor]:
+            numbers, scale = quantize_fp8(matrix, ue8m0=scale_fmt is not None)
+            return {name: numbers, f"{name}_scale_inv": scale}
+
+        return Recipe("model", {"quantization_config": fields}, _is_linear, to_fp8)
+    if scheme == "w8a8_dynamic" and scale_fmt is None:
+
+        def to_int8(name: str, matrix: Tensor) -> dict[str, Tensor]:
+            numbers, scale = quantize_int8(matrix)
+            return {name: numbers, f"{name}_scale": scale, f"{name}_offset": torch.zeros_like(scale)}
+
+        def chosen(name: str) -> bool:
+            if not _is_linear(name) or ".indexer." in name or ".kv_b_proj." in name:
+                return False
+            return int(name.split(".")[2]) < config.num_hidden_layers
+
+        return Recipe("quant_model_weights", {"quantize": "w8a8_dynamic"}, chosen, to_int8)
+    raise ConfigError(
+        f'scheme {clip(scheme)} with scale_fmt {clip(scale_fmt)} is not supported; choose "fp8" with scale_fmt None or '
+        '"ue8m0", or "w8a8_dynamic" with scale_fmt None'
+    )
+
+
+def _is_linear(name: str) -> bool:
+    parts = name.split(".")
+    if len(parts) < 5 or parts[:2] != ["model", "layers"] or not parts[2].isdecimal() or parts[-1] != "weight":
+        return False
+    return parts[-2] in (INDEXER_LINEARS if parts[-3] == "indexer" else LINEARS)
+
+
+def _check_floats(files: Checkpoint) -> None:
+    quantized = [info for info in files.tensors.values() if info.dtype.itemsize == 1]
+    if quantized:
+        raise CheckpointError(
+            f"{files.folder}: {quantized[0].name} is {quantized[0].dtype} in {quantized[0].file}: the checkpoint is "
+            "quantized already; start from one in floats"
+        )
+
+
+def _make_empty(target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        taken = next(target.iterdir(), None)
+    except OSError as failure:
+        raise ConfigError(f"cannot write to {target}: {failure.strerror}") from None
+    if taken is not None:
+        raise ConfigError(f"{target} is not empty, it holds {clip(taken.name)}; choose a new folder")
+
+
+def _shards(files: Checkpoint, max_bytes: int) -> Iterator[list[TensorInfo]]:
+    """The tensors in the order of their files, cut where `max_bytes` would be exceeded."""
+    shard: list[TensorInfo] = []
+    size = 0
+    for info in files.in_file_order(files.tensors):
+        if shard and size + info.num_bytes > max_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(info)
+        size += info.num_bytes
+    yield shard
+
+
+def _converted(files: Checkpoint, info: TensorInfo, recipe: Recipe) -> dict[str, Tensor]:
+    tensor = files.read(info)
+    if not recipe.chosen(info.name) or len(info.shape) != 2:
+        return {info.name: tensor}
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"{info.file}: tensor {info.name} holds NaN or infinite values")
+    return recipe.quantize(info.name, tensor)
+
+
+def _description(weight_map: Mapping[str, str]) -> dict[str, object]:
+    """A scheme for every tensor; a matrix's scale and offset have its own."""
+    schemes = {}
+    for name in weight_map:
+        weight = name.removesuffix("_scale").removesuffix("_offset")
+        schemes[name] = "W8A8_DYNAMIC" if f"{weight}_scale" in weight_map else "FLOAT"
+    return {"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", "group_size": 0, **dict(sorted(schemes.items()))}
+
+
+def _copy_the_rest(source: Path, target: Path, trusted_roots: Sequence[AnyPath]) -> None:
+    """Tokenizer, generation config and the like: small files next to the weights."""
+    names = {path.name for pattern in COPIED for path in source.glob(pattern)}
+    for name in sorted(names):
+        if name != "config.json" and not name.endswith(".safetensors.index.json"):
+            data = read_regular(source, name, MAX_COPIED_BYTES, CheckpointError, trusted_roots)
+            (target / name).write_bytes(data)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file  # a writer is only needed here
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

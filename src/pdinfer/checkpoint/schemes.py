@@ -1,0 +1,245 @@
+"""How each matrix of a model folder is stored, and its value once read and checked.
+
+FP8 is known by the `weight_scale_inv` beside a weight, never by its name. INT8 is known by the description file that
+modelslim writes (`quant_model_description*.json`: a scheme per tensor; one it does not mention is FLOAT). A weight and
+what belongs to it may lie in different files.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.checkpoint.reader import Checkpoint, TensorInfo, renamed
+from pdinfer.checks import clip
+from pdinfer.errors import CheckpointError
+from pdinfer.files import read_json
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    WHOLE,
+    FP8Blocks,
+    Int8Dynamic,
+    Int8Static,
+    Shard,
+    Stored,
+    columns_of,
+)
+
+MAX_DESCRIPTION_BYTES = 64 << 20
+DESCRIPTION = "quant_model_description*.json"
+SUFFIX = "weight"
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTS = (torch.int8, torch.int32, torch.int64)
+
+
+class Scheme(enum.Enum):
+    """How a matrix is stored; INT8 schemes have modelslim's names."""
+
+    FLOAT = "FLOAT"
+    FP8_BLOCKS = "FP8"
+    INT8_DYNAMIC = "W8A8_DYNAMIC"
+    INT8_STATIC = "W8A8"
+
+
+@attrs.frozen
+class Companion:
+    """A tensor that belongs to a weight [O, I]: what its name ends in instead of "weight", and how it may look."""
+
+    suffix: str
+    dtypes: tuple[torch.dtype, ...]
+    per: str = "row"
+
+    def shapes(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+        """The shapes it may have, the usual one first."""
+        if self.per == "block":
+            return ((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)),)
+        return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
+
+
+FORMATS: Mapping[Scheme, type] = MappingProxyType(
+    {
+        Scheme.FLOAT: Tensor,
+        Scheme.FP8_BLOCKS: FP8Blocks,
+        Scheme.INT8_DYNAMIC: Int8Dynamic,
+        Scheme.INT8_STATIC: Int8Static,
+    }
+)
+NUMBERS: Mapping[Scheme, tuple[torch.dtype, ...]] = {
+    Scheme.FLOAT: FLOATS,
+    Scheme.FP8_BLOCKS: (torch.float8_e4m3fn,),
+    Scheme.INT8_DYNAMIC: (torch.int8,),
+    Scheme.INT8_STATIC: (torch.int8,),
+}
+_ROW_SCALES = (Companion("weight_scale", FLOATS), Companion("weight_offset", FLOATS + INTS))
+COMPANIONS: Mapping[Scheme, tuple[Companion, ...]] = {
+    Scheme.FLOAT: (),
+    Scheme.FP8_BLOCKS: (Companion("weight_scale_inv", (*FLOATS, torch.float8_e8m0fnu, torch.uint8), per="block"),),
+    Scheme.INT8_DYNAMIC: _ROW_SCALES,
+    Scheme.INT8_STATIC: (
+        *_ROW_SCALES,
+        Companion("input_scale", FLOATS, per="matrix"),
+        Companion("input_offset", FLOATS + INTS, per="matrix"),
+        Companion("deq_scale", (*FLOATS, torch.int64)),
+        Companion("quant_bias", (torch.int32,)),
+    ),
+}
+
+
+@attrs.frozen
+class StoredWeights:
+    """The weights of an open checkpoint. `ue8m0` is what the config says about the scales of FP8 activations."""
+
+    files: Checkpoint
+    ue8m0: bool
+    check_finite: bool
+    description: Mapping[str, object]
+    description_path: Path | None
+
+    @classmethod
+    def survey(cls, files: Checkpoint, *, ue8m0: bool = False, check_finite: bool = True) -> StoredWeights:
+        """Reads the description file, if there is one; its names are those in the files. Raises CheckpointError."""
+        paths = sorted(files.folder.glob(DESCRIPTION))
+        if len(paths) > 1:
+            raise CheckpointError(f"{files.folder} holds {len(paths)} {DESCRIPTION}; keep the one that is meant")
+        path = paths[0] if paths else None
+        described = (
+            read_json(path, max_bytes=MAX_DESCRIPTION_BYTES, error=CheckpointError, trusted_roots=files.trusted_roots)
+            if path
+            else {}
+        )
+        described = {renamed(name, files.prefixes): scheme for name, scheme in described.items()}
+        return cls(files, ue8m0, check_finite, described, path)
+
+    def scheme(self, name: str) -> Scheme:
+        """How the tensor `name` is stored; FLOAT where there is none of that name. Raises CheckpointError."""
+        described = self.description.get(name, "FLOAT")
+        try:
+            scheme = Scheme(described)
+        except ValueError:
+            raise CheckpointError(
+                f"{self.description_path}: scheme {clip(described)} of {clip(name)} is not supported; supported: "
+                "FLOAT, W8A8, W8A8_DYNAMIC"
+            ) from None
+        if scheme is Scheme.FLOAT and name.endswith(SUFFIX) and f"{name}_scale_inv" in self.files.tensors:
+            return Scheme.FP8_BLOCKS
+        return scheme
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self.files.tensors
+
+    def parts(self, name: str) -> list[str]:
+        """The names of the tensors that a matrix is stored in, its numbers first."""
+        return [name, *self._companions(name)]
+
+    def infos(self, name: str) -> list[TensorInfo]:
+        """These tensors."""
+        return [self.files.tensors[part] for part in self.parts(name)]
+
+    def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
+        """What keeps the tensor `name`, which is there, from being read as one of `shape`."""
+        info, scheme = self.files.tensors[name], self.scheme(name)
+        if info.shape != shape:
+            yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
+        elif info.dtype not in NUMBERS[scheme]:
+            yield f"{name} is {info.dtype} in {info.file}, {self._reason(name, scheme)}"
+        elif scheme is not Scheme.FLOAT and len(shape) != 2:
+            yield f"{name} is {list(info.shape)} in {info.file}, and {scheme.value} is for matrices"
+        elif scheme is not Scheme.INT8_STATIC and name.endswith(f".{SUFFIX}") and len(shape) == 2:
+            bias = self.files.tensors.get(f"{name.removesuffix(SUFFIX)}bias")
+            if bias is not None:
+                yield f"{bias.name} is in {bias.file}, and a linear map with a bias is not supported"
+        if len(shape) != 2:
+            return
+        for part, companion in self._companions(name).items():
+            found = self.files.tensors.get(part)
+            if found is None:
+                yield f"{part} is missing, though {name} in {info.file} is stored as {scheme.value}"
+            elif found.shape not in companion.shapes(*shape):
+                yield f"{part} is {list(found.shape)} in {found.file}, expected {list(companion.shapes(*shape)[0])}"
+            elif found.dtype not in companion.dtypes:
+                yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
+
+    def read(self, name: str, shard: Shard = WHOLE) -> Stored:
+        """The matrix, or any other tensor, `name` on the CPU as it is stored, or a part of it. Of rows no others are
+        read; columns are cut out of the whole. Raises CheckpointError for bad values."""
+        if shard.size > 1 and shard.axis:
+            return columns_of(self._rows(name, WHOLE), shard)
+        return self._rows(name, shard)
+
+    def _rows(self, name: str, shard: Shard) -> Stored:
+        scheme, info = self.scheme(name), self.files.tensors[name]
+        rows = shard.of(info.shape[0]) if shard.size > 1 else None
+        if scheme is Scheme.FLOAT:
+            return self._finite(info, rows)
+        numbers = self.files.read(info, rows)
+        companions = {}
+        for part, companion in self._companions(name).items():
+            found = self.files.tensors[part]
+            cut = shard.of(found.shape[0]) if rows is not None and companion.per != "matrix" else None
+            companions[companion.suffix] = self._finite(found, cut)
+        if scheme is Scheme.FP8_BLOCKS:
+            if self.check_finite and bool((numbers.view(torch.int8).bitwise_and(0x7F) == 0x7F).any()):
+                raise CheckpointError(f"{self.files.tensors[name].file}: tensor {name} holds NaN")
+            scale = self._positive(name, "weight_scale_inv", companions)
+            return FP8Blocks(numbers=numbers, scale=scale, ue8m0=self.ue8m0)
+        if bool((companions["weight_offset"] != 0).any()):
+            raise self._bad(name, "weight_offset", "not 0: asymmetric INT8 weights are not supported")
+        scale = self._positive(name, "weight_scale", companions).view(-1, 1)
+        if scheme is Scheme.INT8_DYNAMIC:
+            return Int8Dynamic(numbers=numbers, scale=scale)
+        return Int8Static(
+            numbers=numbers,
+            scale=scale,
+            input_scale=self._positive(name, "input_scale", companions).view(1, 1),
+            input_offset=companions["input_offset"].float().view(1, 1),
+            output_scale=self._positive(name, "deq_scale", companions).view(-1, 1),
+            output_offset=companions["quant_bias"].view(-1, 1),
+        )
+
+    def _companions(self, name: str) -> dict[str, Companion]:
+        base = name.removesuffix(SUFFIX)
+        return {f"{base}{companion.suffix}": companion for companion in COMPANIONS[self.scheme(name)]}
+
+    def _reason(self, name: str, scheme: Scheme) -> str:
+        if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.float8_e4m3fn:
+            return f"and {name}_scale_inv is missing"
+        if scheme is Scheme.FLOAT and self.files.tensors[name].dtype == torch.int8:
+            said = self.description_path.name if self.description_path else f"{DESCRIPTION} is missing and"
+            return f"and {said} does not say with which scheme"
+        return f"supported for {scheme.value} are {_names(NUMBERS[scheme])}"
+
+    def _finite(self, info: TensorInfo, rows: range | None = None) -> Tensor:
+        tensor = self.files.read(info, rows)
+        if info.dtype in (torch.float8_e8m0fnu, torch.uint8):
+            tensor = tensor.view(torch.float8_e8m0fnu).float()
+        elif info.dtype == torch.int64 and info.name.endswith("deq_scale"):
+            if bool((tensor != tensor.to(torch.int32)).any()):
+                raise CheckpointError(f"{info.file}: tensor {info.name} holds integers that are no float32's bits")
+            tensor = tensor.to(torch.int32).view(torch.float32)
+        if self.check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")
+        return tensor
+
+    def _positive(self, name: str, suffix: str, companions: Mapping[str, Tensor]) -> Tensor:
+        tensor = companions[suffix].float()
+        if self.check_finite and bool((tensor <= 0).any()):
+            raise self._bad(name, suffix, "zero or negative, which no scale is")
+        return tensor
+
+    def _bad(self, name: str, suffix: str, problem: str) -> CheckpointError:
+        info = self.files.tensors[f"{name.removesuffix(SUFFIX)}{suffix}"]
+        return CheckpointError(f"{info.file}: tensor {info.name} holds values that are {problem}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

@@ -1,0 +1,32 @@
+"""What the host chooses and what a checkpoint says of its model, checked and frozen.
+
+    options.py    the host's choices: cache, engine, experts, Pairing, remote engines
+    model.py      `ModelConfig`, the architecture of a model
+    hf.py         the fields of a Hugging Face config.json as plain values
+    fields.py     which fields are read, which change nothing, and the rest, which is refused by name
+    families.py   a row for each family of models
+    rope.py       rotary frequencies, with and without YaRN
+
+May import: the ground.
+"""
+
+from __future__ import annotations
+
+from pdinfer.config.families import ScoringFunc, TopkMethod
+from pdinfer.config.hf import IndexerType
+from pdinfer.config.model import ModelConfig
+from pdinfer.config.options import CacheConfig, EngineConfig, ExpertConfig, PairingConfig, RemoteConfig
+from pdinfer.config.rope import YarnScaling
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "ExpertConfig",
+    "IndexerType",
+    "ModelConfig",
+    "PairingConfig",
+    "RemoteConfig",
+    "ScoringFunc",
+    "TopkMethod",
+    "YarnScaling",
+]

@@ -1,0 +1,322 @@
+"""What a Hugging Face config.json may say, in the spelling of transformers 4 or 5, read into plain values.
+
+transformers 5 writes `rope_parameters` and `dtype` where files of 4 and DeepSeek's own have `rope_theta` with
+`rope_scaling`, and `torch_dtype`; `type` and `rope_type` are one field. What would change the output and is not
+implemented is refused, and so is what nobody here knows; what has no effect on inference is named in `config_fields`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from pdinfer.checks import clip, is_int
+from pdinfer.config.families import FAMILIES, STRANGERS, Family, ScoringFunc, TopkMethod
+from pdinfer.config.fields import (
+    WRAPPER_FIELDS,
+    YARN_FIELDS,
+    check_fields,
+    check_quantization_fields,
+    check_rope_fields,
+    check_wrapper_fields,
+)
+from pdinfer.errors import ConfigError
+
+MAX_EOS_IDS = 64
+MAX_LAYERS = 1024
+MAX_TOP_K = 1 << 24
+
+STORED_DTYPES = ("bfloat16", "float16", "float32")
+SUPPORTED_WEIGHTS = (
+    f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
+    "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
+)
+"""What to do about a checkpoint that is quantized otherwise, as the end of an error message."""
+FP8_FIELDS: Mapping[str, object] = MappingProxyType(
+    {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+)
+QUANTIZE = ("w8a8", "w8a8_dynamic")
+
+SPARSE_LAYERS = ("deepseek_sparse_attention", "indexed_attention")
+DENSE_LAYERS = ("full_attention",)
+
+NONE: Mapping[str, object] = MappingProxyType(
+    {"n_group": 1, "topk_group": 1, "n_shared_experts": 0, "num_nextn_predict_layers": 0, "norm_topk_prob": False}
+)
+"""What null means in these fields."""
+
+# A checkpoint's own code is never imported, and no option to do so exists.
+IGNORED_CODE_FIELDS = ("auto_map", "trust_remote_code", "custom_pipelines")
+
+Choice = TypeVar("Choice", bound=enum.Enum)
+
+
+class IndexerType(enum.Enum):
+    """Whether a layer of a model with sparse attention chooses tokens itself or takes the last full layer's choice."""
+
+    FULL = "full"
+    SHARED = "shared"
+
+
+def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
+    """Values for the fields of `ModelConfig`, unchecked, among others of `raw`; `yarn` is None or a dict of fields.
+
+    Raises ConfigError for what is not supported, not known, or contradicts itself.
+    """
+    family = _family(raw)
+    _check_architectures(raw, family)
+    if family.text_models:
+        raw = _text_config(raw, family)
+    check_fields(raw, family)
+    _refuse_unsupported(raw, family)
+    ignored = [name for name in IGNORED_CODE_FIELDS if raw.get(name)]
+    if ignored:
+        logging.getLogger("pdinfer").warning("ignored %s of config.json: no model code is loaded", ", ".join(ignored))
+    values: dict[str, Any] = {**raw, **_with_defaults(raw, family), **_experts(raw, family)}
+    values["scoring_func"] = _member(ScoringFunc, "scoring_func", values["scoring_func"])
+    values["topk_method"] = _member(TopkMethod, "topk_method", values["topk_method"])
+    values["yarn"] = None
+    values |= _rope(raw)
+    values |= _indexer(raw, family)
+    values["eos_token_ids"] = eos_ids(raw.get("eos_token_id"))
+    values["dtype"] = _stored_dtype(raw)
+    values["scale_fmt"] = _scale_fmt(raw)
+    return values
+
+
+def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Fields that may be absent, which is what the family says, or null: where that is not absent too, it is none."""
+    absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}
+    given = {name: raw.get(name, absent[name]) for name in NONE}
+    values = {name: NONE[name] if value is None else value for name, value in given.items()}
+    for name, implied in (
+        ("tie_word_embeddings", family.defaults.get("tie_word_embeddings", False)),
+        ("scoring_func", family.scoring_func.value),
+        ("topk_method", family.topk_methods[0].value),
+    ):
+        values[name] = implied if raw.get(name) is None else raw[name]
+    return values
+
+
+def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """How many layers come before those with experts; for a family without any, that there are none."""
+    if not family.has_experts:
+        none = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
+        dense = {"first_k_dense_replace": raw.get("num_hidden_layers"), "routed_scaling_factor": 1.0}
+        return {**dense, **dict.fromkeys(none, 0)}
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        return {}
+    num_layers, num_mtp = raw.get("num_hidden_layers"), raw.get("num_nextn_predict_layers") or 0
+    num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    wanted = raw.get("first_k_dense_replace")
+    if (
+        not isinstance(kinds, list)
+        or kinds != ["dense"] * num_dense + ["sparse"] * (len(kinds) - num_dense)
+        or (is_int(num_layers) and is_int(num_mtp) and not 0 <= len(kinds) - num_layers <= num_mtp)  # type: ignore[operator]
+        or wanted not in (None, num_dense)
+    ):
+        said = "" if wanted is None else f" first_k_dense_replace = {clip(wanted)} times"
+        raise ConfigError(
+            f"mlp_layer_types must be{said} dense and then sparse, one for each of {clip(num_layers)} layers, "
+            f"got {clip(kinds)}"
+        )
+    return {"first_k_dense_replace": num_dense}
+
+
+def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """The text model's config.json inside `raw`, with what only the outside says."""
+    check_wrapper_fields(raw)
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ConfigError(f"text_config of a {raw['model_type']} must be an object, got {clip(text)}")
+    if text.get("model_type") not in family.text_models:
+        raise ConfigError(
+            f"model_type {clip(text.get('model_type'))} of text_config is not supported; supported: "
+            f"{', '.join(family.text_models)}"
+        )
+    _check_architectures(text, FAMILIES[text["model_type"]])
+    inside = dict(text)
+    for name in sorted(WRAPPER_FIELDS - {"architectures", "model_type", "text_config"}):
+        outer, inner = raw.get(name), text.get(name)
+        if outer is None:
+            continue
+        # Of a wrapper the outer tie counts: text classes repeat their default.
+        if name != "tie_word_embeddings" and inner not in (None, outer):
+            raise ConfigError(f"{name} {clip(outer)} and {clip(inner)} of text_config must agree")
+        inside[name] = outer
+    return {**inside, "model_type": raw["model_type"]}
+
+
+def eos_ids(value: object) -> tuple[int, ...]:
+    """`eos_token_id`: null, an int or a list of ints. That they are in the vocabulary is for `ModelConfig` to check."""
+    ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
+    if len(ids) > MAX_EOS_IDS or not all(is_int(token) for token in ids):
+        raise ConfigError(f"eos_token_id must be an int or a list of at most {MAX_EOS_IDS} ints, got {clip(value)}")
+    return tuple(ids)
+
+
+def check_generation(raw: Mapping[str, object]) -> None:
+    """Refuse a generation_config.json with impossible sampling defaults, though none is used: the file is broken."""
+    for name, high in (("temperature", 100.0), ("top_p", 1.0), ("top_k", float(MAX_TOP_K))):
+        value = raw.get(name)
+        number = isinstance(value, float) or is_int(value)
+        if value is not None and not (number and 0 <= value <= high):  # type: ignore[operator]
+            raise ConfigError(f"{name} must be a number from 0 to {high:g}, got {clip(value)}")
+
+
+def _family(raw: Mapping[str, object]) -> Family:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        why = STRANGERS.get(model_type) if isinstance(model_type, str) else None
+        because = f" ({why})" if why else ""
+        raise ConfigError(f"model_type {clip(model_type)} is not supported{because}; supported: {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def _check_architectures(raw: Mapping[str, object], family: Family) -> None:
+    names = raw.get("architectures")
+    if names is None or (isinstance(names, list | tuple) and all(name in family.architectures for name in names)):
+        return
+    raise ConfigError(
+        f"architectures {clip(names)} is not that of a {clip(raw.get('model_type'))}, which is "
+        f"{' or '.join(family.architectures)}; give model_type and architectures of the model itself"
+    )
+
+
+def _refuse_unsupported(raw: Mapping[str, object], family: Family) -> None:
+    heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
+    if kv_heads is not None and is_int(heads) and (not is_int(kv_heads) or kv_heads != heads):
+        raise ConfigError(
+            f"num_key_value_heads must divide num_attention_heads = {clip(heads)} evenly, and equal it in a model with "
+            f"latent attention, got {clip(kv_heads)}"
+        )
+    kinds = raw.get("layer_types")
+    supported = DENSE_LAYERS if family.indexer_rope_interleave is None else SPARSE_LAYERS
+    if kinds is not None and not (isinstance(kinds, list) and all(kind in supported for kind in kinds)):
+        raise ConfigError(
+            f"layer_types {clip(kinds)} is not supported for a {raw['model_type']}; every layer must be "
+            f"{' or '.join(supported)}"
+        )
+    nope, rope, head = (raw.get(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim"))
+    if head is not None and isinstance(nope, int) and isinstance(rope, int) and nope + rope != head:
+        raise ConfigError(
+            f"qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {clip(nope)} + {clip(rope)}, got {clip(head)}"
+        )
+
+
+def _scale_fmt(raw: Mapping[str, object]) -> object:
+    """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
+    quantized is not asked here, because the files say it."""
+    for name in ("quantize", "mla_quantize"):
+        _check_quantize(name, raw.get(name))
+    quantization = raw.get("quantization_config")
+    if quantization is None:
+        return None
+    fields = quantization if isinstance(quantization, Mapping) else {"quant_method": quantization}
+    if fields.get("quant_method") != "fp8":
+        method = clip(fields.get("quant_method"))
+        raise ConfigError(f"quantization_config: quant_method {method} is not supported; {SUPPORTED_WEIGHTS}")
+    check_quantization_fields(fields)
+    for name, value in FP8_FIELDS.items():
+        if fields.get(name) not in (None, value):
+            raise ConfigError(
+                f"quantization_config: {name} {clip(fields[name])} is not supported, it must be {clip(value)}; "
+                f"{SUPPORTED_WEIGHTS}"
+            )
+    if fields.get("weight_block_size") is None:
+        raise ConfigError(f"quantization_config: weight_block_size is missing; {SUPPORTED_WEIGHTS}")
+    scale_fmt = fields.get("scale_fmt")
+    return None if scale_fmt == "float" else scale_fmt
+
+
+def _check_quantize(name: str, value: object) -> None:
+    """They name the main schemes of an INT8 export; the description file has one per tensor, and counts."""
+    if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
+        raise ConfigError(f"{name} {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
+
+
+def _member(kind: type[Choice], name: str, value: object) -> Choice:
+    choices = {member.value: member for member in kind}
+    if not isinstance(value, str) or value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {clip(value)}")
+    return choices[value]
+
+
+def _rope(raw: Mapping[str, object]) -> dict[str, object]:
+    """`rope_theta`, and `yarn` where rope is stretched, from whichever spelling is there; both must agree."""
+    fields: dict[str, object] = {}
+    sources = {name: raw.get(name) for name in ("rope_scaling", "rope_parameters")}
+    for name, source in sources.items():
+        if source is not None and not isinstance(source, Mapping):
+            raise ConfigError(f"{name} must be an object or null, got {clip(source)}")
+        for key, value in (source or {}).items():
+            _add_rope(fields, "rope_type" if key == "type" else key, value)
+    if raw.get("rope_theta") is not None:
+        _add_rope(fields, "rope_theta", raw["rope_theta"])
+    rope_type = fields.get("rope_type") or "default"
+    if rope_type not in ("default", "yarn"):
+        raise ConfigError(f"rope_type {clip(rope_type)} is not supported; supported: default, yarn")
+    check_rope_fields(fields, rope_type)
+    rope = {"rope_theta": fields["rope_theta"]} if "rope_theta" in fields else {}
+    if rope_type == "default":
+        return rope
+    yarn = {key: fields[key] for key in YARN_FIELDS if fields.get(key) is not None}
+    for key in ("factor", "original_max_position_embeddings"):
+        if key not in yarn:
+            raise ConfigError(f"rope scaling of type yarn needs {key}, which is missing")
+    return {**rope, "yarn": yarn}
+
+
+def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:
+    """The fields of sparse attention; `indexer_types` has one entry per main layer."""
+    if family.indexer_rope_interleave is None:
+        return dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk"))
+    interleave = raw.get("indexer_rope_interleave")
+    return {
+        "indexer_rope_interleave": family.indexer_rope_interleave if interleave is None else interleave,
+        "indexer_types": _indexer_types(raw),
+    }
+
+
+def _indexer_types(raw: Mapping[str, object]) -> tuple[IndexerType, ...]:
+    """From the list itself, a pattern such as "FSSS", or GLM-5.2's schedule: of the layers from
+    `index_skip_topk_offset - 1` on, every `index_topk_freq`-th is full; all before are. Without any, every layer is."""
+    num_layers = raw.get("num_hidden_layers")
+    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig says what is wrong with it
+    given, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
+    if given is None and isinstance(pattern, str):
+        given = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]
+    elif given is None:
+        given = pattern
+    if given is not None:
+        if not isinstance(given, list | tuple) or len(given) < count:
+            raise ConfigError(f"indexer_types must name each of the {count} layers, got {clip(given)}")
+        return tuple(_member(IndexerType, "indexer_types", value) for value in given[:count])
+    every, offset = (
+        raw.get(name, default) for name, default in (("index_topk_freq", 1), ("index_skip_topk_offset", 2))
+    )
+    if not is_int(every) or not is_int(offset) or every < 1 or offset < 1:  # type: ignore[operator]
+        raise ConfigError(
+            f"index_topk_freq and index_skip_topk_offset must be ints of at least 1, got {clip(every)}, {clip(offset)}"
+        )
+    return tuple(
+        IndexerType.SHARED if max(layer - offset + 1, 0) % every else IndexerType.FULL  # type: ignore[operator]
+        for layer in range(count)
+    )
+
+
+def _add_rope(fields: dict[str, object], key: str, value: object) -> None:
+    first = fields.setdefault(key, value)
+    if first is not value and first != value:
+        raise ConfigError(f"{key} of the rope fields is given twice, as {clip(first)} and as {clip(value)}")
+
+
+def _stored_dtype(raw: Mapping[str, object]) -> object:
+    given = {name: raw[name] for name in ("dtype", "torch_dtype") if raw.get(name) is not None}
+    if len(given) == 2 and given["dtype"] != given["torch_dtype"]:
+        raise ConfigError(f"dtype {clip(given['dtype'])} and torch_dtype {clip(given['torch_dtype'])} must agree")
+    return next(iter(given.values()), "bfloat16")

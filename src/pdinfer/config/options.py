@@ -1,0 +1,227 @@
+"""What the host chooses: the cache, the limits of an engine, the limits of a Pairing. `ModelConfig`, what a checkpoint
+says of its model, is in `model_config` and can be imported from here too.
+
+All are frozen and checked when made: one that exists can be used. Every violation raises ConfigError with the field,
+its value and the range.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import attrs
+
+from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, is_int, one_of
+from pdinfer.config.hf import STORED_DTYPES
+from pdinfer.errors import ConfigError
+
+MAX_REQUESTS = 1 << 20
+MAX_STEP_TOKENS = 1 << 24
+MAX_TOTAL_TOKENS = 1 << 40
+MAX_DEADLINE_S = 30 * 24 * 3600
+
+
+def _fraction(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, float) or not 0 < value < 1:
+        raise ConfigError(f"{attribute.name} must be a number greater than 0 and less than 1, got {clip(value)}")
+
+
+def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not is_int(value) or (value != -1 and not 1 <= value <= MAX_STEP_TOKENS):  # type: ignore[operator]
+        raise ConfigError(
+            f"{attribute.name} must be -1 (unlimited) or an int from 1 to {MAX_STEP_TOKENS}, got {clip(value)}"
+        )
+
+
+def _path_of(what: str) -> Validator:
+    def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
+            raise ConfigError(f"{attribute.name} must be the path of a {what}, got {clip(value)}")
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class CacheConfig:
+    """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
+
+    `kv_format` "auto" is the model's dtype; "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
+    instead of 1152). Pages are given by number (`num_pages`) or by the fraction of the device's memory that weights and
+    pages take together (`mem_fraction_static`, as in SGLang); with neither the pool decides. A fraction gives pages
+    what it leaves beyond all that is in use when the pool is made: on a GPU what its driver says, on a CPU what the
+    kernel says of the machine or container. So the second pool of a process gets what a higher fraction adds to the
+    first, and ranks on one machine's CPU, which see the same memory, take equal parts. `memory` "shared" can be mapped
+    by other processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until
+    their room is needed, for later requests that begin with the same tokens and have the same `cache_salt`. At decode
+    `trust_domain` "writer" gives what a prefill wrote, and what was computed from it, only to requests which that same
+    prefill serves; "all" says that all prefills are trusted alike, and then decode reuses pages across them.
+    """
+
+    page_size: int = attrs.field(default=64, validator=int_in(1, 256))
+    kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
+    num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
+    mem_fraction_static: float | None = attrs.field(default=None, validator=attrs.validators.optional(_fraction))
+    memory: str = attrs.field(default="auto", validator=one_of("auto", "shared", "pinned"))
+    prefix_cache: bool = attrs.field(default=True, validator=a_bool)
+    trust_domain: str = attrs.field(default="writer", validator=one_of("writer", "all"))
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_pages is not None and self.mem_fraction_static is not None:
+            raise ConfigError(
+                f"num_pages = {self.num_pages} and mem_fraction_static = {self.mem_fraction_static} both size the "
+                f"cache: give one of them"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    `chunked_prefill_size` is the most prompt tokens of a prefill step; -1 runs every prompt in one piece, and then
+    `max_prefill_tokens` caps the tokens that one step admits across prompts. `max_total_tokens` caps the tokens that
+    the pages in use, of running and of granted requests, have room for; None lets them fill the pool.
+    `growth_watermark` is the fraction of pages kept free for running sequences to grow into; it is the least one, and
+    there are more for a while after retractions. `max_attempts` counts tries of one request, the first included.
+    Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
+    With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
+    batch: the tokens stay the same, and there are fewer steps.
+
+    `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
+    gets back what it had. None leaves that to the host. With `keep_freed_memory` the process's malloc keeps what steps
+    on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the engine is closed, a timeline
+    of its newest steps is written there, see `pdinfer.trace`.
+
+    With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
+    `ExpertConfig.expert_distribution_recorder_mode`, and at most `rebalance_max_bytes` of weights sent for it (None: as
+    many as need be). On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step` in a
+    step, though one expert at least; 0 moves all at once.
+    """
+
+    max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
+    max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
+    chunked_prefill_size: int = attrs.field(default=4096, validator=_chunk)
+    max_prefill_tokens: int = attrs.field(default=16384, validator=int_in(1, MAX_STEP_TOKENS))
+    max_total_tokens: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(int_in(1, MAX_TOTAL_TOKENS))
+    )
+    growth_watermark: float = attrs.field(
+        default=0.02, converter=as_float, validator=float_in(0, 0.5, low_included=True)
+    )
+    max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
+    send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
+    num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
+    num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
+    keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
+    trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))
+    eplb_rebalance_num_iterations: int | None = attrs.field(
+        default=None, validator=attrs.validators.optional(int_in(1, 1 << 30))
+    )
+    rebalance_max_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(0, 1 << 50)))
+    rebalance_bytes_per_step: int = attrs.field(default=64 << 20, validator=int_in(0, 1 << 50))
+
+    @property
+    def largest_decode_step(self) -> tuple[int, str]:
+        """The most tokens that a decode step has, drafts included, and why."""
+        requests, drafts = self.max_running_requests, self.num_draft_tokens
+        told = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
+        return requests * (1 + drafts), told
+
+    def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
+        """The most tokens that a prefill step has, and why."""
+        if self.chunked_prefill_size != -1:
+            return self.chunked_prefill_size, f"chunked_prefill_size = {self.chunked_prefill_size}"
+        most = max(self.max_prefill_tokens, max_position_embeddings)
+        return most, f"chunked_prefill_size = -1 runs prompts of up to {most} tokens whole"
+
+
+@attrs.frozen(kw_only=True)
+class ExpertConfig:
+    """How the experts of a model are spread over ranks, and what carries tokens to them.
+
+    `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
+    itself. `ep_dispatch_algorithm` tells which of an expert's copies a token goes to (see `moe.DispatchRule`); a node
+    has `ranks_per_node` ranks, or all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
+    torch.distributed) on several. "deep_ep" has a `deepep_mode` "normal" for prefill, tuned by the file
+    `deepep_config`, and "low_latency" for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens
+    per rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
+    `expert_distribution_recorder_mode` has the choices of routers counted, over the last
+    `expert_distribution_recorder_buffer_size` steps ("window") or over all ("stat"): see `moe.ExpertLoadRecorder`.
+    """
+
+    num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
+    ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
+    ranks_per_node: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 16)))
+    moe_a2a_backend: str = attrs.field(default="auto", validator=one_of("auto", "local", "all_to_all", "deep_ep"))
+    deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency"))
+    deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
+    num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1024))
+    two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
+    expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
+    expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))
+
+    def __attrs_post_init__(self) -> None:
+        tuned = self.moe_a2a_backend == "deep_ep" and self.deepep_mode == "normal"
+        if self.deepep_config is not None and not tuned:
+            raise ConfigError(
+                'deepep_config is for moe_a2a_backend "deep_ep" in deepep_mode "normal", these are '
+                f'"{self.moe_a2a_backend}" and "{self.deepep_mode}"'
+            )
+
+
+@attrs.frozen(kw_only=True)
+class PairingConfig:
+    """Limits of one Pairing: requests waiting in its own line, requests waiting per decode, seconds.
+
+    `default_deadline_s` is for requests that bring none; None lets them take as long as they need. `port_wait_s` is how
+    long requests wait for a port to join when one side has none left that could serve them: 0 fails them at once.
+
+    A request whose decode is lost goes to another one; with `continue_elsewhere` once also when it has given tokens.
+    On by default: tokens depend on seed and position, so the stream is the one that a retraction would have given.
+    `fair_share` has tenants, requests of equal `cache_salt`, take turns in the line by the tokens they ask for, within
+    a priority. It is off by default, since salts need not name tenants; see docs/decisions/0022.
+    """
+
+    max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
+    max_queued_per_decode: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
+    default_deadline_s: float | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(as_float),
+        validator=attrs.validators.optional(float_in(0, MAX_DEADLINE_S)),
+    )
+    connect_timeout_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
+    port_wait_s: float = attrs.field(default=0.0, converter=as_float, validator=float_in(0, 3600, low_included=True))
+    continue_elsewhere: bool = attrs.field(default=True, validator=a_bool)
+    fair_share: bool = attrs.field(default=False, validator=a_bool)
+
+
+@attrs.frozen(kw_only=True)
+class RemoteConfig:
+    """How long either end of a served engine's connection waits, in seconds; the table of defaults of `pdinfer.remote`.
+
+    A client whose engine was not heard for `silent_s` tells its Pairing that the port is lost. Then it listens on for
+    `return_s`, or dials for as long if it can, and the Pairing uses the port again. `serve` lets what it runs go on and
+    waits as long for a client that is silent, or for another connection when it has a listener. `hung_s` is how long a
+    step may take: a port whose step takes longer is lost in the same way; None is what the engine says of itself, see
+    `hung_after_s`. When the client is gone for good and a step does not end for another `exit_s`, the engine's process
+    ends without it.
+    """
+
+    silent_s: float = attrs.field(default=2.4, converter=as_float, validator=float_in(1, 3600, low_included=True))
+    return_s: float = attrs.field(default=60.0, converter=as_float, validator=float_in(0, 86400, low_included=True))
+    hung_s: float | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(as_float),
+        validator=attrs.validators.optional(float_in(0, 86400)),
+    )
+    exit_s: float = attrs.field(default=10.0, converter=as_float, validator=float_in(0, 3600))
+
+
+HUNG_S = 60.0
+HUNG_FACTOR = 20.0
+
+
+def hung_after_s(longest_warm_up_s: float) -> float:
+    """How long a step may take where no `hung_s` says it: HUNG_S, or HUNG_FACTOR times the longest step of the warm-up,
+    whichever is more. Without a warm-up a first step that compiles its kernels may be taken for one that hangs."""
+    return max(HUNG_S, HUNG_FACTOR * longest_warm_up_s)

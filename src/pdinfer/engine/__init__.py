@@ -1,0 +1,14 @@
+"""What one engine decides: who enters, what runs in this step, who gives way.
+
+    prefill.py       `PrefillEngine`: prompts in, latents pushed, a hand-off each
+    decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
+    engine.py        what both share
+    schedule.py      the decisions as pure functions
+    sequence.py      one request in a decode engine
+    page_tables.py   the pages of its sequences
+    experts.py       what engines offer of their experts
+    interrupted.py   how an engine goes on after a step that did not end
+    ranks/           one engine in many processes
+
+May import: config, execution, kv, model, moe, parallel, process, the ground.
+"""

@@ -1,0 +1,411 @@
+"""The decode engine: pages granted, hand-offs admitted, one token per running sequence and step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import insort
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from functools import partial
+from operator import attrgetter
+
+import attrs
+
+from pdinfer.config import EngineConfig
+from pdinfer.engine.engine import Engine
+from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.ranks.leader import empty_decode
+from pdinfer.engine.schedule import by_age, choose_victim
+from pdinfer.engine.sequence import Sequence, SequenceState, ends_of
+from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
+from pdinfer.execution.drafting import DraftCounts, check_drafter
+from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.rooms import by_room, first_error
+from pdinfer.model.batch import Row
+from pdinfer.model.model import Model
+from pdinfer.stats import DecodeLoad
+from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
+
+WRITER_GRACE_S = 30.0
+"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
+a link that broke between two that live is dialled again, and this is how long that may take."""
+
+_log = logging.getLogger("pdinfer")
+
+
+class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
+    """Continuous batching over the pages of `channel.pool`; the only author of tokens.
+
+    A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
+    page by page. When the pool is exhausted a running sequence is retracted (`schedule.choose_victim`): it returns to
+    the front of the line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so
+    that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted
+    right, and one.
+    """
+
+    role = "decode"
+    run_empty = staticmethod(empty_decode)
+
+    def __init__(
+        self,
+        model: Model,
+        channel: KVChannel,
+        config: EngineConfig | None = None,
+        *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        asked = config or EngineConfig()
+        check_drafter(model, asked.num_draft_tokens)
+        model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []
+        self._granted: dict[bytes, Sequence] = {}
+        self._untold: list[Granted] = []
+        self._running: list[Sequence] = []
+        self._tables = PageTables(channel.pool, self.config)
+        channel.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
+        self._arrivals = 0
+        self._num_grants = 0
+        self._stalled = False
+        self._drafted = DraftCounts()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
+        return len(self._sequences) + self._tables.num_orphans + len(self._inbox.peek())
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Requests without a final event."""
+        return list(self._sequences)
+
+    def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
+        """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
+        self._put((request, tuple(writers)))
+
+    def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
+        """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
+        and will use them if it is retracted. Unknown or finished ids are ignored."""
+        self._put((request_id, tuple(writers)))
+
+    def _step(self) -> None:
+        """Takes what came, admits what landed, grants pages, runs one batch."""
+        if not self._closed:
+            self._take_inbox()
+            self._expire()
+            self._land()
+            self._grant()
+            self._decode()
+            self._tell_granted()
+
+    def load(self) -> DecodeLoad:
+        """What this engine holds, counting what was submitted and not yet seen by a step."""
+        unseen = [item[0] for item in self._inbox.peek() if isinstance(item[0], Request)]
+        waiting = list(self._waiting)
+        holding = [*self._granted.values(), *self._running]
+        return DecodeLoad(
+            **self._common_load(),
+            num_waiting_requests=len(waiting) + len(unseen),
+            num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
+            num_granted_requests=len(self._granted),
+            num_running_requests=len(self._running),
+            num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            **attrs.asdict(self._drafted),
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        if self._events or self._closed:
+            return bool(self._events)
+        if self._running and not self._stalled:
+            return True
+        if (first := self._next_in_line()) is not None and self._may_grant(first):
+            return True  # what ended in the last step has left pages
+        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
+        left_s = min(ends, default=float("inf")) - self._clock()
+        return self._sleep(timeout_s, left_s)
+
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.decode()
+
+    def _close(self) -> None:
+        """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
+        peer can write any more and every page is free."""
+        self._take_inbox()
+        for sequence in list(self._sequences.values()):
+            self._end(sequence, FinishReason.CANCELLED)
+        self._ends.close()
+        self._land()
+
+    def _drop(self, error: PDInferError) -> None:
+        self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
+        self._sequences, self._waiting, self._granted, self._untold, self._running = {}, [], {}, [], []
+        self._tables = PageTables(self.channel.pool, self.config)
+
+    # -- arrivals ---------------------------------------------------------------------------------------------------
+
+    def _take_inbox(self) -> None:
+        for item in self._arrivals_in_order():
+            if isinstance(item, str):
+                if item in self._sequences:
+                    self._end(self._sequences[item], FinishReason.CANCELLED)
+                continue
+            what, writers = item
+            if isinstance(what, Request):
+                self._receive(what, writers)
+            elif what in self._sequences and writers:
+                self._change_writers(self._sequences[what], writers)
+
+    def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
+        request_id = request.request_id or ""
+        try:
+            if not request_id:
+                raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
+            if request_id in self._sequences:
+                raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+            if not writers:  # nobody would ever say the last word on its room
+                raise RequestError("writers is empty; name at least one prefill")
+            processor = self._take(request)
+            if len(self._waiting) >= self.config.max_queued_requests:
+                raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
+        except PDInferError as error:
+            self._events.append(Refused(request_id=request_id, error=error))
+            return
+        now = self._clock()
+        sequence = Sequence(
+            request_id=request_id,
+            request=request,
+            writers=writers,
+            arrival=self._arrivals,
+            submitted_at=now,
+            deadline_at=None if request.deadline_s is None else now + request.deadline_s,
+            output=list(request.output),
+            num_told=len(request.output),
+            chain=self.channel.pool.chain(request.cache_salt),
+            processor=processor,
+        )
+        self._arrivals += 1
+        self._sequences[request_id] = sequence
+        self._queue(sequence)
+
+    def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
+        sequence.writers = writers
+        if sequence.state is SequenceState.GRANTED:
+            self._give_up(sequence, TransferError("another prefill takes over"))
+            self._queue(sequence)
+
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
+        sequence.waiting_since = self._clock()
+        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for sequence in list(self._sequences.values()):
+            if sequence.deadline_at is not None and now >= sequence.deadline_at:
+                self._end(sequence, FinishReason.DEADLINE)
+
+    # -- hand-offs --------------------------------------------------------------------------------------------------
+
+    def _land(self) -> None:
+        for room, words in by_room(self._ends.poll()).items():
+            if self._tables.settle(room):
+                continue
+            sequence = self._granted.pop(room)
+            if all(word.status is HandoffStatus.LANDED for word in words):
+                self._admit(sequence, words)
+            else:
+                self._lose(sequence, first_error(words))
+
+    def _admit(self, sequence: Sequence, words: Seq[Handoff]) -> None:
+        """Every writer's part is here and verified: the pages are ours and the first token is out."""
+        self._tables.adopt(sequence)
+        sequence.committed(words, self._clock())
+        sequence.state = SequenceState.RUNNING
+        self._running.append(sequence)
+        try:
+            first = sequence.first_token(words, self.model.config.vocab_size)
+        except TransferError as error:
+            self._end(sequence, FinishReason.FAILED, error)
+            return
+        if self.config.num_draft_tokens:
+            sequence.draft = self._runner.draft([state for word in words for state in word.state])
+        self._tables.keep(sequence)
+        self._append(sequence, first)
+
+    def _lose(self, sequence: Sequence, error: PDInferError) -> None:
+        """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
+        if not isinstance(error, TransferError | RequestError):
+            self._tables.forget(sequence)
+        self._tables.release(sequence)
+        if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
+            self._queue(sequence)
+        else:
+            self._end(sequence, FinishReason.FAILED, error)
+
+    # -- pages ------------------------------------------------------------------------------------------------------
+
+    def _grant(self) -> None:
+        """Grants pages down the line, every OLDEST_EVERY-th time to who has waited longest. The first who cannot have
+        them holds it, so no one starves; only those whose prefill is gone are passed over."""
+        self._miss_writers()
+        while (sequence := self._next_in_line()) is not None:
+            self._tables.belong(sequence, shared=self._ends.shares_pool(sequence.writers))
+            if not self._may_grant(sequence):
+                break
+            self._waiting.remove(sequence)
+            self._open_room(sequence)
+
+    def _next_in_line(self) -> Sequence | None:
+        able, now = partial(filter, self._has_writers, self._waiting), self._clock()
+        return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)
+
+    def _has_writers(self, sequence: Sequence) -> bool:
+        return all(map(self._ends.connected, sequence.writers))
+
+    def _miss_writers(self) -> None:
+        """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
+        for sequence in list(self._waiting):
+            if sequence.missing_s(self._clock(), connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
+                error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
+                self._end(sequence, FinishReason.FAILED, error)
+
+    def _may_grant(self, sequence: Sequence) -> bool:
+        holding = [*self._running, *self._granted.values()]
+        return len(holding) < self.config.max_running_requests and self._tables.may_reserve(sequence, holding=holding)
+
+    def _open_room(self, sequence: Sequence) -> None:
+        grant = self._tables.reserve(sequence, self.channel.random_bytes(16), self.addresses)
+        self._looked_up(sequence.num_tokens, found=grant.tokens.start)
+        sequence.attempts += 1
+        sequence.waited_s += self._clock() - sequence.waiting_since
+        sequence.granted(self._clock())
+        sequence.state = SequenceState.GRANTED
+        self._granted[grant.room] = sequence
+        self._num_grants += 1
+        self._ends.expect(grant)
+        left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
+        request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
+        self._untold.append(Granted(grant=grant, request=request))
+
+    def _tell_granted(self) -> None:
+        untold, self._untold = self._untold, []
+        for event in untold:
+            if (room := event.grant.room) in self._granted:  # else it was given up meanwhile
+                (self._events if self._ends.expects(room) else self._untold).append(event)
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
+        cannot run this step."""
+        while not self._tables.extend(sequence):
+            candidates = [running for running in self._running if not running.protected]
+            victim = candidates[choose_victim([(c.request.priority, c.attempts, c.arrival) for c in candidates])]
+            if victim is sequence and (self._granted or self._tables.num_orphans):
+                return False  # pages are on their way: whoever lands next may give way
+            self._retract(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _retract(self, sequence: Sequence) -> None:
+        _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
+        self._running.remove(sequence)
+        self._tables.release(sequence)
+        self._queue(sequence)
+
+    def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
+        """Aborts an open room: its pages stay granted until the writers' last word."""
+        grant = self._tables.orphan(sequence)
+        del self._granted[grant.room]
+        self._ends.abort(grant, error)
+
+    # -- tokens -----------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        num_running = len(self._running)
+        grown = [sequence for sequence in list(self._running) if sequence in self._running and self._grow(sequence)]
+        self._tables.learn(num_retracted=num_running - len(self._running))
+        # growing a later sequence may have retracted an earlier one of lower priority
+        batch = [sequence for sequence in grown if sequence.state is SequenceState.RUNNING]
+        self._stalled = not batch
+        if not batch:
+            self._runner.idle()
+            return
+        started = self._clock()
+        try:
+            drawn = self._forward(batch)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a failing batch must not stop the engine
+            _log.exception("a decode step failed")
+            for sequence in batch:
+                self._fail(sequence, PDInferError(f"the decode step failed: {type(error).__name__}"))
+            return
+        num_tokens = sum(map(len, drawn))
+        self._drafted.accept_length = num_tokens / len(batch)
+        for sequence, new in zip(batch, drawn, strict=True):
+            self._take_tokens(sequence, new)
+        self._worked(num_tokens, started)
+
+    def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
+        for sequence in batch:
+            sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
+        rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
+        draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
+        return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
+
+    def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
+        """What one step gave a sequence: all of it, or as far as its end."""
+        for counts in (sequence.drafted, self._drafted):
+            counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
+        if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
+            self._tables.keep(sequence)
+        if all(self._append(sequence, new) for new in drawn):
+            self._tables.trim(sequence)
+
+    def _append(self, sequence: Sequence, new: Drawn) -> bool:
+        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        if new.error is not None:
+            self._fail(sequence, new.error)
+            return False
+        sequence.output.append(new.token)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = self._clock()
+        reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
+        if reason is None:
+            self._events.append(sequence.event(new))
+            sequence.num_told += 1
+        else:
+            self._end(sequence, reason, new=new)
+        return reason is None
+
+    def _fail(self, sequence: Sequence, error: PDInferError) -> None:
+        """Ends a request whose computation failed. What it leaves behind is used by nobody, unless the failure was the
+        request's own doing."""
+        if not isinstance(error, RequestError):
+            self._tables.forget(sequence)
+        self._end(sequence, FinishReason.FAILED, error)
+
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: PDInferError | None = None,
+        *,
+        new: Drawn | None = None,
+    ) -> None:
+        """The one final event, and everything the request held goes back."""
+        self._events.append(sequence.event(new, finish_reason=reason, error=error))
+        del self._sequences[sequence.request_id]
+        if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
+            self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))
+        elif sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+            self._tables.release(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)

@@ -1,0 +1,394 @@
+"""What the two engines share: a model, an end of a channel, an inbox, and how a host waits for them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import attrs
+import torch
+
+from pdinfer.bounds import escaped
+from pdinfer.config import EngineConfig
+from pdinfer.engine.experts import Rebalanced
+from pdinfer.engine.interrupted import Interruptible
+from pdinfer.engine.ranks.leader import RankChannel
+from pdinfer.engine.ranks.lockstep import Agreement
+from pdinfer.engine.ranks.ranks import Ranks
+from pdinfer.engine.schedule import check_request, withheld_pages
+from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.execution.runner import ModelRunner, Runner, using_threads
+from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
+from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.memory import Memory
+from pdinfer.model.model import Model
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.process.forked import begin_to_compute, refuse
+from pdinfer.process.locks import let_go
+from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.trace import STEP, Trace, part, span
+from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
+
+Submitted = TypeVar("Submitted")
+
+DRAIN_POLL_S = 0.1
+
+_log = logging.getLogger("pdinfer")
+
+
+class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
+    """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
+
+    `logits_processors` are those that a request may name; give the engines of both roles the same ones.
+
+    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
+
+    When the model's topology has several ranks, all of them make an engine with equal arguments, step it and wait for
+    it, each in its own process (`remote.serve` is such a loop). Requests go to the leader of an attention group; on
+    another rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost, also one whose
+    host has not stepped for as long as collectives may take. An engine that is closed on one rank closes on all.
+    """
+
+    role = "engine"
+
+    def __init__(
+        self,
+        model: Model,
+        channel: KVChannel,
+        config: EngineConfig | None = None,
+        *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        refuse(channel)
+        self.model = model
+        self.channel = channel
+        self.config = config or EngineConfig()
+        begin_to_compute(self.config.num_threads or torch.get_num_threads())
+        self._factories = dict(logits_processors or {})
+        self._clock = clock
+        self._trace: Trace | None = None
+        if self.config.trace is not None:
+            self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
+        if self.config.keep_freed_memory and model.device.type == "cpu":
+            keep_freed_memory()
+        pool = channel.pool
+        self._num_withheld = withheld_pages(
+            pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
+        )
+        self._inbox: Inbox[Submitted | str] = Inbox()
+        self._rebalancing = Rebalancing(
+            model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
+        )
+        self._model_runner = self.make_runner(model, pool.memory)
+        self._runner: Runner = self._model_runner
+        self._ends: KVChannel | RankChannel = channel
+        self._ranks: Ranks | None = None
+        if model.groups.world.size > 1:
+            self._ranks = Ranks(
+                model.groups,
+                channel,
+                self._model_runner,
+                rebalancing=self._rebalancing,
+                run_empty=self.run_empty,
+                limits=self._shared_limits(),
+                wake=self._inbox.wake,
+                clock=self._clock,
+            )
+            self._runner, self._ends = self._ranks.runner, self._ranks.ends
+        self._events: list[Event] = []
+        self.longest_warm_up_s = 0.0
+        self._num_tokens = 0
+        self._busy_s = 0.0
+        self._best_tokens_per_s = 0.0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+        self._closed = False
+        self._arrived = deque()
+        channel.notify(self._inbox.wake)
+
+    def _shared_limits(self) -> dict[str, object]:
+        """What must be the same on all ranks for their steps and pages to fit together."""
+        limits = attrs.asdict(self.config, filter=lambda field, _: field.name not in ("trace", "num_threads"))
+        pool = self.channel.pool
+        return {
+            **limits,
+            "role": self.role,
+            "num_pages": pool.num_pages,
+            "page_size": pool.layout.page_size,
+            "layout_id": pool.layout.layout_id.hex(),
+            "mtp": self.model.mtp is not None,
+        }
+
+    @staticmethod
+    @abstractmethod
+    def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
+        """This role's step of the model without rows, as other ranks run it with some."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed, here or on another of its ranks."""
+        return self._closed
+
+    def make_runner(self, model: Model, memory: Memory) -> Runner:
+        """What runs this engine's steps; a simulator puts arithmetic in its place."""
+        return ModelRunner(model, memory, self._trace)
+
+    @property
+    def address(self) -> PeerAddress:
+        """How peers know this engine."""
+        return self.channel.address
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """Those of all ranks that have the same requests, the leader's first."""
+        return (self.address,) if self._ranks is None else self._ranks.addresses
+
+    @property
+    def limits(self) -> RequestLimits:
+        """What a request may ask of this engine."""
+        pool = self.channel.pool
+        num_pages = pool.num_pages - self._num_withheld
+        held = min(self.model.config.max_position_embeddings, num_pages * pool.layout.page_size)
+        return RequestLimits(
+            name=self.role,
+            vocab_size=self.model.config.vocab_size,
+            max_tokens=held,
+            logits_processors=tuple(sorted(self._factories)),
+        )
+
+    @property
+    @abstractmethod
+    def num_unfinished(self) -> int:
+        """Requests this engine still has to do with."""
+
+    @property
+    @abstractmethod
+    def request_ids(self) -> list[str]:
+        """Requests that a `cancel` would end."""
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
+        self._ends.connect(peer, timeout_s=timeout_s)
+
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Closes the channel's link to a peer; what that one still owed settles ABORTED."""
+        self.channel.drop_peer(peer)
+
+    def _put(self, item: Submitted | str) -> None:
+        """Into the inbox, if this rank takes requests."""
+        if self._ranks is not None:
+            self._ranks.check_leads()
+        self._inbox.put(item)
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request at the next step. Unknown or finished ids are ignored."""
+        self._put(request_id)
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Calls `listener`, from any thread, when a step would do something."""
+        self._inbox.listen(listener)
+
+    def step(self) -> list[Event]:
+        """Does what can be done now and returns what came of it. Never waits, but for the other ranks, if there are
+        any: RankLost when one does not come."""
+        try:
+            self._begin_call()
+            with using_threads(self.config.num_threads), span(self._trace, STEP):
+                part(self._trace, "schedule")
+                self.channel.redial()
+                self._step_alone() if self._ranks is None else self._step_among(self._ranks)
+        except PDInferError:
+            raise
+        except Exception as error:
+            let_go()
+            if self._ranks is not None:
+                raise
+            _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
+            self._recover(PDInferError(f"a step of the {self.role} engine failed: {type(error).__name__}"))
+        except BaseException:
+            let_go()
+            raise
+        events: list[Event] = []
+        try:
+            self._unfinished_call = False
+            events, self._events = self._events, []
+            return events
+        except BaseException:  # the caller has not got them
+            self._events = events + self._events
+            raise
+
+    def _step_alone(self) -> None:
+        """A step without other ranks: what one says all say."""
+        self._step()
+        if self._rebalancing.has_news:
+            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
+
+    def _step_among(self, ranks: Ranks) -> None:
+        """A step with the other ranks."""
+        if ranks.follower is None or self._closed:
+            self._step()
+        else:
+            self._inbox.take()
+            ranks.follower.step()
+        if not self._closed:
+            ranks.check()
+        if ranks.are_closing:
+            self.close()
+
+    @abstractmethod
+    def _step(self) -> None:
+        """One step, for which `step` has made everything ready; what came of it is in `_events`."""
+
+    def warm_up(self) -> WarmUp:
+        """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
+
+        All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
+        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is, counts
+        in no `load`, and forgets what was recorded of experts. Pages of the pool that it did not need are not touched.
+        Raises Overloaded when requests are unfinished or no page is free, RequestError when the engine is closed.
+        """
+        if self._closed:
+            raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
+        if self.num_unfinished:
+            raise Overloaded(
+                f"the {self.role} engine has {self.num_unfinished} unfinished requests: warm up before the first one, "
+                "or drain it"
+            )
+        self._begin_call()
+        run = WarmUpRun(
+            runner=self._model_runner,
+            pool=self.channel.pool,
+            config=self.config,
+            limits=self.limits,
+            clock=self._clock,
+        )
+        try:
+            with using_threads(self.config.num_threads), span(self._trace, "warm_up"):
+                ran = WarmUp(steps=tuple(self._warm_up(run)))
+            self.longest_warm_up_s = ran.longest_s
+            self._unfinished_call = False
+            return ran
+        finally:
+            if self._rebalancing.recorder is not None:
+                self._rebalancing.recorder.reset()
+
+    @abstractmethod
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        """The steps of this role."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+
+    def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
+        """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
+        if self._ranks is not None:
+            left_s = min(left_s, self._ranks.due_in_s())
+        elif self._rebalancing.has_news:
+            left_s = 0.0
+        left_s = min(left_s, self.channel.redial_in_s())
+        return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
+
+    def drain(self, timeout_s: float) -> bool:
+        """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
+        end = time.monotonic() + timeout_s
+        events: list[Event] = []
+        try:
+            while self.num_unfinished and time.monotonic() < end:
+                events += self.step()
+                self.wait(min(DRAIN_POLL_S, max(0.0, end - time.monotonic())))
+        finally:
+            self._events = events + self._events
+        return not self.num_unfinished
+
+    def close(self) -> None:
+        """Ends what is unfinished, closes the channel and writes the trace, if there is one; on all ranks, in their
+        next step. A second call does nothing."""
+        if self._closed:
+            return
+        if self._ranks is None:
+            self._begin_call()
+        else:
+            self._ranks.close()
+        if self._ranks is None or self._ranks.follower is None:
+            self._close()
+        else:
+            self.channel.close()
+        self._rebalancing.close()
+        self._closed, self._unfinished_call = True, False
+        self._inbox.wake()
+        if self._trace is not None:
+            self._trace.write()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Ends what is unfinished and closes the channel."""
+
+    def _take(self, request: Request) -> LogitsProcessor | None:
+        """Checks a request, and makes its logits processor; RequestError when either fails."""
+        check_request(request, [self.limits])
+        name = request.sampling.logits_processor
+        if name is None:
+            return None
+        try:
+            processor = self._factories[name](request.sampling.logits_processor_argument)
+            if not callable(processor):
+                raise TypeError("its factory made no function")
+        except Exception as error:  # a host's own code, and what it says of the argument is for who sent it
+            raise RequestError(
+                f"logits processor {name!r} does not take its argument: {type(error).__name__}: {str(error)[:200]}"
+            ) from error
+        return processor
+
+    def _draw(
+        self, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], processor: LogitsProcessor | None
+    ) -> Draw:
+        """What the token behind `output` depends on."""
+        return Draw(
+            sampling=sampling,
+            prompt=prompt,
+            output=output,
+            eos_token_ids=self.model.config.eos_token_ids,
+            processor=processor,
+        )
+
+    def _worked(self, num_tokens: int, since_s: float) -> None:
+        """Counts a model step that began at `since_s`."""
+        took_s = self._clock() - since_s
+        self._num_tokens += num_tokens
+        self._busy_s += took_s
+        if took_s > 0:
+            self._best_tokens_per_s = max(self._best_tokens_per_s, num_tokens / took_s)
+
+    def _looked_up(self, num_tokens: int, *, found: int) -> None:
+        """Counts a look into the prefix index for `num_tokens` tokens, of which the first `found` were there."""
+        self._prefix_query_tokens += num_tokens
+        self._prefix_hit_tokens += found
+
+    def _common_load(self) -> dict[str, Any]:
+        """The fields of EngineLoad."""
+        pool = self.channel.pool
+        return {
+            "address": self.address,
+            "num_free_pages": pool.num_free,
+            "num_cached_pages": pool.num_cached,
+            "num_total_pages": pool.num_pages,
+            "page_size": pool.layout.page_size,
+            "num_tokens": self._num_tokens,
+            "busy_s": self._busy_s,
+            "prefix_query_tokens": self._prefix_query_tokens,
+            "prefix_hit_tokens": self._prefix_hit_tokens,
+            "placement_epoch": self._rebalancing.epoch,
+            "is_placement_staged": self._rebalancing.is_staged,
+            "placement_error": escaped(self._rebalancing.error),
+            "transport": self.channel.transport.name,
+            "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
+            "kv": self.channel.stats,
+        }

@@ -1,0 +1,405 @@
+"""The prefill engine: prompts in, latents pushed layer by layer, one hand-off each."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Protocol
+
+import attrs
+
+from pdinfer.config import EngineConfig
+from pdinfer.engine.engine import Engine
+from pdinfer.engine.ranks.leader import RankChannel, empty_prefill
+from pdinfer.engine.schedule import by_age, due_at, is_late, plan_chunk
+from pdinfer.errors import PDInferError, RequestError, TransferError
+from pdinfer.execution.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.pool import Held
+from pdinfer.model.batch import Row
+from pdinfer.model.model import Model
+from pdinfer.stats import PrefillLoad
+from pdinfer.trace import part
+from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
+
+FIRST = (False, -math.inf, False)
+"""Sorts before every class of prompts: (whether it is late, minus its priority, whether it has given no token)."""
+
+_log = logging.getLogger("pdinfer")
+
+
+class Sending(Protocol):
+    """Bytes on their way out of our pages, such as a Transfer."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@attrs.define(eq=False)
+class _Prompt:
+    """One accepted grant. `pages` is its page table: known pages of its beginning, then new ones, which are the grant's
+    own in a pool that both ends share. What is not the grant's is `held` until all is sent. `num_computed` tokens are
+    in the pages, the first `num_cached` of them from before; those up to `num_pushed` are at decode or on the way.
+    `keys` are those of its full pages."""
+
+    request: Request
+    grant: PageGrant
+    arrival: int
+    submitted_at: float
+    num_pushed: int
+    processor: LogitsProcessor | None = None
+    keys: list[bytes] = attrs.field(factory=list)
+    pages: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    started_at: float = 0.0
+    num_cached: int = 0
+    num_computed: int = 0
+    sent: Sending | None = None
+    landed: bool = False
+
+    @property
+    def num_remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far: all that has to be in the pages."""
+        return len(self.request.prompt) + len(self.request.output)
+
+    @cached_property
+    def deadline_at(self) -> float | None:
+        """By this engine's clock."""
+        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
+
+    @cached_property
+    def order(self) -> tuple[int, bool, float, int]:
+        """Both lines are sorted by this: priority first, then who has given tokens already and whose reader waits for
+        the next, then deadline and age."""
+        is_new = not self.request.output
+        return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
+
+
+class PrefillEngine(Engine[tuple[Request, PageGrant]]):
+    """Runs prompts in chunks over the pages of `channel.pool` and pushes each layer as it is finished.
+
+    It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
+    """
+
+    role = "prefill"
+    run_empty = staticmethod(empty_prefill)
+
+    def __init__(
+        self,
+        model: Model,
+        channel: KVChannel,
+        config: EngineConfig | None = None,
+        *,
+        logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        largest = (config or EngineConfig()).largest_prefill_step(model.config.max_position_embeddings)
+        model.experts.check_step(*largest, tp_size=model.topology.tp_size)
+        super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
+        channel.window_bytes = self.config.send_window_bytes
+        self._queue: list[_Prompt] = []
+        self._active: list[_Prompt] = []
+        self._sending: list[_Prompt] = []
+        self._arrivals = 0
+        self._num_starts = 0
+        self._num_chunks = 0
+        channel.pool.hold(self._held)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Prompts without a hand-off, and hand-offs whose bytes have not all left."""
+        return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
+
+    @property
+    def request_ids(self) -> list[str]:
+        """Prompts without a hand-off."""
+        return [prompt.request.request_id or "" for prompt in self._unfinished]
+
+    def submit(self, request: Request, grant: PageGrant) -> None:
+        """Queues a prompt whose pages decode has granted."""
+        self._put((request, grant))
+
+    def _step(self) -> None:
+        """Takes what came, runs one chunk, hands off what it finished. Tells nothing (see `DecodeEngine`)."""
+        if self._closed:
+            return
+        self._take_inbox()
+        for room, error in self._ends.poll_stops():
+            self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
+        self._return_pages()
+        self._admit()
+        if chunk := self._plan():
+            self._run(*zip(*chunk, strict=True))
+        else:
+            self._runner.idle()
+
+    def load(self) -> PrefillLoad:
+        """What this engine has to do, counting what was submitted and not yet seen by a step."""
+        unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
+        known = self._unfinished
+        tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
+        return PrefillLoad(
+            **self._common_load(),
+            num_queued_requests=len(known) + len(unseen),
+            num_queued_tokens=sum(prompt.num_remaining for prompt in known) + tokens,
+            unsent_bytes=self.channel.unsent_bytes,
+        )
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        if self._closed:
+            return False
+        return self._can_run() or self._sleep(timeout_s)
+
+    def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
+        return run.prefill()
+
+    def _close(self) -> None:
+        """Aborts what is unfinished and closes the channel."""
+        self._take_inbox()
+        self._abort(self._unfinished, TransferError("the prefill engine was closed"))
+        self._ends.drain(1.0)
+        self._closed = True
+        self._ends.close()
+        self._return_pages()
+
+    def _held(self) -> Held:
+        return [page for prompt in (*self._active, *self._sending) for page in prompt.held], []
+
+    def _drop(self, error: PDInferError) -> None:
+        self._queue, self._active, self._sending = [], [], []
+
+    def _take_inbox(self) -> None:
+        for item in self._arrivals_in_order():
+            if isinstance(item, str):
+                cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == item]
+                self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
+                continue
+            request, grant = item
+            prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
+            self._arrivals += 1
+            try:
+                self._ends.accept(grant)
+            except TransferError as error:
+                _log.info("prefill dropped a request: %s", error)
+                continue
+            try:
+                prompt.processor = self._take(request)
+                if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
+                    raise RequestError(
+                        f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
+                        f"{prompt.num_tokens}"
+                    )
+            except RequestError as error:
+                self._finish(prompt, error=error)
+                continue
+            chain = self.channel.pool.chain(request.cache_salt)
+            chain.extend(request.tokens)
+            prompt.keys = chain.keys
+            self._queue.append(prompt)
+        self._queue.sort(key=lambda prompt: prompt.order)
+
+    @property
+    def _unfinished(self) -> list[_Prompt]:
+        return [*self._queue, *self._active]
+
+    def _abort(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+        for prompt in prompts:
+            self._finish(prompt, error=error)
+
+    def _can_run(self) -> bool:
+        return bool(self._active) or self._next() is not None
+
+    def _next(self) -> _Prompt | None:
+        """The prompt that may start now. One whose decode is full lets others pass; one that waits for pages does not,
+        or a long prompt would wait for ever."""
+        if len(self._active) >= self.config.max_running_requests:
+            return None
+        able = partial(filter, lambda prompt: not self._ends.is_full(prompt.grant), self._queue)
+        oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
+        first = oldest or next(able(), None)
+        return first if first is not None and self._fits(first) else None
+
+    def _fits(self, prompt: _Prompt) -> bool:
+        pool = self.channel.pool
+        if self._ends.shares_pool(prompt.grant.destinations):
+            return True
+        known = self._known(prompt)
+        num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
+        return num_new + pool.num_unused(known) <= pool.num_available - self._num_withheld
+
+    def _known(self, prompt: _Prompt) -> tuple[int, ...]:
+        """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
+        be drawn, and its page with it, since a shared page is not written again."""
+        pool = self.channel.pool
+        return pool.find(prompt.keys[: (prompt.num_tokens - 1) // pool.layout.page_size])
+
+    def _admit(self) -> None:
+        while (prompt := self._next()) is not None:
+            self._queue.remove(prompt)
+            self._active.append(prompt)
+            self._num_starts += 1
+            prompt.started_at = self._clock()
+            try:
+                self._lay_out(prompt)
+            except TransferError as error:
+                self._finish(prompt, error=error)
+
+    def _lay_out(self, prompt: _Prompt) -> None:
+        """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
+        grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
+        pool = self.channel.pool
+        size = pool.layout.page_size
+        if self._ends.shares_pool(prompt.grant.destinations):
+            if pool.generations(prompt.grant.pages) != prompt.grant.generations:
+                raise TransferError("the granted pages have changed hands since")
+            start = prompt.grant.tokens.start
+            known = pool.find(prompt.keys[: start // size])
+            if len(known) * size != start:
+                raise TransferError(f"the grant starts at token {start} and the pages before it are not known any more")
+            pool.share(known)
+            prompt.held, prompt.pages = known, (*known, *prompt.grant.pages)
+        else:
+            known = self._known(prompt)
+            pool.share(known)
+            prompt.held = prompt.pages = (*known, *pool.own(pool.layout.num_pages(prompt.num_tokens) - len(known)))
+        prompt.num_cached = prompt.num_computed = len(known) * size
+        self._looked_up(prompt.num_tokens, found=prompt.num_cached)
+
+    def _plan(self) -> list[tuple[_Prompt, int]]:
+        """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
+        else needs; every OLDEST_EVERY-th chunk begins with who came first, if that has waited long."""
+        now, speed = self._clock(), self._best_tokens_per_s
+        late = {
+            prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
+            for prompt in self._active
+        }
+        classes: dict[_Prompt, tuple[bool, float, bool]] = {
+            prompt: (late[prompt], *prompt.order[:2]) for prompt in self._active
+        }
+        oldest = by_age(self._active, attrgetter("submitted_at"), num_turns=self._num_chunks, now=now)
+        if oldest is not None:
+            classes[oldest] = FIRST
+        self._active.sort(key=lambda prompt: (classes[prompt], prompt.order))
+        self._num_chunks += bool(self._active)
+        counts = plan_chunk(
+            [prompt.num_remaining for prompt in self._active],
+            [classes[prompt] for prompt in self._active],
+            chunk_size=self.config.chunked_prefill_size,
+            max_tokens=self.config.max_prefill_tokens,
+        )
+        return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
+
+    def _run(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+        """One chunk through the model; an exception ends the prompts in it and nothing else."""
+        started = self._clock()
+        try:
+            self._compute(prompts, counts)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
+            _log.exception("a prefill step failed")
+            failed = [prompt for prompt in prompts if prompt in self._active]  # the others have had their last word
+            self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
+        self._worked(sum(counts), started)
+
+    def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+        rows, spans = [], []
+        for prompt, count in zip(prompts, counts, strict=True):
+            start, stop = prompt.num_computed, prompt.num_computed + count
+            tokens = prompt.request.tokens
+            rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
+            # with what decode lacks of the tokens we had; none when it has more of them than we
+            spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
+        if isinstance(self._ends, RankChannel):
+            self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
+        for layer, ready in self._runner.prefill(rows):
+            if self._trace is not None:
+                self._trace.part("push", layer=layer)
+            for prompt, span in zip(prompts, spans, strict=True):
+                if span:
+                    self._ends.push(
+                        prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
+                    )
+        part(self._trace, "emit")
+        whole = []
+        for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+            prompt.num_computed += count
+            prompt.num_pushed = max(prompt.num_pushed, prompt.num_computed)
+            if not prompt.num_remaining:
+                whole.append(index)
+        if whole:
+            self._hand_off(whole, [prompts[index] for index in whole])
+
+    def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
+        """Draws the first token of each finished prompt: it travels in the hand-off."""
+        requests = [prompt.request for prompt in prompts]
+        draws = [
+            self._draw(request.sampling, request.prompt, request.output, prompt.processor)
+            for request, prompt in zip(requests, prompts, strict=True)
+        ]
+        drawn = self._runner.first_tokens(rows, draws)
+        part(self._trace, "emit")
+        for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
+            if first.error is None:
+                self._finish(prompt, first, state)
+            elif isinstance(first.error, RequestError):
+                self._finish(prompt, error=first.error)  # its own doing: what was computed is good
+            else:
+                self._fail([prompt], first.error)
+
+    def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+        """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
+        for prompt in prompts:
+            self.channel.pool.forget(prompt.pages)
+        self._abort(prompts, error)
+
+    def _finish(
+        self,
+        prompt: _Prompt,
+        first: Drawn | None = None,
+        state: tuple[NamedState, ...] = (),
+        *,
+        error: PDInferError | None = None,
+    ) -> None:
+        """This prompt's last word; its pages return when nothing reads them any more."""
+        now = self._clock()
+        started = prompt.started_at or now
+        handoff = Handoff(
+            room=prompt.grant.room,
+            writer=self.address,
+            status=HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED,
+            error=error,
+            token=first.token if first else None,
+            logprob=first.logprob if first else None,
+            top_logprobs=first.top_logprobs if first else (),
+            state=state,
+            num_cached_tokens=prompt.num_cached,
+            queue_s=started - prompt.submitted_at,
+            compute_s=now - started,
+        )
+        prompt.landed = error is None
+        prompt.sent = self._ends.finish(prompt.grant, handoff)
+        for line in (self._queue, self._active):
+            if prompt in line:
+                line.remove(prompt)
+        self._sending.append(prompt)
+        self._return_pages()
+
+    def _return_pages(self) -> None:
+        pool = self.channel.pool
+        for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
+            self._sending.remove(prompt)
+            if prompt.landed:
+                full = prompt.held[: len(prompt.keys)]
+                prompt.held = (*pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+            pool.release(prompt.held)

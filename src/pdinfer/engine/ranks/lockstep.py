@@ -1,0 +1,227 @@
+"""Ranks move together: one small collective before each step of the model, in which all learn what all are about to do.
+
+    rank 0   has rows ── ring ──►│        │ model, with its rows   │ agree … nobody has rows: wait
+    rank 1   sleeps ── hears ───►│ agree  │ model, with none       │ agree …
+    rank 2   sleeps ── hears ───►│        │ model, with none       │ agree …
+
+A rank whose last agreement was idle takes part in the next one when it has something itself, when the doorbell rings,
+or every BEAT_S: so a lost ring costs no more than that, and a rank that died is noticed without any work. Between
+agreements a rank decides alone; what must be the same on all ranks is decided from what the agreement says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import attrs
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdinfer.engine.ranks import messages as rank_messages
+from pdinfer.engine.ranks.messages import Message
+from pdinfer.engine.ranks.wakeup import Doorbell
+from pdinfer.errors import ConfigError, RankLost
+from pdinfer.inbox import Inbox
+from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
+from pdinfer.parallel.groups import Group, Groups
+
+BEAT_S = 0.1
+"""How often ranks agree when nobody has work."""
+
+
+@attrs.frozen(kw_only=True)
+class Standing:
+    """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
+    needs to draft behind them, whether it closes, and how many bytes it has for its attention group. What it says of
+    its experts, an `ExpertStanding`, stands behind it."""
+
+    number: int
+    num_rows: int = 0
+    num_passes: int = 0
+    is_closing: int = 0
+    num_bytes: int = 0
+
+
+@attrs.frozen
+class Agreement:
+    """What all ranks know now: everybody's standing, and what was said in this rank's attention group: (rank in the
+    group, message)."""
+
+    standings: tuple[Standing, ...]
+    heard: tuple[tuple[int, Message], ...] = ()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs: on all ranks, or on none."""
+        return any(standing.num_rows for standing in self.standings)
+
+    @property
+    def num_passes(self) -> int:
+        """How often the MTP layer runs before the model."""
+        return max(standing.num_passes for standing in self.standings)
+
+
+class Lockstep:
+    """One rank's part in the common sequence of steps; made by all ranks together. `rebalancing` does its part in each
+    agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
+    it."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        rebalancing: Rebalancing,
+        wake: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.groups = groups
+        self._rebalancing = rebalancing
+        self.lost: RankLost | None = None
+        self.closing = False
+        self._wake = wake
+        self.clock = clock
+        self._outbox: Inbox[Message] = Inbox()
+        self._number = 0
+        self._rung = -1
+        self._is_active = True
+        self._agreed_at = clock()
+        self._bell = Doorbell(groups.world, self._hear)
+
+    def tell(self, message: Message) -> None:
+        """With the next agreement: to the followers if this is the leader, else to the leader. Any thread."""
+        self._outbox.put(message)
+        self._wake()
+
+    def due_in_s(self) -> float:
+        """When to take part in an agreement though this rank has no rows; 0 for now."""
+        if self._is_active or self._rung == self._number or self._outbox.peek() or self.lost is not None:
+            return 0.0
+        if self._rebalancing.has_news:
+            return 0.0
+        return max(0.0, self._agreed_at + BEAT_S - self.clock())
+
+    def agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
+        """Meets all ranks; None, without a collective, when this one has nothing to say and is not due. Raises RankLost
+        when one does not come within the groups' deadline."""
+        if self.lost is not None:
+            raise self.lost
+        if not (num_rows or is_closing) and self.due_in_s():
+            return None
+        messages = self._outbox.take()
+        data = rank_messages.encode(messages) if messages else b""
+        ours = Standing(
+            number=self._number,
+            num_rows=num_rows,
+            num_passes=num_passes,
+            is_closing=int(is_closing),
+            num_bytes=len(data),
+        )
+        if not self._is_active and self._rung != self._number:
+            self._bell.ring(self._number)
+        self._number += 1
+        with self.together():
+            said = *attrs.astuple(ours), *attrs.astuple(self._rebalancing.standing())
+            table = self.groups.world.all_gather(torch.tensor([said])).tolist()
+            standings = tuple(Standing(**dict(zip(_FIELDS, row, strict=False))) for row in table)
+            self._check_numbers(standings)
+            agreement = Agreement(standings, self._exchange(data, standings))
+            experts = [ExpertStanding(**dict(zip(_EXPERT_FIELDS, row[len(_FIELDS) :], strict=True))) for row in table]
+            migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
+        self.closing = any(standing.is_closing for standing in standings)
+        self._is_active = agreement.runs or migrates
+        self._agreed_at = self.clock()
+        return agreement
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do in the same way. A rank that leaves it early cannot catch up with the others and
+        does not go on: what it raised becomes a RankLost."""
+        try:
+            yield
+        except RankLost as error:
+            self.lost = self.lost or error
+            raise
+        except BaseException as error:
+            rank = self.groups.world.rank
+            self.lost = self.lost or RankLost(
+                f"rank {rank} left a step that all ranks run together ({type(error).__name__}: {str(error)[:200]}); "
+                "start all ranks anew"
+            )
+            if isinstance(error, Exception):
+                raise self.lost from error
+            raise
+
+    def close(self) -> None:
+        """Hears no more. A second call does nothing."""
+        self._bell.close()
+
+    def _hear(self, number: int) -> None:
+        if number == self._number:
+            self._rung = number
+            self._wake()
+
+    def _check_numbers(self, standings: Sequence[Standing]) -> None:
+        numbers = [standing.number for standing in standings]
+        if len(set(numbers)) > 1:
+            told = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
+            raise RankLost(
+                f"ranks met in different agreements, {told}: all must step the same engine, the only one over their "
+                "groups; start all ranks anew"
+            )
+
+    def _exchange(self, data: bytes, standings: Sequence[Standing]) -> tuple[tuple[int, Message], ...]:
+        """In the attention group: the leader's orders to all, and the followers' reports to the leader. No collective
+        where there are none."""
+        group = self.groups.attention
+        if group.size == 1:
+            return ()
+        sizes = [standings[rank].num_bytes for rank in group.ranks]
+        heard: list[tuple[int, Message]] = []
+        if sizes[0]:
+            orders = _tensor(data) if group.rank == 0 else torch.empty(sizes[0], dtype=torch.uint8)
+            group.broadcast(orders)
+            if group.rank:
+                heard += [(0, message) for message in rank_messages.decode(_bytes(orders))]
+        if any(sizes[1:]):
+            counts = [0, *sizes[1:]]
+            reports = torch.split(group.all_gather_rows(_tensor(data if group.rank else b""), counts), counts)
+            if group.rank == 0:
+                heard += [
+                    (rank, message)
+                    for rank, report in enumerate(reports)
+                    if len(report)
+                    for message in rank_messages.decode(_bytes(report))
+                ]
+        return tuple(heard)
+
+
+_FIELDS = tuple(field.name for field in attrs.fields(Standing))
+_EXPERT_FIELDS = tuple(field.name for field in attrs.fields(ExpertStanding))
+
+
+def gather_bytes(group: Group, data: bytes) -> list[bytes]:
+    """What each rank of the group has to say, in rank order; for what is said once."""
+    counts = group.all_gather(torch.tensor([len(data)])).tolist()
+    return [_bytes(part) for part in torch.split(group.all_gather_rows(_tensor(data), counts), counts)]
+
+
+def compare(world: Group, limits: Mapping[str, object]) -> None:
+    """Raises ConfigError, on every rank, for the first of `limits` that is not the same on all."""
+    everybody = [msgspec.msgpack.decode(data) for data in gather_bytes(world, msgspec.msgpack.encode(limits))]
+    for name in sorted({name for theirs in everybody for name in theirs}):
+        values = [theirs.get(name) for theirs in everybody]
+        if any(value != values[0] for value in values):
+            told = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+            raise ConfigError(f"{name} must be the same on all ranks of an engine; it is {told}")
+
+
+def _tensor(data: bytes) -> Tensor:
+    return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
+
+
+def _bytes(x: Tensor) -> bytes:
+    return x.numpy().tobytes()

@@ -1,0 +1,170 @@
+"""What the leader of an attention group and its followers tell each other, as bytes in a collective.
+
+Orders say what the leader did: a follower does the same with its own channel and pages. Reports say what only a
+follower can know. Neither asks for an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from pdinfer.bounds import FEW, MANY, Count, Index, Packed, Room, broken_bound
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel import wire
+from pdinfer.model.batch import Row
+from pdinfer.types import NamedState, PeerAddress
+
+VERSION = 2
+"""Of what is said here: the same on all ranks of an engine, which is checked when it is made."""
+
+
+class Connect(msgspec.Struct, tag="connect"):
+    """Order: dial this peer, and go on until it answers."""
+
+    peer: PeerAddress
+
+
+class Expect(msgspec.Struct, tag="expect"):
+    """Order (decode): the grant's writers may write it."""
+
+    grant: wire.PackedGrant
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Order (decode): ask the writers of the room to stop."""
+
+    room: Room
+    error: PDInferError
+
+
+class Accept(msgspec.Struct, tag="accept"):
+    """Order (prefill): take on the grant."""
+
+    grant: wire.PackedGrant
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """Order (prefill): say the last word on the room, LANDED without an `error`."""
+
+    room: Room
+    error: PDInferError | None
+
+
+class PackedRow(msgspec.Struct):
+    """A `Row` of a step."""
+
+    tokens: Packed
+    start: Index
+    pages: Packed
+    next_token: Index | None
+
+    def __post_init__(self) -> None:
+        wire.check_ids("tokens", self.tokens)
+        wire.check_ids("pages", self.pages)
+
+    @classmethod
+    def of(cls, row: Row) -> PackedRow:
+        return cls(wire.pack_ints(row.tokens), row.start, wire.pack_ints(row.pages), row.next_token)
+
+    def unpack(self) -> Row:
+        return Row(wire.unpack_ints(self.tokens), self.start, wire.unpack_ints(self.pages), self.next_token)
+
+
+class Prefill(msgspec.Struct, tag="prefill"):
+    """Order: run these rows, and of each push `tokens` of every layer into its room."""
+
+    rows: Annotated[list[PackedRow], MANY]
+    rooms: list[Room]
+    tokens: list[range]
+
+    def __post_init__(self) -> None:
+        if not len(self.rows) == len(self.rooms) == len(self.tokens):
+            raise ValueError(f"{len(self.rows)} rows, {len(self.rooms)} rooms and {len(self.tokens)} ranges of tokens")
+
+
+class Decode(msgspec.Struct, tag="decode"):
+    """Order: run these rows. Where tokens are drafted, for each row the number of its draft (None: it has none), how
+    many tokens may be drafted, and the newest tokens of its output."""
+
+    rows: Annotated[list[PackedRow], MANY]
+    drafts: list[Count | None] = []
+    counts: list[Index] = []
+    newest: list[Packed] = []
+
+    def __post_init__(self) -> None:
+        for newest in self.newest:
+            wire.check_ids("newest", newest)
+        if not len(self.drafts) == len(self.counts) == len(self.newest) or len(self.drafts) not in (0, len(self.rows)):
+            raise ValueError(
+                f"{len(self.rows)} rows, {len(self.drafts)} drafts, {len(self.counts)} counts and {len(self.newest)} "
+                "lists of newest tokens"
+            )
+
+
+class KeepDraft(msgspec.Struct, tag="keep_draft"):
+    """Order: from now on `number` is the draft that begins with these states."""
+
+    number: Count
+    states: Annotated[list[NamedState], FEW]
+
+
+class DropDraft(msgspec.Struct, tag="drop_draft"):
+    """Order: the draft is not needed any more."""
+
+    number: Count
+
+
+class Expecting(msgspec.Struct, tag="expecting"):
+    """Report (decode): the room is expected here too."""
+
+    room: Room
+
+
+class Settled(msgspec.Struct, tag="settled"):
+    """Report (decode): every writer of the room has stopped here; without an `error` its pages are whole."""
+
+    room: Room
+    error: PDInferError | None
+
+
+class Stopped(msgspec.Struct, tag="stopped"):
+    """Report (prefill): a decode does not want the room any more, or cannot be reached from here."""
+
+    room: Room
+    error: PDInferError
+
+
+class Sent(msgspec.Struct, tag="sent"):
+    """Report (prefill): nothing reads the pages of a finished room any more."""
+
+    room: Room
+
+
+class Linked(msgspec.Struct, tag="linked"):
+    """Report: the peers this rank has open links to, whenever they change."""
+
+    peers: Annotated[list[PeerAddress], MANY]
+
+
+Order = Connect | Expect | Abort | Accept | Finish | Prefill | Decode | KeepDraft | DropDraft
+Report = Expecting | Settled | Stopped | Sent | Linked
+Message = Order | Report
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=wire.to_builtin)
+_decoder: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[Message], dec_hook=wire.from_builtin)
+
+
+def encode(messages: Sequence[Message]) -> bytes:
+    """Several messages, in order."""
+    return _encoder.encode(messages)
+
+
+def decode(data: bytes) -> list[Message]:
+    """The inverse; TransferError for bytes that are no messages, though another rank of the same program made them."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TransferError(f"a rank sent something that is not a message: {broken_bound(error)}") from error

@@ -1,0 +1,92 @@
+"""A doorbell between ranks: a rank that sleeps while its own inbox is empty hears that another one has work."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pdinfer.parallel.groups import Group
+from pdinfer.process.forked import OfOneProcess
+
+SECRET_BYTES = 8
+RING = struct.Struct(f"<{SECRET_BYTES}sq")
+"""The secret of the rank that is woken, and a number."""
+LOOPBACK = "127.0.0.1"
+ANYWHERE = ("10.255.255.255", 9)
+"""Asked for the way there, a host tells the address it has in its network; nothing is sent."""
+
+
+class Doorbell(OfOneProcess):
+    """A UDP socket on every rank of `world`, and a thread that listens to it: made by all ranks together.
+
+    It listens on the loopback interface when all ranks are on one host, else on the one address of its host that the
+    others were told. A ring is a number, and `heard` is called with each from the thread. What does not carry the
+    secret that was told to the ranks alone is dropped; it travels in the clear, and a datagram may be lost, so a ring
+    is a hint: it may only hasten what would be done without it.
+    """
+
+    def __init__(
+        self, world: Group, heard: Callable[[int], None], *, random_bytes: Callable[[int], bytes] = os.urandom
+    ) -> None:
+        self._heard = heard
+        self._closing = False
+        self._secret = random_bytes(SECRET_BYTES)
+        own = _own_address()
+        hosts = {int(host) for host in world.all_gather(torch.tensor([[_number(own)]])).flatten()}
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.bind((LOOPBACK if len(hosts) == 1 else own, 0))
+        self.address: tuple[str, int] = self._socket.getsockname()
+        host, port = self.address
+        ours = [[_number(host), port, int.from_bytes(self._secret, "little", signed=True)]]
+        theirs = world.all_gather(torch.tensor(ours)).tolist()
+        del theirs[world.rank]
+        self._others = [
+            ((socket.inet_ntoa(host.to_bytes(4, "big")), port), secret.to_bytes(SECRET_BYTES, "little", signed=True))
+            for host, port, secret in theirs
+        ]
+        self._thread = threading.Thread(target=self._listen, name="pdinfer-doorbell", daemon=True)
+        self._thread.start()
+
+    def ring(self, number: int) -> None:
+        """Sends `number` to all others; never blocks."""
+        for address, secret in self._others:
+            with contextlib.suppress(OSError):  # whoever does not hear it looks by himself
+                self._socket.sendto(RING.pack(secret, number), address)
+
+    def close(self) -> None:
+        """Ends the thread. A second call does nothing."""
+        if not self._closing:
+            self._closing = True
+            self._socket.sendto(b"", self.address)
+            self._thread.join()
+            self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._closing:
+            with contextlib.suppress(OSError):  # a peer's closed port is told here
+                data = self._socket.recv(64)
+                if len(data) == RING.size:
+                    secret, number = RING.unpack(data)
+                    if hmac.compare_digest(secret, self._secret):
+                        self._heard(number)
+
+
+def _number(address: str) -> int:
+    return int.from_bytes(socket.inet_aton(address), "big")
+
+
+def _own_address() -> str:
+    """Where other hosts reach this one; loopback on a host without a network."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(ANYWHERE)
+            return str(probe.getsockname()[0])
+        except OSError:
+            return LOOPBACK

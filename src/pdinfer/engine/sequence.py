@@ -1,0 +1,220 @@
+"""One request inside a decode engine: what it has, what it holds and where it stands."""
+
+from __future__ import annotations
+
+import enum
+from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from functools import cached_property
+
+import attrs
+
+from pdinfer.engine.schedule import RESUME_TOKENS, due_at
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.execution.drafting import Draft, DraftCounts
+from pdinfer.execution.sampling import Drawn, LogitsProcessor
+from pdinfer.kv.prefix import PrefixChain
+from pdinfer.types import (
+    Event,
+    FinishReason,
+    Granted,
+    Handoff,
+    PageGrant,
+    PeerAddress,
+    Refused,
+    Request,
+    Timeline,
+    TokenEvent,
+    Usage,
+)
+
+
+class SequenceState(enum.Enum):
+    """WAITING holds no page; GRANTED holds pages that prefill may write; RUNNING owns pages with its whole context."""
+
+    WAITING = enum.auto()
+    GRANTED = enum.auto()
+    RUNNING = enum.auto()
+
+
+@attrs.define(eq=False, kw_only=True)
+class Sequence:
+    """One request here. `pages` is its page table: while GRANTED owned pages that were known already, then the grant's;
+    while RUNNING all owned. `spare` are owned pages kept for its growth, and `protected` says that they are all it can
+    ever need. `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
+    `output`. `chain` has the keys by which its full pages are known. Of `output` the host has heard `num_told`."""
+
+    request_id: str
+    request: Request
+    writers: tuple[PeerAddress, ...]
+    arrival: int
+    submitted_at: float
+    deadline_at: float | None
+    output: list[int]
+    chain: PrefixChain
+    num_told: int = 0
+    processor: LogitsProcessor | None = None
+    state: SequenceState = SequenceState.WAITING
+    grant: PageGrant | None = None
+    pages: list[int] = attrs.field(factory=list)
+    spare: list[int] = attrs.field(factory=list)
+    draft: Draft = attrs.field(factory=Draft)
+    drafted: DraftCounts = attrs.field(factory=DraftCounts)
+    attempts: int = 0
+    protected: bool = False
+    cached_tokens: int = 0
+    waited_s: float = 0.0
+    waiting_since: float = 0.0
+    missed_at: float | None = None
+    first_token_at: float | None = None
+    timeline: Timeline = attrs.field(factory=lambda: Timeline(queued_s=0.0))
+
+    @property
+    def order(self) -> tuple[int, bool, float, int]:
+        """The waiting line is sorted by this: priority first, then who comes back, here or from another decode, then
+        deadline and age."""
+        due = due_at(self.submitted_at, self.deadline_at)
+        return -self.request.priority, not (self.attempts or self.request.output), due, self.arrival
+
+    @cached_property
+    def prompt(self) -> Seq[int]:
+        """The request's; packed where every step reads all of it, which takes long for a tuple of ints."""
+        penalized = self.request.sampling.repetition_penalty != 1
+        return array("q", self.request.prompt) if penalized else self.request.prompt
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return len(self.request.prompt) + len(self.output)
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output when it has run to its length."""
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    def extend_chain(self) -> None:
+        """Adds the keys of pages that are full by now."""
+        if len(self.chain.keys) < self.chain.num_full(self.num_tokens):
+            self.chain.extend((*self.request.prompt, *self.output))
+
+    def granted(self, now: float) -> None:
+        """An attempt begins, and with it its part of the timeline."""
+        self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
+
+    def committed(self, words: Iterable[Handoff], now: float) -> None:
+        """The attempt's KV is whole; its writers' words tell when it came, in seconds since the grant."""
+        granted_s = self.timeline.granted_s or 0.0
+        first = [granted_s + word.first_byte_s for word in words if word.first_byte_s is not None]
+        last = [granted_s + word.last_byte_s for word in words if word.last_byte_s is not None]
+        self.timeline = attrs.evolve(
+            self.timeline,
+            first_byte_s=min(first, default=None),
+            last_byte_s=max(last, default=None),
+            committed_s=now - self.submitted_at,
+        )
+
+    def first_token(self, words: Seq[Handoff], vocab_size: int) -> Drawn:
+        """The token that a hand-off brings; what prefill found in its pages is noted unless the request is a resumed
+        one, which finds its own. TransferError for what cannot be so, whatever the words say."""
+        first = next((word for word in words if word.token is not None), words[0])
+        ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
+        if first.token is None or first.logprob is None or not all(0 <= token < vocab_size for token in ids):
+            raise TransferError("the hand-off holds no token of this vocabulary")
+        if len(first.top_logprobs) > (self.request.sampling.logprobs or 0):
+            raise TransferError(f"the hand-off holds {len(first.top_logprobs)} log-probabilities that nobody asked for")
+        found = max(word.num_cached_tokens for word in words)
+        if not 0 <= found <= self.num_tokens:
+            raise TransferError(f"the hand-off says that {found} of {self.num_tokens} tokens were cached")
+        if self.first_token_at is None:
+            self.cached_tokens = found
+        self.waited_s += max(word.queue_s for word in words)
+        return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
+
+    def tokens_to_reserve(self, max_attempts: int) -> int:
+        """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
+        return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
+
+    def tokens_to_find(self, max_attempts: int) -> int:
+        """Tokens there must be room for at the next grant: one that comes back is not to be retracted again at once."""
+        reserved = self.tokens_to_reserve(max_attempts)
+        return min(self.max_tokens, reserved + RESUME_TOKENS) if self.attempts else reserved
+
+    def missing_s(self, now: float, *, connected: bool) -> float:
+        """For how long its writers have been gone, counted from when that was first asked."""
+        if connected:
+            self.missed_at = None
+        elif self.missed_at is None:
+            self.missed_at = now
+        return 0.0 if self.missed_at is None else now - self.missed_at
+
+    def ends_at(self, writer_grace_s: float) -> list[float]:
+        """When, if nothing happens, it ends."""
+        missed_until = None if self.missed_at is None else self.missed_at + writer_grace_s
+        return [end for end in (self.deadline_at, missed_until) if end is not None]
+
+    def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
+        """Whether `token`, just appended, is the last one."""
+        sampling = self.request.sampling
+        if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.output) >= sampling.max_new_tokens else None
+
+    def event(
+        self,
+        new: Drawn | None = None,
+        *,
+        finish_reason: FinishReason | None = None,
+        error: PDInferError | None = None,
+    ) -> TokenEvent:
+        """What to tell the host: a new token (already appended), the end, or both. The end carries the usage."""
+        return TokenEvent(
+            request_id=self.request_id,
+            token=new.token if new else None,
+            index=len(self.output) - (new is not None),
+            logprob=new.logprob if new else None,
+            top_logprobs=new.top_logprobs if new else (),
+            finish_reason=finish_reason,
+            error=error,
+            usage=None if finish_reason is None else self.usage,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """What the request has used so far."""
+        ttft_s = None if self.first_token_at is None else self.first_token_at - self.submitted_at
+        return Usage(
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=len(self.output),
+            cached_tokens=self.cached_tokens,
+            queue_s=self.waited_s,
+            ttft_s=ttft_s,
+            timeline=attrs.evolve(self.timeline, first_token_s=ttft_s),
+            num_draft_tokens=self.drafted.num_draft_tokens,
+            num_accepted_tokens=self.drafted.num_accepted_tokens,
+        )
+
+
+def ends_of(
+    sequences: Iterable[Sequence],
+    arrived: Iterable[tuple[Request | str, tuple[PeerAddress, ...]] | str],
+    events: Iterable[Event],
+    error: PDInferError,
+) -> list[Event]:
+    """What to tell a host of which nobody knows how far the last step came: `events` of it, but no grant, whose room is
+    gone, and one end for each of `sequences` and of the requests that `arrived`, unless it was told already."""
+    told: list[Event] = [event for event in events if not isinstance(event, Granted)]
+    tokens = [event for event in told if isinstance(event, TokenEvent)]
+    ended = {event.request_id for event in told if isinstance(event, Refused)}
+    ended |= {event.request_id for event in tokens if event.finish_reason is not None}
+    for sequence in sequences:
+        if sequence.request_id not in ended:
+            emitted = [event.index + 1 for event in tokens if event.request_id == sequence.request_id]
+            del sequence.output[max([sequence.num_told, *emitted]) :]
+            told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
+            ended.add(sequence.request_id)
+    for item in arrived:
+        request = None if isinstance(item, str) else item[0]
+        if isinstance(request, Request) and request.request_id is not None and request.request_id not in ended:
+            told.append(Refused(request_id=request.request_id, error=error))
+    return told

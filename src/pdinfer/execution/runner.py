@@ -1,0 +1,192 @@
+"""One step of a model over the pages of one pool: rows in, tokens out. All that the engines know of tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+
+from pdinfer.errors import ConfigError
+from pdinfer.execution.drafting import Draft, Drafter, Sampler, after, pack_state, unpack_state
+from pdinfer.execution.sampling import Draw, Drawn, sample
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.model import Model
+from pdinfer.trace import Trace, part, span
+from pdinfer.types import NamedState
+
+Ready = Callable[[], None] | None
+"""Returns once what was computed may be read by the host; None when that is so already."""
+
+
+class Runner(Protocol):
+    """What an engine runs its steps with."""
+
+    def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
+        """Runs the rows' tokens layer by layer; each layer is yielded when its latents are in the pages, or will be
+        once `ready` returns."""
+
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        """Draws a token behind these rows of the prefill that was just run to its end."""
+
+    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        """What decode needs beside the pages to go on behind these rows of the prefill that was just run to its end."""
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        """A sequence's part in drafting, from what came with its pages."""
+
+    def idle(self) -> None:
+        """A step without rows, which others may have."""
+
+    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+        """Runs one token per row and draws the next one of each, and those behind it as far as the drafts were right:
+        at most `num_tokens` more. The pages of a row have slots for so many."""
+
+
+class ModelRunner:
+    """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors. `trace` is told which
+    part of a step runs."""
+
+    def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
+        if not isinstance(memory, PageMemory):
+            raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
+        self._model = model
+        self._view = KVView.of(memory)
+        self._page_size = memory.layout.page_size
+        self._trace = trace
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
+        self._sample: Sampler = sample
+        self._last_BD = torch.empty(0)
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it proposes tokens."""
+        return self._drafter is not None
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Has `sampler` draw what `decode` draws, drafts and tokens."""
+        self._sample = sampler
+        if self._drafter is not None:
+            self._drafter.sample = sampler
+
+    def idle(self) -> None:
+        """Nothing to do: there are no others."""
+
+    def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
+        part(self._trace, "batch")
+        model, batch = self._model, self._batch(rows, absorbed=False)
+        hidden_TD = torch.empty(0)
+        for layer, layer_TD in model.stream_layers(batch, self._view):
+            hidden_TD = layer_TD
+            yield layer, _event(model.device)
+        part(self._trace, "head")
+        state_TD = model.norm(hidden_TD)
+        self._last_BD = batch.last_of(state_TD)
+        if model.mtp is not None:
+            # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
+            model.mtp(state_TD, batch.shifted(), self._view)
+            yield model.mtp.layer, _event(model.device)
+        model.experts.end_step()
+
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        part(self._trace, "head")
+        logits_BV = self._model.head(self._last_BD[list(rows)])
+        part(self._trace, "sample")
+        return sample(logits_BV, draws)
+
+    def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
+        if self._model.mtp is None:
+            return [() for _ in rows]
+        return [(pack_state(self._last_BD[row]),) for row in rows]
+
+    def draft(self, states: Sequence[NamedState]) -> Draft:
+        if self._drafter is None:
+            return Draft()
+        model = self._model
+        return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
+
+    def forward(self, rows: Sequence[Row]) -> None:
+        """The part of `decode` that leaves something in the pages, where nothing is drafted."""
+        self._model.forward(self._batch(rows, absorbed=True), self._view)
+        self._model.experts.end_step()
+
+    def decode(
+        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
+    ) -> list[list[Drawn]]:
+        """As the Protocol says. The MTP layer runs at least `num_passes` times, as on other ranks."""
+        model = self._model
+        proposed: list[list[int]] = [[] for _ in rows]
+        if self._drafter is not None:
+            with span(self._trace, "draft"):
+                proposed = self._drafter.propose(rows, draws, drafts, num_passes)
+        part(self._trace, "batch")
+        if any(proposed):
+            rows = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
+            draws = [
+                after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
+            ]
+        batch = self._batch(rows, absorbed=True)
+        hidden_TD = model.forward(batch, self._view)
+        part(self._trace, "head")
+        model.experts.end_step()
+        state_TD = model.norm(hidden_TD)
+        logits_TV = model.head(state_TD)
+        part(self._trace, "sample")
+        drawn = iter(self._sample(logits_TV, draws))
+        part(self._trace, "emit")
+        kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
+        first = 0
+        for draft, more, new in zip(drafts, proposed, kept, strict=True):
+            if draft.state is not None:
+                draft.state = state_TD[first : first + len(new)]
+            first += len(more) + 1
+        return kept
+
+    def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
+        return Batch.build(
+            rows,
+            page_size=self._page_size,
+            device=self._model.device,
+            absorbed=absorbed,
+            cp=self._model.groups.cp,
+            trace=self._trace,
+        )
+
+
+@contextlib.contextmanager
+def using_threads(num_threads: int | None) -> Iterator[None]:
+    """Has torch's ops of this thread use so many threads; afterwards as many as before. None changes nothing.
+
+    torch keeps the number per thread that calls it, and a thread that uses torch for the first time takes the number
+    set last anywhere (ATen/ParallelOpenMP.cpp).
+    """
+    if num_threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
+    """The model's own tokens, as long as each was drawn behind tokens of its own; nothing follows an error."""
+    right = 0
+    while right < len(proposed) and drawn[right].error is None and drawn[right].token == proposed[right]:
+        right += 1
+    return drawn[: right + 1]
+
+
+def _event(device: torch.device) -> Ready:
+    """What to call before reading what was computed so far; None when the device is never behind the host."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event.synchronize

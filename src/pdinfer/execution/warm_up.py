@@ -1,0 +1,134 @@
+"""Warm-up: every size of step once, so that no request pays for what happens at a first use.
+
+That is compilation, the caches that libraries keep per shape, and weights that the system has mapped but not read. The
+steps run on free pages, which are given back: nothing is evicted for them, and nobody finds what they wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from pdinfer.config import EngineConfig
+from pdinfer.errors import Overloaded
+from pdinfer.execution.drafting import Draft
+from pdinfer.execution.runner import Runner
+from pdinfer.execution.sampling import Draw
+from pdinfer.kv.pool import PagePool
+from pdinfer.model.batch import Row
+from pdinfer.types import RequestLimits, SamplingParams
+
+SMALL_PREFILL_TOKENS = 16
+MAX_DECODE_SEQUENCES = 512
+"""Decode is warmed up to this batch size: beyond it one more sequence changes little."""
+
+_GREEDY = SamplingParams(temperature=0.0)
+_FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
+
+
+@attrs.frozen(kw_only=True)
+class WarmUpStep:
+    """One step of a warm-up: `kind` "prefill" of `size` tokens, or "decode" of `size` sequences, or "draft", the same
+    with drafts. `seconds` is how long this first time took."""
+
+    kind: str
+    size: int
+    seconds: float
+
+
+@attrs.frozen(kw_only=True)
+class WarmUp:
+    """What a warm-up ran, in order."""
+
+    steps: tuple[WarmUpStep, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long all of it took."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def longest_s(self) -> float:
+        """How long its longest step took."""
+        return max((step.seconds for step in self.steps), default=0.0)
+
+
+@attrs.frozen(kw_only=True)
+class WarmUpRun:
+    """What a warm-up runs with."""
+
+    runner: Runner
+    pool: PagePool
+    config: EngineConfig
+    limits: RequestLimits
+    clock: Callable[[], float]
+
+    def prefill(self) -> Iterator[WarmUpStep]:
+        """A small prompt, and as long a chunk as steps have. Overloaded when no page is free."""
+        pool = self.pool
+        self._check_free(1)
+        chunk = self.config.chunked_prefill_size
+        longest = self.config.max_prefill_tokens if chunk == -1 else chunk
+        longest = min(longest, self.limits.max_tokens, pool.num_free * pool.layout.page_size)
+        for size in sorted({min(SMALL_PREFILL_TOKENS, longest), longest}):
+            pages = pool.own(pool.layout.num_pages(size))
+            try:
+                started = self.clock()
+                tokens = [self._token(at) for at in range(size)]
+                self._compute([Row(tokens, 0, pages)])
+                self.runner.first_tokens([0], [Draw(sampling=_FILTERED, prompt=tokens, output=())])
+                yield WarmUpStep(kind="prefill", size=size, seconds=self.clock() - started)
+            finally:
+                pool.release(pages)
+
+    def decode(self) -> Iterator[WarmUpStep]:
+        """Batches of 1, 2, 4, … sequences up to as many as may run, without drafts and with. Overloaded when no
+        sequence fits into the free pages."""
+        pool, num_drafts = self.pool, self.config.num_draft_tokens
+        num_pages = pool.layout.num_pages(2 + num_drafts)
+        self._check_free(num_pages)
+        most = min(self.config.max_running_requests, pool.num_free // num_pages, MAX_DECODE_SEQUENCES)
+        pages = pool.own(most * num_pages)
+        try:
+            tables = [pages[at : at + num_pages] for at in range(0, len(pages), num_pages)]
+            self._compute([Row((self._token(at),), 0, table) for at, table in enumerate(tables)])
+            states = self.runner.states(range(most))
+            rows = [Row((self._token(at + 1),), 1, table) for at, table in enumerate(tables)]
+            draws = [
+                Draw(sampling=(_GREEDY, _FILTERED)[at % 2], prompt=(self._token(at),), output=row.tokens)
+                for at, row in enumerate(rows)
+            ]
+            for size in batch_sizes(most):
+                started = self.clock()
+                self.runner.decode(rows[:size], draws[:size], [Draft() for _ in range(size)])
+                yield WarmUpStep(kind="decode", size=size, seconds=self.clock() - started)
+                if num_drafts:
+                    started = self.clock()
+                    drafts = [self.runner.draft(state) for state in states[:size]]
+                    for draft in drafts:
+                        draft.num_tokens = num_drafts
+                    self.runner.decode(rows[:size], draws[:size], drafts)
+                    yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)
+        finally:
+            pool.release(pages)
+
+    def _compute(self, rows: list[Row]) -> None:
+        for _ in self.runner.prefill(rows):
+            pass
+
+    def _token(self, at: int) -> int:
+        """Different ones, so that they go to different experts."""
+        return at * 7919 % self.limits.vocab_size
+
+    def _check_free(self, num_pages: int) -> None:
+        if self.pool.num_free < num_pages:
+            raise Overloaded(
+                f"a warm-up needs {num_pages} free pages and {self.pool.num_free} of {self.pool.num_pages} are free: "
+                "warm up before the first request"
+            )
+
+
+def batch_sizes(most: int) -> list[int]:
+    """1, 2, 4, 8, … below `most`, and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]

@@ -1,0 +1,8 @@
+"""Ops in C for bfloat16 models on CPUs with AVX-512 BF16.
+
+    ops.py      the provider: a function per op, which hands what C cannot take to `torch_ops`
+    build.py    compiles native.c for this machine on first use, and loads it
+    native.c    the kernels
+
+May import: kernels.torch_ops, process, the ground.
+"""

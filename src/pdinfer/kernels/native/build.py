@@ -1,0 +1,231 @@
+"""Compiles `native.c` for this machine on first use and loads it.
+
+The library is kept in the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it), in a folder that nobody else
+may write; where that cannot be had it is built anew for each process. Its name says what went into it and what came
+out:
+
+    native-<source, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
+
+so that one which is cut short, or changed, is known for it and built anew. Without a compiler any that fits this CPU
+will do, in the cache or beside the source. It uses the OpenMP runtime that torch has loaded: two of them would each
+keep a thread per core spinning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdinfer.errors import BackendUnavailable
+from pdinfer.process.scratch import ScratchFolder
+
+_log = logging.getLogger("pdinfer")
+
+SOURCE = Path(__file__).with_name("native.c")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
+NEEDED = "avx512_bf16"
+COMPILE_TIMEOUT_S = 120.0
+
+_P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+SIGNATURES = {
+    "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
+    "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
+    "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
+    "gated_silu": (_P, _N, _N, _P, _I),
+    "experts": (_P, _P, _N, _P, _P, _N, _N, _P, _P, _I),
+    "route": (_P, _P, _N, _N, _I, _N, _N, _N, _I, _F, _P, _P, _I),
+    "group_rows": (_P, _N, _N, _N, _P, _P, _P),
+    "combine_rows": (_P, _P, _P, _N, _N, _N, _P, _I),
+    "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
+    "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
+    "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
+    "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _F, _N, _P, _I),
+    "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
+}
+
+RESULTS = {"mla_decode": _N}
+"""Of those that return something."""
+
+
+def library() -> ctypes.CDLL:
+    """The compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
+    found = _library()
+    if isinstance(found, str):
+        raise BackendUnavailable(found)
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """Or why there is none. Where the CPU could run it that is logged, since nothing fails for want of it."""
+    if NEEDED not in _cpu_flags():
+        return f"needs a CPU with {NEEDED}, this {platform.machine()} has none"
+    try:
+        return _found_or_built()
+    except (BackendUnavailable, OSError, subprocess.SubprocessError) as error:
+        reason = str(error) if isinstance(error, BackendUnavailable) else f"could not be compiled: {error}"
+        _log.warning("kernels for this CPU are not used, and bfloat16 runs slower: the library %s", reason)
+        return reason
+
+
+def _found_or_built() -> ctypes.CDLL:
+    openmp = _loaded_openmp()
+    fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(_cpu_flags())))
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    folder = _cache_folder()
+    if compiler is not None:
+        stem = f"native-{fits}-{_digest(_version(compiler))}"
+        try:
+            return _first_loaded(stem, folder) or _built(compiler, openmp, stem, folder)
+        except BackendUnavailable as error:
+            problem = error
+    else:
+        problem = BackendUnavailable(
+            "is compiled on first use and needs a C compiler (cc, gcc or clang), none is in PATH, and none that was "
+            f"built for this CPU is in {folder or 'a cache folder'}"
+        )
+    library = _first_loaded(f"native-{fits}", folder)
+    if library is None:
+        raise problem
+    return library
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
+
+
+def _loaded_openmp() -> str | None:
+    """Path of the GNU OpenMP runtime in this process, torch's own in its wheels."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = line.rpartition(" ")[2]
+        if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2]):
+            return path
+    return None
+
+
+def _version(compiler: str) -> bytes:
+    done = subprocess.run([compiler, "--version"], capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
+    return done.stdout
+
+
+def _digest(*parts: bytes | str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else part.encode())
+        digest.update(b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _cache_folder() -> Path | None:
+    """Ours in the user's cache, if it is ours alone: what lies there is loaded and run."""
+    try:
+        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        folder = (named if named.is_absolute() else Path.home() / ".cache") / "pdinfer"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):
+        return None
+    if status.st_uid == os.getuid() and not _others_write(status):
+        return folder
+    _log.warning("compiled kernels are not kept: %s is another user's, or others can write it (chmod go-w)", folder)
+    return None
+
+
+def _others_write(status: os.stat_result) -> bool:
+    return bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+
+
+def _first_loaded(stem: str, folder: Path | None) -> ctypes.CDLL | None:
+    """The first library whose name begins with `stem` that is whole and can be loaded."""
+    for path in _candidates(stem, folder):
+        with contextlib.suppress(OSError, BackendUnavailable):
+            if _is_whole(path):
+                return _load(path)
+            _log.warning("%s is not what was written there, and is not used", path)
+            if path.parent == folder:
+                path.unlink()
+    return None
+
+
+def _candidates(stem: str, folder: Path | None) -> Iterator[Path]:
+    for each in (folder, SOURCE.parent):
+        if each is not None:
+            yield from sorted(each.glob(f"{stem}-*.so"))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether it is a file of ours, or of who installed us, and holds the bytes that its name tells."""
+    owners = (os.getuid(), SOURCE.stat().st_uid)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners or _others_write(status):
+            return False
+        return path.stem.rpartition("-")[2] == _digest(file.read())
+
+
+def _built(compiler: str, openmp: str | None, stem: str, folder: Path | None) -> ctypes.CDLL:
+    """Compiled and loaded; in `folder` it is kept, if that can be written."""
+    if folder is not None:
+        with contextlib.suppress(OSError), ScratchFolder(folder) as scratch:
+            return _load(_kept(_compile(compiler, openmp, scratch.path), folder, stem))
+    with ScratchFolder() as scratch:
+        return _load(_compile(compiler, openmp, scratch.path))
+
+
+def _kept(library: Path, folder: Path, stem: str) -> Path:
+    """Names the library, whose bytes are on disk by then: whoever finds the name finds all of it."""
+    library.chmod(0o700)
+    with library.open("rb") as file:
+        path = folder / f"{stem}-{_digest(file.read())}.so"
+        os.fsync(file.fileno())
+    os.replace(library, path)
+    listing = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(listing)
+    finally:
+        os.close(listing)
+    return path
+
+
+def _compile(compiler: str, openmp: str | None, folder: Path) -> Path:
+    compiled, linked = folder / "native.o", folder / "native.so"
+    link = [str(openmp)] if openmp else ["-fopenmp"]
+    for command in (
+        [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],
+        [compiler, "-shared", str(compiled), *link, "-lm", "-o", str(linked)],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise BackendUnavailable(f"could not be compiled: {error}") from error
+        if done.returncode:
+            words = done.stderr.decode(errors="replace").strip().splitlines()
+            raise BackendUnavailable(f"could not be compiled by {compiler}: {words[0] if words else 'no message'}")
+    return linked
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BackendUnavailable(f"was compiled and cannot be loaded: {error}") from error
+    for name, arguments in SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes, function.restype = arguments, RESULTS.get(name)
+    return loaded

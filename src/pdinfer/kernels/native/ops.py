@@ -1,0 +1,341 @@
+"""Kernels in C for bfloat16 models on CPUs with AVX-512 BF16, compiled on first use (docs/decisions/).
+
+An op that has nothing to gain here, by its shape, is torch's, and so is what the kernels cannot read: other dtypes
+than those they are made for, or strides. Threads are those of `torch.get_num_threads`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdinfer.errors import BackendUnavailable, PDInferError
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.native.build import library
+
+FEW_ROWS = 16
+"""Up to here a product waits for its weights; from there on torch's GEMM is faster."""
+FEW_HEAD_ROWS = 64
+"""The same for products head by head, which torch does one by one."""
+PART_TOKENS = 1024
+"""Contexts longer than this are shared by threads in decode."""
+KEYS = 4096
+"""Keys and values expanded at a time in prefill: 64 MiB for 16 heads, whatever the length of the context."""
+
+
+_LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
+
+
+def _are(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    """Whether all that are there have this dtype: C would read the bits of another one as they are."""
+    return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
+
+
+def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+    """A sentence when this machine or dtype cannot have these kernels."""
+    if device.type != "cpu":
+        return f"is for CPUs, device is {device.type}"
+    if dtype != torch.bfloat16:
+        return f"is for bfloat16, the model runs in {dtype}"
+    try:
+        library()
+    except BackendUnavailable as error:
+        return str(error)
+    return None
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if x_TD.stride(-1) != 1 or not _are(torch.bfloat16, x_TD, weight_D):
+        return torch_ops.rms_norm(x_TD, weight_D, eps)
+    rows, width = x_TD.shape
+    out = x_TD.new_empty(rows, width)
+    library().rms_norm(
+        x_TD.data_ptr(), x_TD.stride(0), rows, width, weight_D.data_ptr(), eps, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    rows, width = x_TI.shape
+    outs = weight_OI.shape[0]
+    fits = outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits or not 0 < rows <= FEW_ROWS:
+        return F.linear(x_TI, weight_OI)
+    out = x_TI.new_empty(rows, outs)
+    getattr(library(), _LINEARS[x_TI.dtype])(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight_OI.data_ptr(),
+        outs,
+        width,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+    readable = _are(torch.bfloat16, x_THR) and _are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
+    if not interleaved or not readable:
+        return torch_ops.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+    rows, num_heads, width = x_THR.shape
+    cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
+    out = x_THR.new_empty(rows, num_heads, width)
+    library().rotate(
+        x_THR.data_ptr(),
+        x_THR.stride(0),
+        x_THR.stride(1),
+        rows,
+        num_heads,
+        width // 2,
+        cos_TF.data_ptr(),
+        sin_TF.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    *,
+    sigmoid: bool,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    if not _are(torch.float32, logits_TE, bias_E):
+        return torch_ops.route(
+            logits_TE,
+            bias_E,
+            sigmoid=sigmoid,
+            top_k=top_k,
+            num_groups=num_groups,
+            top_k_groups=top_k_groups,
+            normalize=normalize,
+            scaling_factor=scaling_factor,
+        )
+    tokens, num_experts = logits_TE.shape
+    logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
+    ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
+    library().route(
+        logits_TE.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(),
+        tokens,
+        num_experts,
+        sigmoid,
+        top_k,
+        num_groups,
+        top_k_groups,
+        normalize,
+        scaling_factor,
+        ids.data_ptr(),
+        weights.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids, weights
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids_TK = ids_TK.contiguous()
+    counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64), torch.empty_like(ids_TK)
+    token_of_row_S = row_TK.new_empty(ids_TK.numel())
+    library().group_rows(
+        ids_TK.data_ptr(),
+        *ids_TK.shape,
+        num_experts,
+        counts_E.data_ptr(),
+        token_of_row_S.data_ptr(),
+        row_TK.data_ptr(),
+    )
+    return counts_E, token_of_row_S, row_TK
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    if not _are(torch.bfloat16, y_SD) or not _are(torch.float32, weights_TK):
+        return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
+    out_TD = torch.empty(len(row_TK), y_SD.shape[1])
+    y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
+    library().combine_rows(
+        y_SD.data_ptr(),
+        row_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        *row_TK.shape,
+        y_SD.shape[1],
+        out_TD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out_TD
+
+
+def gated_silu(x_TJ: Tensor) -> Tensor:
+    if not _are(torch.bfloat16, x_TJ):
+        return torch_ops.gated_silu(x_TJ)
+    rows, width = x_TJ.shape
+    x_TJ = x_TJ.contiguous()
+    out = x_TJ.new_empty(rows, width // 2)
+    library().gated_silu(x_TJ.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    num_experts, width, inner = down_EDI.shape
+    rows = len(x_SD)
+    fits = width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x_SD, gate_up_EJD, down_EDI)
+    if not rows or int(counts_E.max()) > FEW_ROWS or not fits:
+        return torch_ops.by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
+    out = torch.empty_like(x_SD)
+    hidden = x_SD.new_empty(rows, 3 * inner)
+    library().experts(
+        x_SD.data_ptr(),
+        counts_E.data_ptr(),
+        num_experts,
+        gate_up_EJD.data_ptr(),
+        down_EDI.data_ptr(),
+        width,
+        inner,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    rows, _, width = x_THN.shape
+    outs = weight_HNC.shape[2]
+    packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
+    readable = packed and _are(torch.bfloat16, x_THN, weight_HNC)
+    if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not readable:
+        return torch_ops.heads_in(x_THN, weight_HNC)
+    return _by_heads(library().heads_in, x_THN, weight_HNC, outs)
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    rows, _, width = x_THC.shape
+    outs = weight_HVC.shape[1]
+    packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
+    readable = packed and _are(torch.bfloat16, x_THC, weight_HVC)
+    if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not readable:
+        return torch_ops.heads_out(x_THC, weight_HVC)
+    return _by_heads(library().heads_out, x_THC, weight_HVC, outs)
+
+
+def _by_heads(kernel: Callable[..., None], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
+    """Runs a product head by head -> [T, H, outs]; `weight_H` is [H, ...]."""
+    rows, num_heads, width = x_THI.shape
+    out = x_THI.new_empty(rows, num_heads, outs)
+    kernel(
+        x_THI.data_ptr(),
+        x_THI.stride(0),
+        x_THI.stride(1),
+        rows,
+        num_heads,
+        width,
+        weight_H.data_ptr(),
+        weight_H.stride(0),
+        outs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def mla_prefill(
+    q_THQ: Tensor,
+    pages_PGW: Tensor,
+    kv_b_OC: Tensor,
+    page_table_BM: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    v_head_dim: int,
+    scale: float,
+) -> Tensor:
+    num_heads, rank = q_THQ.shape[1], kv_b_OC.shape[1]
+    nope = kv_b_OC.shape[0] // num_heads - v_head_dim
+    rope = q_THQ.shape[-1] - nope
+    if v_head_dim % 64 or nope % 2 or rope % 2 or not _are(torch.bfloat16, q_THQ, pages_PGW, kv_b_OC):
+        return torch_ops.mla_prefill(
+            q_THQ, pages_PGW, kv_b_OC, page_table_BM, query_lens, context_lens, v_head_dim=v_head_dim, scale=scale
+        )
+    page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
+    sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim)
+    largest_TH, total_TH = torch.full(q_THQ.shape[:2], -math.inf), torch.zeros(q_THQ.shape[:2])
+    blocks = -(-min(KEYS, max(context_lens, default=0)) // 64)
+    scratch = torch.empty(num_heads * blocks * 32 * (nope + rope + v_head_dim), dtype=torch.int32)
+    first, step = 0, KEYS // page_size * page_size
+    for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
+        at = slice(first, first + num_queries)
+        for start in range(0, context if num_queries else 0, step):
+            stop = min(start + step, context)
+            table = page_table_BM[row, start // page_size : -(-stop // page_size)]
+            cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
+            kv_SHX = F.linear(cached[:, :rank], kv_b_OC)
+            library().mla_prefill(
+                q_THQ[at].data_ptr(),
+                kv_SHX.data_ptr(),
+                cached[:, rank:].data_ptr(),
+                cached.stride(0),
+                num_queries,
+                stop - start,
+                num_heads,
+                nope,
+                rope,
+                v_head_dim,
+                context - num_queries - start,
+                scale,
+                scratch.data_ptr(),
+                sums_THV[at].data_ptr(),
+                largest_TH[at].data_ptr(),
+                total_TH[at].data_ptr(),
+                torch.get_num_threads(),
+            )
+        first += num_queries
+    return sums_THV.div_(total_TH[..., None]).to(q_THQ.dtype)
+
+
+def mla_decode(
+    q_latent_BHC: Tensor,
+    q_rope_BHR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    batch, num_heads, rank = q_latent_BHC.shape
+    width = pages_PGW.shape[-1]
+    if not batch or rank % 32 or width % 32 or not _are(torch.bfloat16, q_latent_BHC, q_rope_BHR, pages_PGW):
+        return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
+    q_latent_BHC, q_rope_BHR = q_latent_BHC.contiguous(), q_rope_BHR.contiguous()
+    out = torch.empty_like(q_latent_BHC)
+    lacking = library().mla_decode(
+        q_latent_BHC.data_ptr(),
+        q_rope_BHR.data_ptr(),
+        pages_PGW.data_ptr(),
+        page_table_BM.data_ptr(),
+        page_table_BM.shape[1],
+        pages_PGW.shape[1],
+        context_lens_B.data_ptr(),
+        batch,
+        num_heads,
+        width,
+        rank,
+        scale,
+        PART_TOKENS,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if lacking:
+        raise PDInferError(f"attention over {context_lens_B.tolist()[:8]} tokens lacks {lacking} bytes of memory")
+    return out

@@ -1,0 +1,179 @@
+"""The other end of one link: the session's seals and what waits to be sent. And that it is wanted."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.complaints import Complaints
+from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.transports.base import Link, Transfer, Transport
+from pdinfer.process.locks import new_lock
+from pdinfer.types import PeerAddress, PeerKey, peer_key
+
+
+class Occupied(TransferError):
+    """A link to this peer is there already or on its way: who asks again finds it, or gets another."""
+
+
+@attrs.define(eq=False)
+class Write:
+    """The payload behind a frame; see `Transport.write`. `then` is called once, whatever happens."""
+
+    source: Spans
+    ready: Callable[[], None] | None
+    then: Callable[[Transfer], None]
+    _done: bool = False
+
+    def complete(self, transfer: Transfer) -> None:
+        """The memory is no longer read."""
+        if not self._done:
+            self._done = True
+            self.then(transfer)
+
+
+@attrs.define(eq=False)
+class Wanted:
+    """A peer that this end dials again whenever there is no link to it: next when it is `due`, the last time a while
+    after `lost_at`."""
+
+    address: PeerAddress
+    lost_at: float
+    due: float
+    attempts: int = 0
+
+
+@attrs.define(eq=False)
+class Peer:
+    """What is known of the other end of `link`: its `address` once it is welcome, else why it is not (`refusal`).
+    `stepped_at` is when, by our clock, the engine behind it last looked at its channel.
+
+    `post` may be called from any thread, the rest belongs to `Peers`, under its lock.
+    """
+
+    link: Link
+    nonce: bytes
+    dialled: bool
+    since: float
+    complaints: Complaints
+    silent_s: float = 0.0
+    address: PeerAddress | None = None
+    layout_id: bytes = b""
+    refusal: PDInferError | None = None
+    asked_for: PeerAddress | None = None
+    stepped_at: float | None = None
+    placing: dict[bytes, tuple[wire.Data, int, float]] = attrs.field(factory=dict)
+    _ours: Seal | None = None
+    _theirs: Seal | None = None
+    _lock: threading.RLock = attrs.field(factory=new_lock)
+    _outbox: deque[tuple[bytes, Write | None]] = attrs.field(factory=deque)
+    _posting: bool = False
+    _opened: bool = False
+    _broken: TransferError | None = None
+
+    @property
+    def is_sealed(self) -> bool:
+        return self._theirs is not None
+
+    @property
+    def key(self) -> PeerKey | None:
+        """Who is there, or who should be: None on an accepted link that is not open yet."""
+        address = self.address or self.asked_for
+        return None if address is None else peer_key(address)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this end dialled, and has no answer yet."""
+        return self.asked_for is not None and self.address is None and self.refusal is None
+
+    def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
+        """Both nonces are known: every frame from now on carries a tag."""
+        session = self.nonce + their_nonce if self.dialled else their_nonce + self.nonce
+        self._ours, self._theirs = Seal(session, self.dialled, key), Seal(session, not self.dialled, key)
+
+    def unseal(self, sealed: bytes) -> bytes:
+        """The frame in what arrived; TransferError when it is not the next one of the session."""
+        if self._theirs is None:
+            raise TransferError(f"{self.link.endpoint} sent a sealed frame before its first one")
+        return self._theirs.open(sealed)
+
+    def open(self, transport: Transport, frame: bytes) -> None:
+        """Sends this end's first frame, the one without a tag, unless that was done."""
+        with self._lock:
+            if self._opened:
+                return
+            self._opened = True
+            self._outbox.append((frame, None))
+        self.flush(transport)
+
+    def queue(self, frame: bytes, write: Write | None = None) -> None:
+        """Seals. Frames leave in the order in which they were queued, whatever threads flush them."""
+        with self._lock:
+            if self._ours is None:
+                raise TransferError(f"nothing can be sent to {self.link.endpoint} before its first frame came")
+            broken = self._broken
+            if broken is None:
+                self._outbox.append((self._ours.seal(frame), write))
+        if broken is not None and write is not None:
+            write.complete(Transfer(0, done=True, error=broken))
+
+    def post(self, transport: Transport, frame: bytes, write: Write | None = None) -> None:
+        """Queues and flushes."""
+        self.queue(frame, write)
+        self.flush(transport)
+
+    def flush(self, transport: Transport) -> None:
+        """Sends what is queued, unless another thread is doing so. No lock is held while the transport is called: it
+        may call back, or deliver to an end that posts to this one. What the transport cannot send closes the link,
+        since nothing behind a missing frame verifies."""
+        with self._lock:
+            if self._posting:
+                return
+            self._posting = True
+        while (item := self._next()) is not None:
+            try:
+                self._send(transport, *item)
+            except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
+                self._break_off(transport, item, error)
+                raise
+            except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
+                is_bug = not isinstance(error, TransferError)
+                self.complaints.warn(
+                    "a frame could not be sent, %s is given up: %s", self.link.endpoint, error, exc_info=is_bug
+                )
+                self._break_off(transport, item, error)
+                return
+            except BaseException as error:
+                self._break_off(transport, item, error)
+                raise
+
+    def _next(self) -> tuple[bytes, Write | None] | None:
+        with self._lock:
+            if self._outbox:
+                return self._outbox.popleft()
+            self._posting = False
+            return None
+
+    def _send(self, transport: Transport, sealed: bytes, write: Write | None) -> None:
+        if write is None:
+            transport.send(self.link, sealed)
+        else:
+            transport.write(self.link, sealed, write.source, ready=write.ready, then=write.complete)
+
+    def _break_off(self, transport: Transport, item: tuple[bytes, Write | None], error: BaseException) -> None:
+        with self._lock:
+            self._broken = TransferError(f"the link to {self.link.endpoint} was closed: a frame failed: {error!r}")
+            self.refusal = self.refusal or self._broken
+            lost = [item, *self._outbox]
+            self._outbox.clear()
+            self._posting = False
+        for _, write in lost:
+            if write is not None:
+                write.complete(Transfer(0, done=True, error=self._broken))
+        transport.fence(self.link)

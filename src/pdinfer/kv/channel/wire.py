@@ -1,0 +1,243 @@
+"""The messages between two ends of a channel, and how our values become bytes (MessagePack through msgspec).
+
+Unknown fields are ignored within a major version, so fields may be added at the end; a feature that a peer must
+understand goes into `Hello.required`. Long lists of ints travel as packed little-endian int32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import attrs
+import msgspec
+import numpy as np
+
+from pdinfer.bounds import (
+    FEW,
+    MAX_SECONDS,
+    MAX_TEXT_CHARACTERS,
+    Differences,
+    Index,
+    Name,
+    Packed,
+    Room,
+    Seconds,
+    broken_bound,
+    escaped,
+)
+from pdinfer.checks import clip
+from pdinfer.errors import (
+    ConfigError,
+    LayoutMismatch,
+    Overloaded,
+    PDInferError,
+    RequestError,
+    TransferError,
+    error_from_code,
+)
+from pdinfer.kv.channel.frame_mac import MAX_TAG_BYTES, NONCE_BYTES
+from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
+from pdinfer.types import Handoff, PageGrant, PeerAddress
+
+MAJOR, MINOR = 2, 0
+FEATURES: frozenset[str] = frozenset()
+"""Optional behaviours this version understands; a peer that requires another one is refused."""
+MAX_REASON_BYTES = 320
+"""How much of a reason for refusing travels as text. Differences travel one by one, and the other end lists them."""
+MAX_DIFFERENCE_CHARACTERS = 120
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+class Open(msgspec.Struct, tag="open"):
+    """First frame of either end, the only one without a tag: what the tags of this session are made of."""
+
+    version: tuple[Index, Index]
+    nonce: Nonce
+    keyed: bool
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """From who dialled: who we are and what our pages mean."""
+
+    address: PeerAddress
+    layout: KVLayout
+    required: Annotated[tuple[Name, ...], FEW] = ()
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer that opens a link."""
+
+    address: PeerAddress
+    layout: KVLayout
+
+
+class Reject(msgspec.Struct, tag="reject"):
+    """The answer that refuses it; `fields` as in LayoutMismatch. With `again`, what speaks against it passes soon."""
+
+    error: PDInferError
+    fields: Differences = ()
+    again: bool = False
+
+
+class Data(msgspec.Struct, tag="data"):
+    """Announces a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
+
+    room: Room
+    layers: range
+    tokens: range
+
+
+class Finish(msgspec.Struct, tag="finish"):
+    """A writer's last word on a room."""
+
+    handoff: Handoff
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """Decode asks a writer to stop; the Finish that follows is the proof that it has."""
+
+    room: Room
+    error: PDInferError
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """Sent by either end all the time: a link without them is dead. `step_age_s` is how long ago the engine behind
+    this end looked at its channel, so that a host that hangs can be told from one that is gone."""
+
+    step_age_s: Seconds
+
+
+Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Token or page ids as little-endian int32; RequestError for one that has no place in 32 bits."""
+    try:
+        return np.asarray(values, dtype="<i4").tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RequestError(f"ids must be ints of 32 bits to travel: {error}") from error
+
+
+def unpack_ints(data: bytes) -> tuple[int, ...]:
+    """Inverse of `pack_ints`; TransferError when it is no whole number of ints."""
+    if len(data) % 4:
+        raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def check_packed(name: str, data: bytes) -> None:
+    """Raises ValueError, by which a message is refused, unless `data` is a packed list of ints."""
+    if len(data) % 4:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
+
+
+def check_ids(name: str, data: bytes) -> None:
+    """The same, and unless none of the ints is negative."""
+    check_packed(name, data)
+    if data and np.frombuffer(data, dtype="<i4").min() < 0:
+        raise ValueError(f"{name} holds an id below 0")
+
+
+class PackedGrant(msgspec.Struct):
+    """A grant with its page lists packed."""
+
+    grant: PageGrant
+    pages: Packed
+    generations: Packed
+
+    def __post_init__(self) -> None:
+        """ValueError, which refuses the message, unless there is a generation for every page."""
+        check_ids("pages", self.pages)
+        check_ids("generations", self.generations)
+        if len(self.pages) != len(self.generations):
+            raise ValueError(f"{len(self.pages) // 4} pages have {len(self.generations) // 4} generations")
+
+    @classmethod
+    def of(cls, grant: PageGrant) -> PackedGrant:
+        bare = attrs.evolve(grant, pages=(), generations=())
+        return cls(bare, pack_ints(grant.pages), pack_ints(grant.generations))
+
+    def unpack(self) -> PageGrant:
+        return attrs.evolve(self.grant, pages=unpack_ints(self.pages), generations=unpack_ints(self.generations))
+
+
+def to_builtin(value: object) -> object:
+    """What msgspec cannot encode itself: ranges and errors (its enc_hook)."""
+    if isinstance(value, range):
+        return (value.start, value.stop)
+    if isinstance(value, PDInferError):
+        described = (value.code, str(value)[:MAX_TEXT_CHARACTERS])
+        retry_after_s = value.retry_after_s if isinstance(value, Overloaded) else None
+        return described if retry_after_s is None else (*described, retry_after_s)
+    raise NotImplementedError(f"cannot encode a {type(value).__name__}")
+
+
+def from_builtin(kind: type, value: Any) -> object:
+    """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked, and an error's text escaped."""
+    if kind is range:
+        match value:
+            case [int(start), int(stop)] if 0 <= start <= stop < 2**31 and bool not in (type(start), type(stop)):
+                return range(start, stop)
+        raise ValueError(f"{clip(value)} is no range of tokens or layers")
+    if issubclass(kind, PDInferError):
+        match value:
+            case [str(code), str(message)]:
+                return error_from_code(code, escaped(message))
+            case [Overloaded.code, str(message), float(retry_after_s)] if 0 <= retry_after_s <= MAX_SECONDS:
+                return error_from_code(Overloaded.code, escaped(message), retry_after_s)
+        raise ValueError(f"{clip(value)} is no error")
+    raise NotImplementedError(f"cannot decode a {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_builtin)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, dec_hook=from_builtin)
+
+
+def encode(message: Message) -> bytes:
+    """The frame of a message, without its tag; ConfigError when it is too long to travel."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_FRAME_BYTES - MAX_TAG_BYTES:
+        raise ConfigError(
+            f"a {type(message).__name__} frame of {len(frame)} bytes is too long to travel: "
+            f"{MAX_FRAME_BYTES - MAX_TAG_BYTES} fit"
+        )
+    return frame
+
+
+def rejection(error: PDInferError, *, again: bool) -> bytes:
+    """A Reject frame that an untrusted link takes: long texts are cut between words, and of many differences the last
+    ones stay unsaid."""
+    fields: tuple[tuple[str, str, str], ...] = ()
+    text = str(error)
+    if isinstance(error, LayoutMismatch):
+        text = "the two ends' KV layouts differ"
+        fields = tuple(
+            (name, _cut(ours, MAX_DIFFERENCE_CHARACTERS), _cut(theirs, MAX_DIFFERENCE_CHARACTERS))
+            for name, ours, theirs in error.fields
+        )
+    short = error_from_code(error.code, _cut(text, MAX_REASON_BYTES))
+    while True:
+        frame = encode(Reject(short, fields, again))
+        if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES - MAX_TAG_BYTES or not fields:
+            return frame
+        fields = fields[:-1]
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """At most so many bytes of UTF-8, whole words (or numbers of a list) and a mark where some are left out."""
+    if len(text.encode()) <= num_bytes:
+        return text
+    mark = " …"
+    short = text.encode()[: num_bytes - len(mark.encode())].decode(errors="ignore")
+    end = max(short.rfind(" "), short.rfind(","))
+    return (short[:end] if end > 0 else short) + mark
+
+
+def decode(frame: bytes) -> Message:
+    """The message in `frame`; TransferError for anything that is not one, whatever the bytes."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError, attrs.exceptions.FrozenInstanceError) as error:
+        raise TransferError(f"a peer sent a frame that is not a message: {broken_bound(error)}") from error

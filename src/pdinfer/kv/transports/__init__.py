@@ -1,0 +1,15 @@
+"""What carries frames and bytes between two ends, and knows nothing of rooms or requests. A new transport is a file or
+a
+folder here; it passes `tests/conformance/transport_suite.py`.
+
+    base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
+    budget.py     a bound on what all links of a transport hold together
+    loopback.py   inside one process
+    socket.py     TCP and Unix sockets
+    mooncake.py   the Mooncake Transfer Engine
+    stream/       what the transports over stream sockets share
+    shm/          between processes of one host, through shared memory
+    one_sided/    over any engine that writes into a peer's memory
+
+May import: kv.layout, kv.memfd, kv.memory, process, the ground.
+"""

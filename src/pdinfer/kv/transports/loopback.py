@@ -1,0 +1,312 @@
+"""A transport inside one process: a frame is a function call, a write a copy, or nothing when the pages are the same.
+
+Deliveries run in the thread that sends. Every end of a link has an inbox that one thread at a time empties: what is
+sent from inside a delivery, or while another thread delivers, waits in line, so order holds without a lock around
+any callback.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import attrs
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame
+from pdinfer.process.locks import new_lock
+
+SCHEME = "loopback://"
+
+
+class Interrupted(TransferError):
+    """A host was interrupted inside a delivery: what either end of the link knows may be half true."""
+
+
+class LoopbackHub:
+    """Who can be reached in this process. Every transport of one hub sees every other; safe from any thread.
+
+    `lock` guards the hub and the links of all its transports, and is never held during a callback.
+    """
+
+    def __init__(self) -> None:
+        self.lock = new_lock()
+        self._numbers = itertools.count()
+        self._transports: dict[str, LoopbackTransport] = {}
+
+    def add(self, transport: LoopbackTransport) -> str:
+        """The endpoint at which `transport` is found from now on; called with the lock held, as are the others."""
+        endpoint = f"{SCHEME}{next(self._numbers)}"
+        self._transports[endpoint] = transport
+        return endpoint
+
+    def remove(self, endpoint: str) -> None:
+        self._transports.pop(endpoint, None)
+
+    def find(self, endpoint: str) -> LoopbackTransport:
+        """Raises TransferError when nothing is there."""
+        if endpoint not in self._transports:
+            raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
+        return self._transports[endpoint]
+
+
+@attrs.define(eq=False)
+class _Delivery:
+    """One call to a receiver; `transfer` belongs to the sender and is done when the call is, or was dropped."""
+
+    run: Callable[[], None]
+    transfer: Transfer | None = None
+
+    def complete(self, error: TransferError | None) -> None:
+        if self.transfer is not None:
+            self.transfer.complete(error)
+
+
+@attrs.define(eq=False)
+class _End:
+    """One side of a link, and what waits to be delivered to its owner. `changed` is shared by both sides."""
+
+    link: Link
+    memory: Memory
+    receiver: Receiver
+    changed: threading.Condition
+    peer: _End = attrs.field(init=False)
+    inbox: deque[_Delivery] = attrs.field(factory=deque)
+    deliverer: int | None = None
+    closing: bool = False
+    gone: bool = False
+
+    def post(self, delivery: _Delivery) -> None:
+        """Queues `delivery`, and delivers all that waits unless a thread is doing so already."""
+        with self.changed:
+            accepted = not self.closing
+            if accepted:
+                self.inbox.append(delivery)
+        if accepted:
+            self.deliver()
+        else:
+            delivery.complete(TransferError(f"the link to {self.peer.link.endpoint} is closed"))
+
+    def deliver(self) -> None:
+        with self.changed:
+            if self.deliverer is not None:
+                return
+            self.deliverer = threading.get_ident()
+        while True:
+            with self.changed:
+                if not self.inbox:
+                    self.deliverer = None
+                    return
+                delivery = self.inbox.popleft()
+            self._run(delivery)
+
+    def _run(self, delivery: _Delivery) -> None:
+        error: TransferError | None = None
+        try:
+            delivery.run()
+        except TransferError as raised:
+            error = raised
+        except Exception as raised:
+            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", self.link.endpoint)
+            kind = Interrupted if isinstance(raised, MemoryError) else TransferError
+            error = kind(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
+        except BaseException:
+            # Ctrl-C may hit the host while it delivers; the link must not stay in the hands of this thread.
+            error = Interrupted(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
+            delivery.complete(error)
+            self.cut()
+            raise
+        delivery.complete(error)
+        if error is not None:
+            self.shut(error)
+
+    def shut(self, error: TransferError | None) -> None:
+        """Closes both sides: drops what waits and queues `closed`, with `error` here."""
+        kind = Interrupted if isinstance(error, Interrupted) else TransferError
+        reason = kind(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
+        with self.changed:
+            if self.closing:
+                return
+            dropped = [*self.inbox, *self.peer.inbox]
+            self.closing_with(error)
+            self.peer.closing_with(reason)
+        for delivery in dropped:
+            delivery.complete(error or TransferError(f"the link to {self.link.endpoint} was closed"))
+        self.deliver()
+        self.peer.deliver()
+
+    def cut(self) -> None:
+        """As `shut`, by a thread that was interrupted, in whatever state it has left both sides."""
+        sides = (self, self.peer)
+        stuck = [side for side in sides if side.deliverer == threading.get_ident()]
+        for side in sides:
+            with side.changed:
+                side.closing = side.gone
+                side.deliverer = None if side in stuck else side.deliverer
+        self.shut(Interrupted("a delivery was interrupted") if stuck else None)
+        self.peer.shut(None)
+
+    def closing_with(self, error: TransferError | None) -> None:
+        self.closing = True
+        self.inbox.clear()
+        self.inbox.append(_Delivery(lambda: self._closed(error)))
+
+    def _closed(self, error: TransferError | None) -> None:
+        if self.gone:
+            return
+        try:
+            self.receiver.closed(self.link, error)
+        finally:
+            with self.changed:
+                self.gone = True
+                self.changed.notify_all()
+
+    def wait_gone(self) -> None:
+        """Returns when `closed` has been called; inside a delivery of this very end, calls it."""
+        with self.changed:
+            nested = self.deliverer == threading.get_ident()
+            last = self.inbox.popleft() if nested and self.inbox else None
+            if not nested:
+                self.changed.wait_for(lambda: self.gone)
+        if last is not None:
+            self._run(last)
+
+
+class LoopbackTransport:
+    """Moves frames and bytes between engines of one process, found through `hub`.
+
+    A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A
+    callback may fence its own link; fencing, from inside a callback, a link to which another thread is delivering
+    waits for that thread.
+    """
+
+    def __init__(self, hub: LoopbackHub) -> None:
+        self._hub = hub
+        self._ends: dict[Link, _End] = {}
+        self._owned: tuple[Memory, Receiver] | None = None
+        self._endpoint = ""
+        self._closed = False
+
+    @property
+    def name(self) -> str:
+        return "loopback"
+
+    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        if self._owned is not None:
+            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
+        self._owned = (memory, receiver)
+        with self._hub.lock:
+            self._endpoint = self._hub.add(self)
+        return (self._endpoint,)
+
+    def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
+        endpoint = next((e for e in endpoints if e.startswith(SCHEME)), None)
+        if endpoint is None:
+            raise TransferError(f"a loopback transport cannot reach {list(endpoints)}; it needs {SCHEME}<n>")
+        with self._hub.lock:
+            other = self._hub.find(endpoint)
+            ours, theirs = self.new_end(endpoint), other.new_end(self._endpoint)
+            ours.changed = theirs.changed
+            ours.peer, theirs.peer = theirs, ours
+            ours.link.same_memory = theirs.link.same_memory = ours.memory is theirs.memory
+        theirs.post(_Delivery(lambda: theirs.receiver.opened(theirs.link)))
+        return ours.link
+
+    def new_end(self, endpoint: str) -> _End:
+        if self._closed:
+            raise TransferError(f"the transport at {self._endpoint} is closed; make a new one")
+        if self._owned is None:
+            raise ConfigError("register a memory and a receiver before connecting")
+        self._ends = {link: end for link, end in self._ends.items() if not end.gone}
+        end = _End(Link(endpoint), *self._owned, threading.Condition(new_lock()))
+        self._ends[end.link] = end
+        return end
+
+    def send(self, link: Link, frame: bytes) -> None:
+        check_frame(frame)
+        end = self._ends.get(link)
+        if end is not None:
+            end.peer.post(_Delivery(lambda: _receive(end.peer, frame)))
+
+    def write(
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        check_frame(frame)
+        memory = self._memory()
+        transfer = Transfer(total_bytes(source, memory), then)
+        end = self._ends.get(link)
+        if end is None:
+            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
+            return transfer
+
+        def place() -> None:
+            if ready is not None:
+                ready()
+            _place(end.peer, frame, memory, source, transfer.num_bytes)
+
+        end.peer.post(_Delivery(place, transfer))
+        return transfer
+
+    def _memory(self) -> Memory:
+        if self._owned is None:
+            raise ConfigError("register a memory and a receiver before writing")
+        return self._owned[0]
+
+    def fence(self, link: Link) -> None:
+        end = self._ends.get(link)
+        if end is not None:
+            end.shut(None)
+            end.wait_gone()
+
+    def cut(self) -> None:
+        """Closes every link after an interrupt, which may have left them in any state."""
+        for end in list(self._ends.values()):
+            end.cut()
+            end.wait_gone()
+
+    def close(self) -> None:
+        with self._hub.lock:
+            self._closed = True
+            self._hub.remove(self._endpoint)
+            ends = list(self._ends.values())
+        for end in ends:
+            end.shut(None)
+            end.wait_gone()
+
+
+def _receive(end: _End, frame: bytes) -> None:
+    check_arriving(end.link, len(frame), is_write=False)
+    end.receiver.received(end.link, frame)
+
+
+def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_bytes: int) -> None:
+    """Puts a payload where the receiver wants it; spans of one memory that are the same need no copy."""
+    check_arriving(end.link, len(frame), is_write=True)
+    _check_open(end)
+    spans = end.receiver.place(end.link, frame, num_bytes)
+    _check_open(end)
+    if spans is None:
+        return
+    placed = total_bytes(spans, end.memory)
+    if placed != num_bytes:
+        raise TransferError(f"a write of {num_bytes} bytes from {end.link.endpoint} was placed in {placed} bytes")
+    if end.memory is not source or spans != source_spans:
+        end.memory.copy_from(spans, source, source_spans)
+    end.receiver.placed(end.link, frame, None)
+
+
+def _check_open(end: _End) -> None:
+    """What ran just now, `ready` or `place`, may have closed the link."""
+    if end.closing:
+        raise TransferError(f"the link to {end.link.endpoint} was closed before its write was placed")

@@ -1,0 +1,185 @@
+"""The Mooncake Transfer Engine: RDMA between hosts, and TCP where there is no NIC for it.
+
+Mooncake moves the bytes; how its writes are kept out of pages is said in `kv/transports/one_sided/transport.py`. Its
+engine is configured by the environment, so this module sets what it needs there, where unset, and logs all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import logging
+import os
+import re
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kv.transports.one_sided.ring import NamedEngine
+from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.transports.stream.door import Strangers
+
+PROTOCOLS = ("tcp", "rdma")
+OLDEST = (0, 3, 13)
+"""Before it a TCP write was reported done when it had left, not when it had landed (its protocol 2)."""
+DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
+DEFAULTS = {"MC_TCP_SLICE_SIZE": "1048576", "MC_LOG_LEVEL": "WARNING"}
+"""What is set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB."""
+RDMA_DEVICES = Path("/sys/class/infiniband")
+
+
+def _load(protocol: str, devices: Sequence[str]) -> Any:
+    """The module `mooncake.engine`; BackendUnavailable says what is missing and what to install."""
+    _prepare_environment(protocol, devices)  # some of it is read when the library is loaded
+    try:
+        module = importlib.import_module("mooncake.engine")
+    except ModuleNotFoundError as error:
+        raise BackendUnavailable(
+            f"MooncakeTransport needs the package `mooncake` ({error}): install {DISTRIBUTIONS[0]} on a machine with "
+            f"CUDA or {DISTRIBUTIONS[1]} on one without, never both"
+        ) from error
+    except (ImportError, OSError) as error:
+        library = re.search(r"(lib\w+)\.so", str(error))
+        name = library[1] if library else ""
+        if name.startswith("libcu") and name != "libcurl":
+            advice = f"that build is for CUDA; on a machine without it install {DISTRIBUTIONS[1]} instead"
+        else:
+            advice = f"install it (Debian: {DEBIAN.get(name) or ' '.join(DEBIAN.values())})"
+        raise BackendUnavailable(f"Mooncake cannot load {name or 'a library'} ({error}): {advice}") from error
+    for distribution in DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
+            needed = ".".join(map(str, OLDEST))
+            raise BackendUnavailable(
+                f"{distribution} is {version}, and pdinfer needs {needed}: older ones tell too early"
+            )
+    return module
+
+
+def _prepare_environment(protocol: str, devices: Sequence[str]) -> None:
+    """Sets what the engine reads when it is made. It ignores the protocol it is given: it takes RDMA when it finds a
+    device and MC_FORCE_TCP is not set, else TCP, so both cases are made certain here."""
+    if os.environ.get("MC_TCP_PROTO") == "1":
+        raise BackendUnavailable("MC_TCP_PROTO=1 makes Mooncake report writes before they have landed; unset it")
+    if protocol == "tcp":
+        os.environ.setdefault("MC_FORCE_TCP", "1")
+    else:
+        if "MC_FORCE_TCP" in os.environ:
+            raise BackendUnavailable(
+                'protocol="rdma" was asked for, and MC_FORCE_TCP is set, by you or by an engine for "tcp" in this '
+                "process; unset it, and use one protocol per process"
+            )
+        present = sorted(path.name for path in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.exists() else []
+        if not present or not set(devices) <= set(present):
+            raise BackendUnavailable(
+                f'protocol="rdma" was asked for with devices {list(devices) or "of any name"}; this machine has '
+                f'{present or "no RDMA device"} in {RDMA_DEVICES}; use protocol="tcp", or one of them'
+            )
+    for name, value in DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    now = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MC_")}
+    logging.getLogger("pdinfer").info("Mooncake reads %s", now)
+
+
+class MooncakeEngine(NamedEngine):
+    """One engine of this process. It listens on two ports, on every interface and without authentication, so it belongs
+    on a network whose machines are all trusted; only landing rings and send blocks are registered with it.
+
+    `host` is what peers reach this machine by. `protocol` is "tcp" or "rdma", `devices` the RDMA devices to use, all
+    when empty. Transports may share an engine; whoever made it closes it after them. Raises BackendUnavailable when the
+    library or the hardware is not there.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", protocol: str = "tcp", devices: Sequence[str] = ()) -> None:
+        check_engine(protocol, devices)
+        library = _load(protocol, devices)
+        engine = library.TransferEngine()
+        if code := engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(devices)):
+            raise BackendUnavailable(
+                f"the Mooncake engine did not start on {host} with {protocol} and devices {list(devices)}: it returned "
+                f"{code}, and wrote the reason to stderr"
+            )
+        name = f"[{host}]" if ":" in host else host
+        super().__init__(engine, f"{name}:{engine.get_rpc_port()}")
+        # Destroying the engine joins its threads, and a forked child has none of them: it would wait for ever.
+        os.register_at_fork(after_in_child=_Immortal(weakref.ref(self)))
+
+
+class _Immortal:
+    """Keeps the engine of a segment from ever being destroyed."""
+
+    def __init__(self, segment: weakref.ref[NamedEngine]) -> None:
+        self._segment = segment
+
+    def __call__(self) -> None:
+        segment = self._segment()
+        if segment is not None and segment.engine is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(segment.engine))
+
+
+def check_engine(protocol: str, devices: Sequence[str]) -> None:
+    """Raises ConfigError for what no engine can be made of."""
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"Mooncake's protocol is one of {PROTOCOLS}, not {protocol!r}")
+    if isinstance(devices, str) or any(not isinstance(name, str) or not name or "," in name for name in devices):
+        raise ConfigError(f'devices are names like ("mlx5_0",), not {devices!r}')
+    if devices and protocol == "tcp":
+        raise ConfigError(f'devices {list(devices)} are for protocol="rdma"')
+
+
+class MooncakeTransport(RingTransport):
+    """Frames over a socket, payloads through a Mooncake engine into a ring that the receiver makes for each peer.
+
+    Listens for its peers on `host`:`port` (0 is any free port), where other machines reach it only if the channel has a
+    key or with `allow_remote=True`. The engine's own ports are open in any case and do not know who calls. `protocol`
+    and `devices` are those of MooncakeEngine; with `engine` it shares that one, whose host must be this machine's.
+
+    Rings, blocks, `digest` and `timeout_s` are those of RingTransport, `strangers` limits links that are not trusted
+    yet. Raises ConfigError for an address or size that
+    cannot be used, BackendUnavailable when Mooncake or its hardware is not there.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        protocol: str = "tcp",
+        devices: Sequence[str] = (),
+        allow_remote: bool = False,
+        slot_bytes: int = SLOT_BYTES,
+        num_slots: int = NUM_SLOTS,
+        digest: bool = True,
+        timeout_s: float = TIMEOUT_S,
+        engine: MooncakeEngine | None = None,
+        strangers: Strangers | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_engine(protocol, devices)
+        stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, strangers=strangers, clock=clock)
+
+        def start() -> NamedEngine:
+            wildcard = host in ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+            return MooncakeEngine(host=socket.gethostname() if wildcard else host, protocol=protocol, devices=devices)
+
+        if engine is None:
+            _load(protocol, devices)
+        super().__init__(
+            f"mooncake+{protocol}",
+            engine or start,
+            stream,
+            slot_bytes=slot_bytes,
+            num_slots=num_slots,
+            digest=digest,
+            timeout_s=timeout_s,
+        )

@@ -1,0 +1,305 @@
+"""A transport over any engine that writes one-sided: a stream carries frames, the engine payloads.
+
+    send ────────────────────────────┐          ┌──► received
+    write ─► pdinfer-mooncake thread ┤ stream ──┤
+                    │                └──────────┴──► place, placed     (the stream's I/O thread)
+                    └─────── engine ──► ring ──────────┘
+
+Beside the frames the stream carries what the two ends of a ring say to each other (`ring.Kind`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+
+from pdinfer.errors import ConfigError, PDInferError, TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame
+from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
+from pdinfer.kv.transports.one_sided.ring import (
+    MAX_RING_BYTES,
+    MAX_SLOTS,
+    Credit,
+    Incoming,
+    Kind,
+    Landed,
+    NamedEngine,
+    Offer,
+    Signals,
+)
+from pdinfer.kv.transports.one_sided.writer import Control, Message, RingWriter
+from pdinfer.process.locks import new_lock
+
+SLOT_BYTES = 16 << 20
+NUM_SLOTS = 4
+TIMEOUT_S = 10.0
+JOIN_S = 2.0
+"""How long `close` waits, in all, for threads that are inside the engine."""
+
+
+_registered: weakref.WeakSet[RingTransport] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A daemon thread that comes back from the engine while Python ends takes the process down with SIGABRT, so none
+    may be in there by then."""
+    for transport in list(_registered):
+        transport.close()
+
+
+class RingTransport:
+    """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
+
+    `segment` is an engine to share, or makes one, which is closed with the transport. A link on which the peer writes
+    has a ring of `num_slots` slots of `slot_bytes`, and one on which we write, up to two blocks of `slot_bytes` and one
+    more for each write that got lost; all are host memory, made when first needed. With `digest`, the same on both
+    ends, each slot is verified after it was copied; without, nothing tells a slot that was hit late, or by a stranger,
+    from a good one. A write that has not landed after `timeout_s` counts as failed.
+
+    In a forked child every method raises TransferError, except `close`, which does nothing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        segment: NamedEngine | Callable[[], NamedEngine],
+        stream: Transport,
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        num_slots: int = NUM_SLOTS,
+        digest: bool = True,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        if not 1 <= num_slots <= MAX_SLOTS or not 1 <= slot_bytes <= MAX_RING_BYTES // num_slots:
+            raise ConfigError(
+                f"a ring of {num_slots} slots of {slot_bytes} bytes cannot be; it has 1 to {MAX_SLOTS} slots and "
+                f"{MAX_RING_BYTES} bytes at most"
+            )
+        self.name = name
+        self._segment, self._stream = segment, stream
+        self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
+        self._pid = os.getpid()
+        self._lock = new_lock()
+        self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
+        self._writers: dict[Link, RingWriter] = {}
+        self._rings: dict[Link, Incoming] = {}
+        self._kinds: dict[Link, Kind] = {}
+        self._reasons: dict[Link, TransferError] = {}
+        self._threads: list[threading.Thread] = []
+        self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
+
+    def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
+        """Starts the engine, unless it is a shared one, and listens; raises what either raises."""
+        if self._owned is not None:
+            raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
+        segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
+        self._owned = memory, receiver, segment
+        self._pid = os.getpid()
+        _registered.add(self)
+        try:
+            return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(Signals(), self))
+        except PDInferError:
+            self._owned = None
+            if segment is not self._segment:
+                segment.close()
+            raise
+
+    @property
+    def authenticates(self) -> bool:
+        """As the receiver above: asked by the stream, whose receiver this is."""
+        return self._owned is not None and self._owned[1].authenticates
+
+    def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
+        prefix = f"{self.name}+"
+        ours = [endpoint.removeprefix(prefix) for endpoint in endpoints if endpoint.startswith(prefix)]
+        if not ours:
+            raise TransferError(f"{self.name} cannot reach {list(endpoints)}; it needs {prefix}tcp://host:port")
+        return self._stream.connect(ours, timeout_s=timeout_s)
+
+    def send(self, link: Link, frame: bytes) -> None:
+        check_frame(frame)
+        self._check_process()
+        writer = self._writers.get(link)
+        if writer is None:
+            self._stream.send(link, frame)
+        else:
+            writer.send(frame)
+
+    def write(
+        self,
+        link: Link,
+        frame: bytes,
+        source: Spans,
+        *,
+        ready: Callable[[], None] | None = None,
+        then: Callable[[Transfer], None] | None = None,
+    ) -> Transfer:
+        """`ready` runs in the link's own thread."""
+        check_frame(frame)
+        memory, _, _ = self._registered()
+        self._check_process()
+        transfer = Transfer(total_bytes(source, memory), then)
+        writer = self._writers.get(link) or self._open_writer(link)
+        if writer is None or not writer.write(Message(frame, transfer, source, ready)):
+            transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
+        return transfer
+
+    def fence(self, link: Link) -> None:
+        """Withdraws the peer's ring. What was written one-sided and lands later lands in memory of nobody."""
+        self._stream.fence(link)
+
+    def close(self) -> None:
+        """Takes at most some seconds, also when a thread hangs in the engine, which then ends with that thread."""
+        if os.getpid() != self._pid or self._owned is None:
+            return
+        self._stream.close()
+        deadline = time.monotonic() + JOIN_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        if stuck := sum(thread.is_alive() for thread in self._threads):
+            logging.getLogger("pdinfer").warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
+        segment = self._owned[2]
+        if segment is not self._segment:
+            segment.close()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise TransferError(
+                f"this transport and its engine belong to process {self._pid}, not to its forked child "
+                f"{os.getpid()}; make a new one in a child that was spawned"
+            )
+
+    def _registered(self) -> tuple[Memory, Receiver, NamedEngine]:
+        if self._owned is None:
+            raise ConfigError("register a memory and a receiver first")
+        return self._owned
+
+    def _open_writer(self, link: Link) -> RingWriter | None:
+        """Starts the sending direction of a link at its first write; None when the link is closed."""
+        memory, _, segment = self._registered()
+        with self._lock:
+            if link in self._writers:
+                return self._writers[link]
+            control = Control(
+                send=lambda frame: self._stream.send(link, frame),
+                say=lambda kind, body: self._say(link, kind, body),
+                fail=lambda error: self._fail(link, error),
+            )
+            writer = RingWriter(
+                link,
+                segment,
+                memory,
+                control,
+                slot_bytes=self._slot_bytes,
+                digest=self._digest,
+                timeout_s=self._timeout_s,
+                waiting=self._waiting,
+            )
+            # Known before it asks: `closed`, which may come at once, must find it.
+            self._writers[link] = writer
+            if not self._say(link, Kind.ASK):
+                self._writers.pop(link, None)
+                return None
+            writer.thread.start()
+            self._threads = [thread for thread in self._threads if thread.is_alive()] + [writer.thread]
+        return writer
+
+    def _say(self, link: Link, kind: Kind, body: bytes = b"\0") -> bool:
+        """False when the link is known to be closed."""
+        return self._stream.write(link, body, [(0, kind)]).error is None
+
+    def _fail(self, link: Link, error: TransferError) -> None:
+        """Closes a link for a reason that `closed` then tells; does nothing for one that is closed."""
+        with self._lock:
+            if link not in self._writers:
+                return
+            self._reasons[link] = error
+        self._stream.fence(link)
+
+    # What the stream calls, from its I/O thread.
+
+    def opened(self, link: Link) -> None:
+        self._registered()[1].opened(link)
+
+    def received(self, link: Link, frame: bytes) -> None:
+        self._registered()[1].received(link, frame)
+
+    def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
+        try:
+            self._kinds[link] = Kind(num_bytes)
+        except ValueError as error:
+            raise TransferError(f"{link.endpoint} says of rings what this version does not know: {error}") from error
+        return [(0, num_bytes)]
+
+    def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
+        if error is not None:
+            raise error
+        kind = self._kinds.pop(link)
+        if kind is Kind.ASK:
+            self._offer(link)
+        elif kind in (Kind.BEGIN, Kind.LANDED):
+            ring = self._rings.get(link)
+            if ring is None:
+                raise TransferError(f"{link.endpoint} writes without having asked for a ring")
+            if kind is Kind.BEGIN:
+                ring.begin(frame)
+            else:
+                ring.landed(Landed.parse(frame))
+        elif kind in (Kind.OFFER, Kind.CREDIT):
+            writer = self._writers.get(link)
+            if writer is None:
+                raise TransferError(f"{link.endpoint} offers a ring that nobody asked for")
+            if kind is Kind.OFFER:
+                writer.offered(Offer.parse(frame))
+            else:
+                writer.credited(Credit.parse(frame).slot)
+
+    def tick(self) -> None:
+        """A frame that waits behind a write cannot tell the peer that we live; this does."""
+        with self._lock:
+            busy = [link for link, writer in self._writers.items() if writer.is_busy]
+        for link in busy:
+            self._say(link, Kind.ALIVE)
+        self._registered()[1].tick()
+
+    def closed(self, link: Link, error: TransferError | None) -> None:
+        with self._lock:
+            writer = self._writers.pop(link, None)
+            reason = self._reasons.pop(link, None) or error
+        self._kinds.pop(link, None)
+        ring = self._rings.pop(link, None)
+        if ring is not None:
+            ring.close()
+        if writer is not None:
+            writer.shut(reason or TransferError(f"the link to {link.endpoint} was closed by this end"))
+        self._registered()[1].closed(link, reason)
+
+    def _offer(self, link: Link) -> None:
+        memory, receiver, segment = self._registered()
+        if link in self._rings:
+            raise TransferError(f"{link.endpoint} asked for a second ring")
+
+        def credit(slot: int) -> None:
+            self._say(link, Kind.CREDIT, Credit(slot).packed())
+
+        ring = Incoming(
+            link,
+            segment,
+            memory,
+            receiver,
+            slot_bytes=self._slot_bytes,
+            num_slots=self._num_slots,
+            digest=self._digest,
+            credit=credit,
+        )
+        self._rings[link] = ring
+        self._say(link, Kind.OFFER, ring.offer.packed())

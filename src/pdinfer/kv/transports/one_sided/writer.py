@@ -1,0 +1,355 @@
+"""The sending end of a landing ring: one thread per link that gathers, writes, and mends what went wrong.
+
+    queue ─► frame ─────────────────────────────────────────────► control
+          └► write ─► gather into a block ─► engine ─► landed? ──► control: BEGIN, LANDED
+                      (the next, while one write is under way)
+
+A write that is not known to have landed holds two places: the block it reads and the slot it hits. Repeated from the
+same block into the same slot it is harmless whenever it lands, as the bytes are the same; afterwards neither place is
+used for other bytes while the link lives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import attrs
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.budget import MESSAGE_BYTES, Budget
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
+from pdinfer.process.locks import new_lock
+
+NUM_PROBES = 3
+"""Probes that must land in a row before a failed write is repeated."""
+PAUSE_S = (0.1, 1.0)
+"""Silence before the first probe, and the most between two, which doubles with each that fails."""
+MEND_S = 5.0
+"""How long probing may take before the link is given up."""
+LOOK_S = (20e-6, 5e-3)
+"""The least and the most sleep between two looks at a write; between them a sixteenth of what it has taken."""
+
+
+@attrs.define(eq=False)
+class Message:
+    """A frame on its way out, and for a write what follows it."""
+
+    frame: bytes
+    transfer: Transfer | None = None
+    source: Spans = attrs.field(factory=list)
+    ready: Callable[[], None] | None = None
+
+
+@attrs.define(eq=False)
+class _Part:
+    """One slot's worth of a write. The first of a write has its frame; an empty write is one part without a block."""
+
+    frame: bytes | None
+    total: int
+    num_bytes: int
+    digest: int | None = None
+    block: Block | None = None
+    slot: int = 0
+    number: int = 0
+    repeated: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class Control:
+    """What a writer needs of the stream beside it. `send` and `say` queue and never block; `fail` closes the link."""
+
+    send: Callable[[bytes], None]
+    say: Callable[[Kind, bytes], object]
+    fail: Callable[[TransferError], None]
+
+
+class RingWriter:
+    """The sending direction of a link: frames and writes leave in the order in which they were queued.
+
+    Public methods may be called from any thread and do not block. A transfer is done when its bytes are gathered.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        segment: NamedEngine,
+        memory: Memory,
+        control: Control,
+        *,
+        slot_bytes: int,
+        digest: bool,
+        timeout_s: float,
+        waiting: Budget[RingWriter],
+    ) -> None:
+        self._waiting = waiting
+        self._link, self._segment, self._memory, self._control = link, segment, memory, control
+        self._slot_bytes, self._digest, self._timeout_s = slot_bytes, digest, timeout_s
+        self._changed = threading.Condition(new_lock())
+        self._queue: deque[Message] = deque()
+        self._closed = False
+        self._ring: Offer | None = None
+        self._free: deque[int] = deque()
+        self._lent: set[int] = set()
+        self._lost: set[int] = set()
+        self._reading: Transfer | None = None
+        self._flying: _Part | None = None
+        self._met = False
+        self._blocks: list[Block] = []
+        self._unclean: list[Block] = []
+        self.is_busy = False
+        self.thread = threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
+
+    def send(self, frame: bytes) -> None:
+        """At once when nothing is in front of it. When too much waits, some link is closed: this one or another."""
+        with self._changed:
+            if self._closed:
+                return
+            if not self.is_busy:
+                self._control.send(frame)
+                return
+            self._queue.append(Message(frame))
+            slowest = self._waiting.take(self, MESSAGE_BYTES + len(frame))
+        if slowest is not None:
+            slowest.give_up()
+
+    def give_up(self) -> None:
+        """Closes the link: too much waits, behind a write that the peer does not take."""
+        self._control.fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
+
+    def write(self, message: Message) -> bool:
+        """False when the link is closed."""
+        with self._changed:
+            if self._closed:
+                return False
+            self._queue.append(message)
+            self.is_busy = True
+            self._changed.notify()
+        return True
+
+    def offered(self, ring: Offer) -> None:
+        """The peer's answer to ASK; TransferError for a second one."""
+        with self._changed:
+            if self._ring is not None:
+                raise TransferError(f"{self._link.endpoint} offered a second ring")
+            self._ring = ring
+            self._slot_bytes = min(self._slot_bytes, ring.slot_bytes)
+            self._free.extend(range(ring.num_slots))
+            self._changed.notify()
+
+    def credited(self, slot: int) -> None:
+        """A slot that the peer has emptied; TransferError for one that it did not have."""
+        with self._changed:
+            if slot not in self._lent:
+                raise TransferError(f"{self._link.endpoint} gave back slot {slot}, which it does not have")
+            self._lent.discard(slot)
+            if slot not in self._lost:
+                self._free.append(slot)
+                self._changed.notify()
+
+    def shut(self, error: TransferError) -> None:
+        """Fails what is queued, and lets the thread end as soon as it comes back from the engine."""
+        with self._changed:
+            self._closed = True
+            dropped = [message for message in self._queue if message.transfer is not None]
+            self._queue.clear()
+            self._changed.notify()
+        self._waiting.drop(self)
+        for message in dropped:
+            assert message.transfer is not None
+            message.transfer.complete(error)
+
+    # Everything below runs in the thread.
+
+    def _run(self) -> None:
+        error = self._gone()
+        try:
+            while (message := self._next()) is not None:
+                if message.transfer is None:
+                    self._settle()
+                    self._control.send(message.frame)
+                else:
+                    self._write(message, message.transfer)
+        except TransferError as raised:
+            error = raised
+        except BaseException as raised:  # a SystemExit out of `ready`, too, must not leave the link half alive
+            name = self._link.endpoint
+            logging.getLogger("pdinfer").exception("writing to %s failed; the link is closed", name)
+            error = TransferError(f"writing to {name} failed, so the link was closed: {raised!r}")
+        self._control.fail(error)
+        if self._reading is not None and not self._reading.done:
+            self._reading.complete(error)
+        for block in self._blocks:
+            block.release(clean=True)
+        for block in self._unclean:
+            block.release(clean=False)
+
+    def _next(self) -> Message | None:
+        """What to do next; None when the link is closed. Settles the write under way before it sleeps."""
+        while True:
+            with self._changed:
+                if self._flying is None and not self._queue:
+                    self.is_busy = False
+                    self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return None
+                if self._queue:
+                    message = self._queue.popleft()
+                    if message.transfer is None:
+                        self._waiting.give(self, MESSAGE_BYTES + len(message.frame))
+                    return message
+            self._settle()
+
+    def _write(self, message: Message, transfer: Transfer) -> None:
+        self._reading = transfer
+        with self._changed:
+            self._changed.wait_for(lambda: self._ring is not None or self._closed)
+        self._check_open()
+        if not self._met:
+            self._meet()
+        if message.ready is not None:
+            message.ready()
+        rest, missing = deque(message.source), transfer.num_bytes
+        frame: bytes | None = message.frame
+        while not transfer.done:
+            self._check_open()
+            part = self._gathered(frame, transfer.num_bytes, min(self._slot_bytes, missing), rest)
+            frame, missing = None, missing - part.num_bytes
+            if not missing:
+                transfer.complete()
+            self._settle()
+            self._start(part)
+
+    def _meet(self) -> None:
+        """The first contact with a peer, for which Mooncake takes a lock that its writes to all peers need: made when
+        the peer has just spoken, not after `ready` has waited for a device. Whether it lands shows soon enough."""
+        self._met = True
+        block = self._borrow_block()
+        if self._landed(self._probe(block), self._timeout_s):
+            self._return_block(block)
+
+    def _gathered(self, frame: bytes | None, total: int, num_bytes: int, rest: deque[tuple[int, int]]) -> _Part:
+        part = _Part(frame, total, num_bytes)
+        if num_bytes:
+            part.block = self._borrow_block()
+            part.digest = gather(self._memory.read(take(rest, num_bytes)), part.block.bytes, digest=self._digest)
+        return part
+
+    def _start(self, part: _Part) -> None:
+        """Writes a part into the next free slot. The one before it has landed, so two blocks are enough."""
+        if part.block is not None:
+            part.slot = self._borrow()
+            part.number = self._submit(part.block, self._slot_address(part.slot), part.num_bytes)
+        self._flying = part
+
+    def _settle(self) -> None:
+        """Waits for the write under way, mends it if need be, and tells the peer of it."""
+        part, self._flying = self._flying, None
+        if part is None:
+            return
+        if part.block is not None:
+            if not self._landed(part.number, self._timeout_s):
+                self._mend(part, part.block)
+            if not part.repeated:
+                self._return_block(part.block)
+        self._check_open()
+        if part.frame is not None:
+            self._control.say(Kind.BEGIN, part.frame)
+        landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
+        self._control.say(Kind.LANDED, landed.packed())
+
+    def _mend(self, part: _Part, block: Block) -> None:
+        """After a write of which nothing is known: silence, probes until the way is clear, and the write once more."""
+        name = self._link.endpoint
+        logging.getLogger("pdinfer").warning(
+            "a write of %d bytes to %s failed, and may land late; probing", part.num_bytes, name
+        )
+        part.repeated = True
+        with self._changed:
+            self._lost.add(part.slot)
+        deadline = time.monotonic() + MEND_S
+        pause, landed = PAUSE_S[0], 0
+        self._sleep(pause)
+        while landed < NUM_PROBES:
+            if time.monotonic() > deadline:
+                raise TransferError(f"a write to {name} failed, and nothing reached it for {MEND_S} s after that")
+            if self._landed(self._probe(block), deadline - time.monotonic()):
+                landed += 1
+            else:
+                landed = 0
+                self._sleep(pause)
+                pause = min(2 * pause, PAUSE_S[1])
+        part.number = self._submit(block, self._slot_address(part.slot), part.num_bytes)
+        if not self._landed(part.number, self._timeout_s):
+            raise TransferError(f"a write of {part.num_bytes} bytes to {name} failed twice")
+
+    def _probe(self, block: Block) -> int:
+        return self._submit(block, self._slot_address(self._num_slots), min(PROBE_BYTES, self._slot_bytes))
+
+    def _borrow_block(self) -> Block:
+        block = self._blocks.pop() if self._blocks else Block(self._segment, self._slot_bytes)
+        self._unclean.append(block)
+        return block
+
+    def _return_block(self, block: Block) -> None:
+        """Nothing reads it any more."""
+        self._unclean.remove(block)
+        self._blocks.append(block)
+
+    def _submit(self, block: Block, address: int, num_bytes: int) -> int:
+        engine, ring = self._segment.engine, self._ring
+        assert ring is not None
+        return 0 if engine is None else engine.transfer_submit_write(ring.segment, block.address, address, num_bytes)
+
+    def _landed(self, number: int, timeout_s: float) -> bool:
+        """Whether a write is known to have landed. Sleeps between looks: who spins takes the core that moves the bytes,
+        and who waits inside the engine cannot be called back when the link closes."""
+        engine = self._segment.engine
+        if not number or engine is None:
+            return False
+        start = time.monotonic()
+        while not (status := engine.transfer_check_status(number)):
+            self._check_open()
+            elapsed = time.monotonic() - start
+            if elapsed > timeout_s:
+                return False
+            time.sleep(min(max(elapsed / 16, LOOK_S[0]), LOOK_S[1]))
+        return status == 1
+
+    def _borrow(self) -> int:
+        with self._changed:
+            if len(self._lost) == self._num_slots:
+                raise TransferError(f"every slot of the ring of {self._link.endpoint} waits for a write that got lost")
+            self._changed.wait_for(lambda: self._free or self._closed)
+            if self._closed:
+                raise self._gone()
+            slot = self._free.popleft()
+            self._lent.add(slot)
+            return slot
+
+    def _sleep(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, seconds)
+        self._check_open()
+
+    @property
+    def _num_slots(self) -> int:
+        assert self._ring is not None
+        return self._ring.num_slots
+
+    def _slot_address(self, slot: int) -> int:
+        assert self._ring is not None
+        return self._ring.address + slot * self._ring.slot_bytes
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self._gone()
+
+    def _gone(self) -> TransferError:
+        return TransferError(f"the link to {self._link.endpoint} is closed")

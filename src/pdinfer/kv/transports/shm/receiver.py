@@ -1,0 +1,238 @@
+"""Payloads that stay where they are: the sender says which bytes of a shared segment they are, the receiver copies.
+
+What goes over the control stream:
+
+    SHARE   size, and two descriptors: the sender's control page and its source, the pool itself or a ring     once
+    MAPPED  frame, size of the payload   ──► receiver.place
+    SPANS   pieces of the source         ──► the receiver's I/O thread copies them        until the size is reached
+    DIGEST  of header, frame and payload                                                  when the sender digests
+                                         ◄── COPIED: how many bytes of this link, so far, are no longer needed
+"""
+
+from __future__ import annotations
+
+import mmap
+import operator
+import os
+import socket
+import struct
+from collections.abc import Generator, Iterator, Sequence
+
+import xxhash
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.memfd import PeerSegment, Segment
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, Read
+from pdinfer.kv.transports.stream.payloads import Message, check_digest, check_digested
+from pdinfer.process.locks import new_lock
+
+NUM_DESCRIPTORS = 2
+COPY_SPEED = 4
+"""How much faster a copy is than a socket: what it costs of a link's turn."""
+
+
+class MappedPayloads:
+    """One link's payloads through shared memory; `pool` is the segment that holds `memory`, when one does."""
+
+    descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
+
+    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool, pool: Segment | None) -> None:
+        self._link = link
+        self._memory = memory
+        self._receiver = receiver
+        self._digest = digest
+        self._lender = Lender(memory, pool, digest=digest)
+        self._closed = False
+        self._descriptors: list[int] = []
+        self._control: PeerSegment | None = None
+        self._source: PeerSegment | None = None
+        self._copied = 0
+        self._told = 0
+        self._tells = False
+        self._order = new_lock()
+
+    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+        return self._lender.parts(message, transfer)
+
+    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+        return self._lender.whole(message, transfer)
+
+    def urgent(self) -> Buffers | None:
+        if not self._tells:
+            return None
+        self._tells = False
+        self._told = self._copied
+        return Buffers([memoryview(Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(self._copied))])
+
+    @property
+    def wants_turn(self) -> bool:
+        return self._tells or self._lender.can_go_on
+
+    def took(self, descriptors: list[int]) -> None:
+        self._descriptors += descriptors
+        if len(self._descriptors) > NUM_DESCRIPTORS:
+            raise TransferError(f"{self._link.endpoint} sent descriptors that nothing asked for")
+
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
+        check_arriving(self._link, header.frame_bytes, is_write=True)
+        match header.kind:
+            case Kind.SHARE:
+                yield from self._shared(header, read)
+            case Kind.COPIED:
+                yield from self._told_copied(header, read)
+            case Kind.MAPPED:
+                yield from self._write(header, head, read)
+            case kind:
+                raise TransferError(f"{self._link.endpoint} sent a {kind.name} message where none belongs")
+
+    def shut(self, error: TransferError) -> None:
+        self._closed = True
+        self._lender.revoke(error)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        for segment in (self._control, self._source):
+            if segment is not None:
+                segment.close()
+
+    def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
+        """Maps what the peer shows."""
+        size = yield from _body(header, COUNT.size, read)
+        if self._source is not None or len(self._descriptors) != NUM_DESCRIPTORS:
+            raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
+        control, source = self._descriptors
+        self._descriptors = [source]
+        self._control = PeerSegment(control, mmap.PAGESIZE)
+        self._descriptors = []
+        self._source = PeerSegment(source, *COUNT.unpack(size))
+
+    def _told_copied(self, header: Header, read: Read) -> Iterator[Buffers]:
+        body = yield from _body(header, COUNT.size, read)
+        self._lender.copied(*COUNT.unpack(body))
+
+    def _write(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
+        """Copies a payload to where the receiver wants it, and verifies it."""
+        check_digested(self._link, header, required=self._digest)
+        if self._source is None:
+            raise TransferError(f"{self._link.endpoint} sent a write and has shared no memory")
+        frame = yield from read(header.frame_bytes)
+        num_bytes = header.payload_bytes
+        spans = self._receiver.place(self._link, frame, num_bytes)
+        if self._closed:
+            return
+        placed = num_bytes if spans is None else total_bytes(spans, self._memory)
+        if placed != num_bytes:
+            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        landed = [] if spans is None else self._memory.landing(spans)
+        digest = xxhash.xxh3_64(head + frame) if header.digested and spans is not None else None
+        targets = _Targets(landed, digest)
+        missing = num_bytes
+        while missing:
+            offsets, lengths, size = yield from self._section(self._source, missing, read)
+            if spans is not None:
+                targets.copy(self._source.view, offsets, lengths)
+            missing -= size
+            self._copied += size
+            # A ring must not run dry; a pool's pages are waited for when the write is over.
+            self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
+            yield Buffers(weight=size // COPY_SPEED)
+        said = (yield from self._next(Kind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
+        if spans is None:
+            return
+        self._check_revoked()
+        error = None if digest is None else check_digest(self._link, num_bytes, said, digest)
+        if error is None:
+            self._memory.commit(spans, landed)
+        self._receiver.placed(self._link, frame, error)
+
+    def _section(
+        self, source: PeerSegment, missing: int, read: Read
+    ) -> Generator[Buffers, None, tuple[Sequence[int], Sequence[int], int]]:
+        """(offsets, lengths, sum of the lengths) of the pieces that come next; all lie in `source`."""
+        body = yield from self._next(Kind.SPANS, read)
+        if len(body) % SPAN_BYTES:
+            raise TransferError(f"{self._link.endpoint} sent spans of {len(body)} bytes; each has {SPAN_BYTES}")
+        numbers = struct.unpack(f"<{len(body) // 8}Q", body)
+        offsets, lengths = numbers[::2], numbers[1::2]
+        size = sum(lengths)
+        if not 0 < size <= min(missing, SECTION_BYTES):
+            raise TransferError(
+                f"{self._link.endpoint} names {size} bytes at once; {missing} are missing, the limit is {SECTION_BYTES}"
+            )
+        if (
+            max(offsets) > source.num_bytes - max(lengths)
+            and max(map(operator.add, offsets, lengths)) > source.num_bytes
+        ):
+            raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes}")
+        return offsets, lengths, size
+
+    def _next(self, kind: Kind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
+        """The body of the next message, which must be of this kind; the peer's COPIED may come between."""
+        while True:
+            header = Header.parse((yield from read(HEADER.size)))
+            check_arriving(self._link, header.frame_bytes, is_write=True)
+            if header.kind is kind:
+                return (yield from _body(header, num_bytes or header.frame_bytes, read))
+            if header.kind is not Kind.COPIED:
+                raise TransferError(f"{self._link.endpoint} sent {header.kind.name} inside a write, not {kind.name}")
+            yield from self._told_copied(header, read)
+
+    def _check_revoked(self) -> None:
+        """Raises TransferError when the peer may have reused what we copied."""
+        # Where loads may overtake each other (ARM), the copies must be over before the page is read: two pairs of
+        # acquire and release keep everything before the first release ahead of everything after the last acquire.
+        for _ in range(2):
+            with self._order:
+                pass
+        if self._control is None or self._control.view[0] == REVOKED:
+            raise TransferError(f"{self._link.endpoint} closed the link while its memory was being copied")
+
+
+class _Targets:
+    """Where a payload goes, piece by piece; what was copied is digested while the core's cache holds it."""
+
+    def __init__(self, landed: Sequence[memoryview], digest: xxhash.xxh3_64 | None) -> None:
+        self._views = landed
+        self._next = 0
+        self._rest = memoryview(b"")
+        self._digest = digest
+
+    def copy(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """Plain slices keep the interpreter lock: given back to a busy host, it would be gone for 5 ms each time."""
+        alike = self._views[self._next : self._next + len(lengths)]
+        if self._rest or max(lengths) > PIECE_BYTES or lengths != tuple(map(len, alike)):
+            self._copy_cut(source, offsets, lengths)
+            return
+        self._next += len(lengths)
+        update = None if self._digest is None else self._digest.update
+        for piece, offset, length in zip(alike, offsets, lengths, strict=True):
+            piece[:] = source[offset : offset + length]
+            if update is not None:
+                update(piece)
+
+    def _copy_cut(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+        """The same for pieces that are cut otherwise than their targets, or long."""
+        rest = self._rest
+        for offset, length in zip(offsets, lengths, strict=True):
+            end = offset + length
+            while offset < end:
+                while not rest:
+                    rest = self._views[self._next]
+                    self._next += 1
+                step = min(end - offset, len(rest), PIECE_BYTES)
+                piece, rest = rest[:step], rest[step:]
+                piece[:] = source[offset : offset + step]
+                if self._digest is not None:
+                    self._digest.update(piece)
+                offset += step
+        self._rest = rest
+
+
+def _body(header: Header, num_bytes: int, read: Read) -> Generator[Buffers, None, bytes]:
+    """What follows a header, of the one size that it can have."""
+    if header.frame_bytes != num_bytes:
+        raise TransferError(f"a {header.kind.name} message has {num_bytes} bytes, not {header.frame_bytes}")
+    return (yield from read(num_bytes))

@@ -1,0 +1,196 @@
+"""The sender's half of payloads through shared memory: names pieces of a segment, and waits until they are copied.
+
+Nobody but its own process writes a pool, and a receiver copies when it gets to it. One that was stopped in the middle
+of a copy may go on when this end has closed the link and its pages hold something else. So before this end lets go of
+any page, it writes REVOKED to its control page; a receiver counts a copy only when that is not there after the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import xxhash
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, Kind, digest_bytes
+from pdinfer.kv.transports.stream.payloads import Message
+
+RING_BYTES = 8 << 20
+DIGESTED_SECTION_BYTES = 2 << 20
+"""Of a payload named at once: the sender digests a section while the receiver copies the one before. Also what is
+staged at once, so a ring holds several."""
+SECTION_BYTES = 16 << 20
+"""The same without a digest, and the most that a receiver accepts."""
+SECTION_SPANS = 4096
+PIECE_BYTES = 72 << 10
+"""Copied and digested at once: still in the core's cache, and below the size from which xxhash lets go of the
+interpreter lock, which a busy host gives back 5 ms later."""
+SPAN_BYTES = 16
+COUNT = struct.Struct("<Q")
+REVOKED = 1
+DIRECT_BYTES = 1 << 16
+DIRECT_SPANS = 256
+"""What is digested and named in the thread that writes: some 20 us."""
+
+
+class Lender:
+    """What one link's peer may read. `pool` is the segment that holds `memory`; without one, payloads are staged in a
+    ring of RING_BYTES, in which a slow receiver makes them wait. Used in the I/O thread, but for `whole`."""
+
+    def __init__(self, memory: Memory, pool: Segment | None, *, digest: bool) -> None:
+        self._memory = memory
+        self._pool = pool
+        self._digest = digest
+        self._ring: Segment | None = None
+        self._control: Segment | None = None
+        self._revoked = False
+        # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
+        self._begun = 0
+        self._named = 0
+        self._copied = 0
+        self._awaited = 0
+        self._outstanding: deque[tuple[int, Transfer]] = deque()
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether a payload waits for room in the ring that is there now."""
+        return 0 < self._awaited <= RING_BYTES - (self._named - self._copied)
+
+    def parts(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+        """What goes on the wire for a write; None while the ring is full."""
+        if message.ready is not None:
+            message.ready()
+        if self._revoked:
+            return
+        if self._control is None:
+            yield from self._offer()
+        costs = self._digest or self._ring is not None
+        for named in self._naming(message, transfer):
+            yield named and Buffers([memoryview(named[0])], weight=named[1] if costs else 0)
+
+    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+        """A small write in one piece, once the peer knows our pool; from any thread, while `parts` is not running."""
+        small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
+        if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
+            return None
+        return b"".join(named[0] for named in self._naming(message, transfer) if named)
+
+    def _naming(self, message: Message, transfer: Transfer) -> Iterator[tuple[bytes, int] | None]:
+        """(messages that name a section, bytes in it), one section after the other; None while the ring is full."""
+        self._begun += transfer.num_bytes
+        self._outstanding.append((self._begun, transfer))
+        start = Header(Kind.MAPPED, len(message.frame), transfer.num_bytes, self._digest).packed() + message.frame
+        digest = xxhash.xxh3_64(start)
+        part = [start]
+        costs = self._digest or self._ring is not None
+        for section, num_bytes in _sections(message.source, DIGESTED_SECTION_BYTES if costs else SECTION_BYTES):
+            views = self._memory.read(section) if costs else []
+            if self._digest:
+                feed(digest, views)
+            named = section
+            if self._ring is not None:
+                self._awaited = num_bytes
+                while not self.can_go_on:
+                    yield None
+                self._awaited = 0
+                named = self._staged(self._ring, views, num_bytes)
+            self._named += num_bytes
+            part += [Header(Kind.SPANS, len(named) * SPAN_BYTES).packed(), packed_spans(named)]
+            if self._digest and self._named == self._begun:
+                part += [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
+            yield b"".join(part), num_bytes
+            part = []
+        if not transfer.num_bytes:
+            trailer = [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)] if self._digest else []
+            yield b"".join([start, *trailer]), 0
+            self._settle()
+
+    def _offer(self) -> Iterator[Buffers]:
+        """Shows the peer our control page and source."""
+        self._control = Segment(mmap.PAGESIZE, "control")
+        if self._pool is None:
+            self._ring = Segment(RING_BYTES, "ring")
+        source = self._pool or self._ring
+        assert source is not None
+        with contextlib.ExitStack() as opened:
+            descriptors = []
+            for segment in (self._control, source):
+                descriptors.append(segment.readable())
+                opened.callback(os.close, descriptors[-1])
+            size = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(source.num_bytes)
+            yield Buffers([memoryview(size)], descriptors=descriptors)
+
+    def _staged(self, ring: Segment, views: Sequence[memoryview], num_bytes: int) -> Spans:
+        """Copies a section to where the ring goes on; where that is."""
+        start = self._named % RING_BYTES
+        position = start
+        for view in views:
+            while len(view):
+                step = min(len(view), RING_BYTES - position)
+                ring.view[position : position + step] = view[:step]
+                view = view[step:]
+                position = (position + step) % RING_BYTES
+        first = min(num_bytes, RING_BYTES - start)
+        return [(start, first), (0, num_bytes - first)] if num_bytes > first else [(start, first)]
+
+    def copied(self, total: int) -> None:
+        """The peer has copied `total` bytes since the link was opened; raises TransferError when it cannot have."""
+        if not self._copied <= total <= self._named:
+            raise TransferError(f"a peer says that it copied {total} bytes, after {self._copied} of {self._named}")
+        self._copied = total
+        self._settle()
+
+    def _settle(self) -> None:
+        while self._outstanding and self._outstanding[0][0] <= self._copied:
+            self._outstanding.popleft()[1].complete()
+
+    def revoke(self, error: TransferError) -> None:
+        """Forbids the peer to believe what it has not copied yet; then gives up what it was shown."""
+        self._revoked = True
+        if self._control is not None:
+            self._control.view[0] = REVOKED
+        while self._outstanding:
+            self._outstanding.popleft()[1].complete(error)
+        for segment in (self._control, self._ring):
+            if segment is not None:
+                segment.close()
+
+
+def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:
+    """Digests in pieces that keep the interpreter lock."""
+    for view in views:
+        for start in range(0, len(view), PIECE_BYTES):
+            digest.update(view[start : start + PIECE_BYTES])
+
+
+def packed_spans(spans: Spans) -> bytes:
+    """Offsets and lengths in turn, 8 bytes each."""
+    return struct.pack(f"<{2 * len(spans)}Q", *chain.from_iterable(spans))
+
+
+def _sections(source: Spans, limit: int) -> Iterator[tuple[Spans, int]]:
+    """(spans, bytes) of at most `limit` bytes and SECTION_SPANS spans; a span that fits into one is not cut."""
+    section: Spans = []
+    size = 0
+    for offset, length in source:
+        if section and (size + length > limit or len(section) == SECTION_SPANS):
+            yield section, size
+            section, size = [], 0
+        while length > limit:
+            yield [(offset, limit)], limit
+            offset, length = offset + limit, length - limit
+        if length:
+            section.append((offset, length))
+            size += length
+    if section:
+        yield section, size

@@ -1,0 +1,12 @@
+"""Links over stream sockets: one I/O thread that listens, dials, reads and writes.
+
+    transport.py    the thread, and what others may ask of it
+    connection.py   one socket as a link
+    payloads.py     the part of a connection that moves payloads
+    framing.py      how messages lie on the stream
+    endpoints.py    endpoints as text, and the sockets behind them
+    door.py         who may wait before it is trusted
+    turns.py        which link is served next
+
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
+"""

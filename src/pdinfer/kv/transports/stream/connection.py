@@ -1,0 +1,278 @@
+"""One stream socket as a link: frames in order, and between them writes, whose payloads travel as `Payloads` says.
+
+Both directions are written as generators that yield the buffers the socket must fill or empty next, so that the code
+reads in the order of the bytes while the socket stays non-blocking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from array import array
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.transports.base import Link, Receiver, check_arriving
+from pdinfer.kv.transports.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
+from pdinfer.kv.transports.stream import endpoints as dial
+from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
+from pdinfer.kv.transports.stream.payloads import Message, Payloads
+from pdinfer.process.locks import new_lock
+
+TURN_BYTES = 4 << 20
+"""About what a link may send or receive before others have their turn."""
+STEP_BYTES = TURN_BYTES >> 6
+"""What a message or a system call costs of a turn, however short it is."""
+DIRECT_BYTES = 1 << 16
+"""Frames up to this size leave from the thread that sends them, when nothing is before them."""
+
+
+class Connection:
+    """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
+    link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
+    has been called. What waits and what arrives counts in `limits`."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        link: Link,
+        payloads: Payloads,
+        receiver: Receiver,
+        clock: Callable[[], float],
+        *,
+        limits: Limits[Connection],
+        accepted: bool = False,
+        opening: bool = False,
+    ) -> None:
+        self.sock = sock
+        self.link = link
+        self.accepted = accepted
+        self.opening = opening
+        self.gone = threading.Event()
+        self.closed = False
+        self.num_messages = 0
+        self._limits = limits
+        self._payloads = payloads
+        self._receiver = receiver
+        self._clock = clock
+        self.idle_since = link.heard_at = clock()
+        self._lock = new_lock()
+        self._queue: deque[Message] = deque()
+        self._leaving: Message | None = None
+        self._busy = False
+        self._outgoing = self._parts()
+        self._emptying = Buffers()
+        self._ahead = Ahead()
+        self._incoming = self._messages()
+        self._filling = next(self._incoming)
+
+    def queue(self, message: Message, wake: Callable[[], None]) -> bool:
+        """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
+        Any thread. A small message that is alone leaves at once: waking the I/O thread takes longer than sending.
+        When too much waits, some link is closed: this one or another."""
+        with self._lock:
+            if self.closed:
+                return False
+            idle = not self._busy and not self._queue and not self.opening
+            if idle and self._leaves(message):
+                return True
+            self._queue.append(message)
+            slowest = self._limits.waiting.take(self, _cost(message))
+        if idle:
+            wake()
+        if slowest is not None:
+            self._limits.crowded(slowest, "does not read: too many bytes wait for it")
+        return True
+
+    def _leaves(self, message: Message) -> bool:
+        """Sends a small message from the calling thread; whether all of it went."""
+        if message.transfer is not None:
+            data = self._payloads.whole(message, message.transfer)
+        else:
+            data = _packed(message) if len(message.frame) <= DIRECT_BYTES else None
+        if data is None:
+            return False
+        sent = 0
+        # Any error shows again in the I/O thread, which closes the link.
+        with contextlib.suppress(OSError):
+            sent = self.sock.send(data)
+        message.rest = data[sent:]
+        return sent == len(data)
+
+    def opened(self) -> None:
+        """The socket can be written to, or failed: goes on as a connected one."""
+        try:
+            dial.complete(self.sock)
+        except OSError as error:
+            raise TransferError(f"cannot connect to {self.link.endpoint}: {error}") from error
+        self.link.heard_at = self._clock()
+        with self._lock:
+            self.opening = False
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether what has arrived made something to send."""
+        return self._payloads.wants_turn
+
+    def transmit(self) -> bool:
+        """Sends for one turn; whether more can be sent when the socket takes it."""
+        turn = TURN_BYTES
+        while turn > 0:
+            turn -= STEP_BYTES
+            while not self._emptying:
+                part = next(self._outgoing, None)
+                if part is None or self.closed:
+                    return False
+                self._emptying = part
+                turn -= part.weight
+            try:
+                sent = self._send(self._emptying)
+            except (BlockingIOError, InterruptedError):
+                return True
+            except OSError as error:
+                raise self._lost(error) from error
+            self._emptying.advance(sent)
+            turn -= sent
+        return True
+
+    def _send(self, part: Buffers) -> int:
+        batch, _ = part.batch()
+        if not part.descriptors:
+            return self.sock.sendmsg(batch)
+        rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", part.descriptors))
+        sent = self.sock.sendmsg(batch, [rights])
+        part.descriptors = ()
+        return sent
+
+    def receive(self) -> bool:
+        """Receives for one turn, calling the receiver for each message that is complete; whether more of what has
+        been read waits for the next turn."""
+        turn = TURN_BYTES
+        while turn > 0:
+            turn -= STEP_BYTES
+            if not self._filling:
+                part = next(self._incoming, None)
+                if part is None or self.closed:
+                    return False
+                self.link.heard_at = self._clock()
+                self._filling = part
+                turn -= part.weight
+            elif self._ahead:
+                self._ahead.move(self._filling)
+            else:
+                try:
+                    count = self._read()
+                except (BlockingIOError, InterruptedError):
+                    return False
+                except OSError as error:
+                    raise self._lost(error) from error
+                turn -= count
+        return bool(self._ahead) or not self._filling
+
+    def _read(self) -> int:
+        """One system call: fills what is asked for, and when that is all taken, reads on."""
+        wanted, room = self._filling.batch()
+        if room == self._filling.num_left and len(wanted) < IOV_MAX:
+            wanted.append(self._ahead.scratch)
+        count = self._read_descriptors(wanted) if self._payloads.descriptor_bytes else self.sock.recvmsg_into(wanted)[0]
+        if not count:
+            raise TransferError(f"{self.link.endpoint} closed the connection, or died")
+        if self._filling.payload:
+            self.link.heard_at = self._clock()
+        self._filling.advance(min(count, room))
+        self._ahead.came(max(0, count - room))
+        return count
+
+    def _read_descriptors(self, wanted: list[memoryview]) -> int:
+        room = self._payloads.descriptor_bytes
+        count, ancillary, flags, _ = self.sock.recvmsg_into(wanted, room, socket.MSG_CMSG_CLOEXEC)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors = array("i")
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+                self._payloads.took(list(descriptors))
+        if flags & socket.MSG_CTRUNC:
+            raise TransferError(f"{self.link.endpoint} sent more descriptors than any message has")
+        return count
+
+    def shut(self, error: TransferError) -> bool:
+        """Closes the socket and fails what has not left; False when that was done before."""
+        with self._lock:
+            if self.closed:
+                return False
+            self.closed = True
+            dropped = [self._leaving, *self._queue] if self._leaving else list(self._queue)
+            self._queue.clear()
+        self._limits.waiting.drop(self)
+        self._limits.arriving.drop(self)
+        with contextlib.suppress(OSError):
+            # A forked child may still hold the descriptor; the peer must see the end all the same.
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        # Their views would keep the memory alive, and they refer back to us.
+        self._incoming, self._outgoing = iter(()), iter(())
+        self._filling, self._emptying = Buffers(), Buffers()
+        self._payloads.shut(error)
+        for message in dropped:
+            if message.transfer is not None and not message.transfer.done:
+                message.transfer.complete(error)
+        return True
+
+    def _lost(self, error: OSError) -> TransferError:
+        return TransferError(f"the connection to {self.link.endpoint} was lost: {error}")
+
+    def _parts(self) -> Iterator[Buffers | None]:
+        """Every part of every message to send; None when there is nothing to send now."""
+        while True:
+            with self._lock:
+                if self._leaving is not None:
+                    self._limits.waiting.give(self, _cost(self._leaving))
+                urgent = self._payloads.urgent()
+                message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
+                self._busy = urgent is not None or message is not None
+            if message is None:
+                yield urgent
+            elif message.rest or message.transfer is None:
+                yield Buffers([memoryview(message.rest or _packed(message))])
+            else:
+                for part in self._payloads.outgoing(message, message.transfer):
+                    if urgent := self._payloads.urgent():
+                        yield urgent
+                    yield part
+
+    def _messages(self) -> Iterator[Buffers]:
+        """Reads messages for ever. A callback may close the link, so each is followed by a look at `closed`, and by an
+        empty part, so that others have their turn."""
+        while not self.closed:
+            self.idle_since = self._clock()
+            head = yield from self._ahead.read(HEADER.size)
+            header = Header.parse(head)
+            if header.kind is Kind.FRAME:
+                check_arriving(self.link, header.frame_bytes, is_write=False)
+                frame = yield from self._read_bytes(header.frame_bytes)
+                self._receiver.received(self.link, frame)
+            else:
+                yield from self._payloads.incoming(header, head, self._read_bytes)
+            self.num_messages += 1
+            yield Buffers()
+
+    def _read_bytes(self, num_bytes: int) -> Generator[Buffers, None, bytes]:
+        """As `Ahead.read`: what is long counts while only a part of it is here."""
+        if num_bytes <= AHEAD_BYTES:
+            return (yield from self._ahead.read(num_bytes))
+        slowest = self._limits.arriving.take(self, num_bytes)
+        if slowest is not None:
+            self._limits.crowded(slowest, "sent a part of a frame, and too many others do")
+        data = yield from self._ahead.read(num_bytes)
+        self._limits.arriving.give(self, num_bytes)
+        return data
+
+
+def _cost(message: Message) -> int:
+    return MESSAGE_BYTES + len(message.frame) + SPAN_BYTES * len(message.source)
+
+
+def _packed(message: Message) -> bytes:
+    return Header(Kind.FRAME, len(message.frame)).packed() + message.frame

@@ -1,0 +1,142 @@
+"""Who may wait at a listening socket before it is trusted, and who gives way when there is no more room.
+
+Nobody with an honest purpose waits there for long: a handshake takes some milliseconds. So a newcomer is let in, and
+the link that has waited longest goes, of the source that has most. A source is the address of another machine, or the
+process at the other end of a Unix socket; over loopback TCP all processes of this host are one source, so that one has
+no limit of its own.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import resource
+import socket
+import struct
+from collections.abc import Hashable
+from typing import Any
+
+import attrs
+
+from pdinfer.errors import ConfigError
+from pdinfer.kv.transports.stream.connection import Connection
+
+CREDENTIALS = struct.Struct("3i")
+"""pid, uid and gid, as SO_PEERCRED tells them."""
+DESCRIPTOR_SHARE = 8
+"""Of the descriptors that this process may have, one in so many is for links that nobody trusts yet."""
+LOOPBACK = "loopback"
+V6_NETWORK_BITS = 64
+"""What one customer of a network has at the least: its addresses are one source."""
+
+
+@attrs.frozen(kw_only=True)
+class Strangers:
+    """What links may cost that a peer has opened and that are not trusted yet.
+
+    At most `max_links` at once, `max_links_per_source` of them from one source, and fewer where the process may open
+    few descriptors. A newcomer takes the place of the one that has waited longest, if that one had `grace_s`; else it
+    waits itself, or is turned away when its own source has used up what it may have. The first message is due within
+    `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that let nobody in.
+    """
+
+    max_links: int = 128
+    max_links_per_source: int = 64
+    grace_s: float = 0.1
+    first_message_s: float = 2.0
+    message_s: float = 5.0
+
+    def __attrs_post_init__(self) -> None:
+        if not all(number > 0 for number in attrs.astuple(self)):
+            raise ConfigError(f"{self}: each number must be above 0, or no peer could ever connect")
+
+
+class Door:
+    """The links of one listening socket that are not trusted yet, in the order in which they came. Belongs to the I/O
+    thread."""
+
+    def __init__(self, strangers: Strangers) -> None:
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        affordable = math.inf if descriptors == resource.RLIM_INFINITY else max(1, descriptors // DESCRIPTOR_SHARE)
+        self._strangers = strangers
+        self._max_links = min(strangers.max_links, affordable)
+        self._waiting: dict[Hashable, dict[Connection, float]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def look(self) -> None:
+        """Forgets those that are trusted or gone."""
+        for source, own in list(self._waiting.items()):
+            for connection in [each for each in own if each.closed or each.link.trusted]:
+                self._forget(source, connection)
+
+    def room_in_s(self, now: float) -> float:
+        """How long a newcomer has to wait outside: 0 when there is room for one, or somebody who can give way."""
+        if len(self) >= self._max_links:
+            self.look()
+        if len(self) < self._max_links:
+            return 0.0
+        source, oldest = self._oldest()
+        return max(0.0, self._waiting[source][oldest] + self._strangers.grace_s - now)
+
+    def oldest(self) -> Connection:
+        """Who has waited longest, of the source that has most."""
+        return self._oldest()[1]
+
+    def turns_away(self, source: Hashable, now: float) -> bool:
+        """Whether a newcomer of that source has to go because those before it have just come."""
+        if len(self._waiting.get(source, {})) >= self._limit(source):
+            self.look()
+        own = self._waiting.get(source, {})
+        return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
+
+    def enter(self, connection: Connection, source: Hashable, now: float) -> Connection | None:
+        """A newcomer is in: who gives way for it."""
+        own = self._waiting.get(source, {})
+        leaves: Connection | None = None
+        if len(own) >= self._limit(source):
+            leaves = next(iter(own))
+            self._forget(source, leaves)
+        elif len(self) >= self._max_links:
+            other, leaves = self._oldest()
+            self._forget(other, leaves)
+        self._waiting.setdefault(source, {})[connection] = now
+        return leaves
+
+    def late(self, now: float) -> list[tuple[Connection, float]]:
+        """(who said no whole message in time, how many seconds that is)."""
+        self.look()
+        found = []
+        for connection in (each for own in self._waiting.values() for each in own):
+            limit_s = self._strangers.message_s if connection.num_messages else self._strangers.first_message_s
+            if now - connection.idle_since > limit_s:
+                found.append((connection, limit_s))
+        return found
+
+    def _oldest(self) -> tuple[Hashable, Connection]:
+        source = max(self._waiting, key=lambda each: len(self._waiting[each]))
+        return source, next(iter(self._waiting[source]))
+
+    def _forget(self, source: Hashable, connection: Connection) -> None:
+        del self._waiting[source][connection]
+        if not self._waiting[source]:
+            del self._waiting[source]
+
+    def _limit(self, source: Hashable) -> float:
+        own = self._max_links if source == LOOPBACK else self._strangers.max_links_per_source
+        return min(own, self._max_links)
+
+
+def source_of(sock: socket.socket, address: Any) -> Hashable:
+    """Who has connected, as far as the kernel knows: the process at a Unix socket (uid and pid), else the machine."""
+    if sock.family == socket.AF_UNIX:
+        if not hasattr(socket, "SO_PEERCRED"):
+            return LOOPBACK
+        pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        return uid, pid
+    host = ipaddress.ip_address(address[0].partition("%")[0])
+    host = getattr(host, "ipv4_mapped", None) or host
+    if host.is_loopback:
+        return LOOPBACK
+    return host if host.version == 4 else ipaddress.ip_network((host, V6_NETWORK_BITS), strict=False)

@@ -1,0 +1,229 @@
+"""Endpoints as text, and the sockets behind them: `tcp://host:port` and `unix:///path`."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.transports.base import Receiver
+from pdinfer.process.scratch import ScratchFolder
+
+TCP = "tcp://"
+UNIX = "unix://"
+BACKLOG = 1024
+"""Who cannot come in yet waits here, and in the same queue as everybody: a short one makes honest peers dial again."""
+MAX_KNOWN = 1024
+MAX_PORT = 65535
+Addresses = list[tuple[socket.AddressFamily, Any]]
+BUFFER_BYTES = 4 << 20
+
+
+@attrs.define(eq=False)
+class Listener:
+    """A bound, non-blocking socket. `inode` is the socket file it made, so that no other is ever removed; `folder` the
+    one it made for that file alone."""
+
+    sock: socket.socket
+    endpoint: str
+    path: str | None = None
+    inode: tuple[int, int] | None = None
+    folder: ScratchFolder | None = None
+
+    def close(self) -> None:
+        self.sock.close()
+        if self.path is not None and _inode(self.path) == self.inode:
+            os.unlink(self.path)
+        if self.folder is not None:
+            self.folder.close()
+
+
+def check_port(port: int) -> None:
+    """Raises ConfigError for a port that is none."""
+    if type(port) is not int or not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"port {port!r} is not a TCP port; use 1 to {MAX_PORT}, or 0 for any free one")
+
+
+def check_local(host: str, receiver: Receiver) -> None:
+    """Raises ConfigError for a host that other machines can reach, unless `receiver` knows who they are."""
+    if not _is_local(host) and not receiver.authenticates:
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines, and KV bytes travel unencrypted; use 127.0.0.1, give "
+            f"every KVChannel the same key, or say allow_remote=True on a network you trust"
+        )
+
+
+def listen_tcp(host: str, port: int) -> Listener:
+    """Raises ConfigError when the address cannot be had. A wildcard is announced by this machine's name."""
+    try:
+        family, address = _resolve(host, port, socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on host {host!r}: {error}; use an address of this machine") from error
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _enlarge(sock)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {host} port {port}: {error}; port 0 takes any free one") from error
+    sock.setblocking(False)
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+    return Listener(sock, tcp_endpoint(name, sock.getsockname()[1]))
+
+
+def listen_unix(path: str, *, scheme: str = UNIX, folder: ScratchFolder | None = None) -> Listener:
+    """A socket file that only this user can open; raises ConfigError when `path` exists or cannot be made. A socket
+    file that a dead process left is replaced. A `folder` that was made for it goes with it."""
+    path = os.path.abspath(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if _is_stale(path):
+            os.unlink(path)
+        # Nobody can connect before `listen`, so the mode is set in time.
+        sock.bind(path)
+        os.chmod(path, 0o600)
+        sock.listen(BACKLOG)
+    except (OSError, ValueError) as error:
+        sock.close()
+        raise ConfigError(
+            f"cannot make a socket at {path!r}: {error}; name a file that does not exist yet, "
+            f"of at most 107 bytes, in a directory of yours"
+        ) from error
+    sock.setblocking(False)
+    return Listener(sock, scheme + path, path, _inode(path), folder)
+
+
+def _is_stale(path: str) -> bool:
+    """Whether a socket file of this user is there and nobody listens at it."""
+    if not os.path.lexists(path):
+        return False
+    found = os.lstat(path)
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.geteuid():
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.setblocking(False)
+        return sock.connect_ex(path) == errno.ECONNREFUSED
+
+
+def dial(
+    endpoints: Sequence[str], schemes: Sequence[str], known: dict[str, Addresses], *, timeout_s: float
+) -> tuple[socket.socket, str, OSError | None]:
+    """(non-blocking socket, endpoint, what went wrong) for the first endpoint of one of `schemes`.
+
+    With `timeout_s` 0 the socket is opening, unless something went wrong at once: `complete` it when it can be written
+    to. Else it is connected, or TransferError is raised. A host's name is looked up, which waits for the system's
+    resolver; with `timeout_s` 0 only when `known`, where what was found is kept, does not have it.
+    """
+    endpoint = next((e for e in endpoints if e.startswith(tuple(schemes))), None)
+    if endpoint is None:
+        needed = " or ".join(f"{scheme}{'host:port' if scheme == TCP else '/path'}" for scheme in schemes)
+        raise TransferError(f"cannot reach {list(endpoints)}; an endpoint for this transport looks like {needed}")
+    try:
+        addresses = known.get(endpoint) if timeout_s <= 0 else None
+        if addresses is None:
+            addresses = known[endpoint] = _addresses(endpoint)
+            while len(known) > MAX_KNOWN:
+                del known[next(iter(known))]
+        if timeout_s > 0:
+            return _connected(addresses, timeout_s), endpoint, None
+    except (OSError, ValueError) as error:
+        raise TransferError(f"cannot connect to {endpoint} within {timeout_s} s: {error}") from error
+    family, address = addresses[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    problem: OSError | None = None
+    try:
+        sock.connect(address)
+    except BlockingIOError as error:
+        # A Unix socket does not wait for room in the listener's backlog: it says EAGAIN, and is not opening.
+        problem = None if error.errno == errno.EINPROGRESS else error
+    except OSError as error:
+        problem = error
+    except ValueError as error:
+        sock.close()
+        raise TransferError(f"cannot connect to {endpoint}: {error}") from error
+    return sock, endpoint, problem
+
+
+def complete(sock: socket.socket) -> None:
+    """Makes an opening socket, once it can be written to, a connected one; raises OSError when it failed."""
+    if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+        raise OSError(number, os.strerror(number))
+    if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+        raise ConnectionRefusedError("nobody listens there; the kernel connected the socket to itself")
+    prepare(sock)
+
+
+def _addresses(endpoint: str) -> Addresses:
+    """Raises ValueError or OSError for an endpoint that leads nowhere."""
+    if not endpoint.startswith(TCP):
+        return [(socket.AF_UNIX, endpoint.partition("://")[2])]
+    host, _, port = endpoint.removeprefix(TCP).rpartition(":")
+    number = int(port)
+    if not 0 < number <= MAX_PORT:  # getaddrinfo takes it modulo 2**16, or raises an OverflowError
+        raise ValueError(f"a TCP port is 1 to {MAX_PORT}")
+    return _resolve(host.strip("[]"), number)
+
+
+def _resolve(host: str, port: int, flags: int = 0) -> Addresses:
+    """IPv4 before IPv6, whatever the resolver's order, so that both ends of a name choose alike."""
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
+    return sorted(((family, address) for family, _, _, _, address in found), key=lambda each: each[0])
+
+
+def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
+    for number, (family, address) in enumerate(addresses, start=1):
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(address)
+            complete(sock)
+        except (OSError, ValueError):
+            sock.close()
+            if number == len(addresses):
+                raise
+        else:
+            return sock
+    raise ConnectionError("the name has no address")
+
+
+def prepare(sock: socket.socket) -> None:
+    """What every connected socket needs, whichever side opened it."""
+    sock.setblocking(False)
+    _enlarge(sock)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def tcp_endpoint(host: str, port: int) -> str:
+    """The text by which peers find a listener; IPv6 hosts go in brackets."""
+    return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
+
+
+def _enlarge(sock: socket.socket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _inode(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

@@ -1,0 +1,156 @@
+"""How the payloads of a link's writes travel, as a part that a connection is given: here, behind their frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import attrs
+import xxhash
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, Kind, Read, digest_bytes
+
+SCRATCH_BYTES = 1 << 16
+
+
+@attrs.define(eq=False)
+class Message:
+    """A frame on its way out, and for a write what belongs to it. `rest` is what has not left of a message of which the
+    start has."""
+
+    frame: bytes
+    transfer: Transfer | None = None
+    source: Spans = attrs.field(factory=list)
+    ready: Callable[[], None] | None = None
+    rest: bytes = b""
+
+
+class Payloads(Protocol):
+    """How the payloads of one link travel. Called in the I/O thread; what raises TransferError closes the link."""
+
+    descriptor_bytes: int
+    """Room for the descriptors that a message may carry, as ancillary data; 0 takes none."""
+
+    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+        """What goes on the wire for a write, and completes its transfer; None while it waits for the peer."""
+
+    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+        """All of a write that is small enough to leave at once; None when it takes `outgoing`. Called by any thread,
+        when nothing is before it."""
+
+    def urgent(self) -> Buffers | None:
+        """What goes before all that is queued, even between the parts of a write."""
+
+    @property
+    def wants_turn(self) -> bool:
+        """Whether what has arrived made something to send."""
+
+    def took(self, descriptors: list[int]) -> None:
+        """Descriptors that came with what has just arrived, or before it; ours to close."""
+
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
+        """What follows a header that is not a frame's; `head` is that header as it came, `read` gives what is short.
+        May yield empty buffers, so that others have their turn."""
+
+    def shut(self, error: TransferError) -> None:
+        """The link is closed: nothing is placed from now on, and transfers that left and are not done fail."""
+
+
+class InlinePayloads:
+    """Payloads that follow their frame on the same stream, read from and placed in our memory as they pass."""
+
+    descriptor_bytes = 0
+    wants_turn = False
+
+    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool) -> None:
+        self._link = link
+        self._memory = memory
+        self._receiver = receiver
+        self._digest = digest
+        self._closed = False
+
+    def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
+        if message.ready is not None:
+            message.ready()
+        header = Header(Kind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
+        head = memoryview(header.packed() + message.frame)
+        payload = self._memory.read(message.source)
+        if self._digest:
+            digest = xxhash.xxh3_64()
+            yield Buffers([head, *payload], digest)
+            yield Buffers([memoryview(digest_bytes(digest))])
+        else:
+            yield Buffers([head, *payload])
+        transfer.complete()
+
+    def whole(self, message: Message, transfer: Transfer) -> bytes | None:
+        return None
+
+    def urgent(self) -> Buffers | None:
+        return None
+
+    def took(self, descriptors: list[int]) -> None:
+        raise AssertionError("there is no room for descriptors")
+
+    def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
+        """Reads a write's payload to where the receiver wants it, and verifies it."""
+        check_arriving(self._link, header.frame_bytes, is_write=True)
+        if header.kind is not Kind.WRITE:
+            raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
+        check_digested(self._link, header, required=self._digest)
+        frame, num_bytes = (yield from read(header.frame_bytes)), header.payload_bytes
+        spans = self._receiver.place(self._link, frame, num_bytes)
+        if self._closed:
+            return
+        if spans is None:
+            yield from _discard(num_bytes + (DIGEST_BYTES if header.digested else 0))
+            return
+        placed = total_bytes(spans, self._memory)
+        if placed != num_bytes:
+            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        landed = self._memory.landing(spans)
+        error = None
+        if header.digested:
+            digest = xxhash.xxh3_64(head + frame)
+            yield Buffers(landed, digest, payload=True)
+            said = yield from read(DIGEST_BYTES)
+            error = check_digest(self._link, num_bytes, said, digest)
+        else:
+            yield Buffers(landed, payload=True)
+        if error is None:
+            self._memory.commit(spans, landed)
+        self._receiver.placed(self._link, frame, error)
+
+    def shut(self, error: TransferError) -> None:
+        self._closed = True
+
+
+def check_digested(link: Link, header: Header, *, required: bool) -> None:
+    """An end that asks for digests takes no write without one; raises TransferError."""
+    if required and not header.digested:
+        raise TransferError(
+            f"{link.endpoint} sends writes without a digest and this end requires one: "
+            f"make both transports with digest=True, or both with digest=False"
+        )
+
+
+def check_digest(link: Link, num_bytes: int, said: bytes, digest: xxhash.xxh3_64) -> TransferError | None:
+    """What is wrong with a payload whose sender's digest is `said`."""
+    if said == digest_bytes(digest):
+        return None
+    return TransferError(
+        f"a write of {num_bytes} bytes from {link.endpoint} did not verify: "
+        f"its digest is {said.hex()}, that of what arrived {digest_bytes(digest).hex()}"
+    )
+
+
+def _discard(num_bytes: int) -> Iterator[Buffers]:
+    scratch = memoryview(bytearray(min(num_bytes, SCRATCH_BYTES)))
+    while num_bytes:
+        step = scratch[:num_bytes]
+        yield Buffers([step], payload=True)
+        num_bytes -= len(step)

@@ -1,0 +1,191 @@
+"""The index tensors of one step: which tokens run, where they stand, and which pages their context lies in.
+
+With context parallelism the new tokens of every prompt are cut into pieces
+(`parallel.slices.context_parallel_slices`), and a rank runs its own. A piece is a sequence like others: its context
+ends where it ends, in the pages of its prompt, which every rank fills with the latents of all pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdinfer.parallel.groups import ALONE, Group
+from pdinfer.parallel.slices import context_parallel_slices
+from pdinfer.trace import Trace
+
+
+@attrs.frozen
+class Row:
+    """One sequence's part of a step: `tokens` at positions from `start`, its context in `pages` from position 0."""
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    next_token: int | None = None
+    """The token behind them, where it is known: a prompt's chunk before its last one."""
+
+    @property
+    def stop(self) -> int:
+        """The position behind the last token."""
+        return self.start + len(self.tokens)
+
+    def slots(self, page_size: int) -> Iterator[int]:
+        """Where the cache of each of its tokens lies: page * page_size + offset."""
+        span = range(self.start, self.start + len(self.tokens))
+        return (self.pages[at // page_size] * page_size + at % page_size for at in span)
+
+    def piece(self, positions: range) -> Row:
+        """Some of its tokens."""
+        tokens = self.tokens[positions.start - self.start : positions.stop - self.start]
+        behind = self.next_token if positions.stop == self.stop else self.tokens[positions.stop - self.start]
+        return Row(tokens, positions.start, self.pages, behind)
+
+
+@attrs.frozen(kw_only=True)
+class Batch:
+    """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
+
+    `sequence_T` is each token's row of the page table; `slots_A` is where this step's latents are written (page *
+    page_size + offset): those of the T tokens, and with `cp` of the other ranks' tokens, in rank order; `page_table_BM`
+    is padded with pages of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are
+    also on the host, so that no kernel has to sync. `absorbed` picks the attention form (see `mla`); there every token
+    is a sequence of its own, T = B, which shares its pages with those before it. `next_tokens` are those behind each
+    sequence of a prefill. `trace` is told which part of the model runs.
+
+    `cp` are the ranks that run pieces of the same prompts, each `cp_counts` tokens. Every prompt's last piece is of its
+    rank 0, where `row_ends` tells which sequences end a prompt.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    sequence_T: Tensor
+    slots_A: Tensor
+    page_table_BM: Tensor
+    context_lens_B: Tensor
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    absorbed: bool
+    next_tokens: tuple[int | None, ...]
+    cp: Group
+    cp_counts: tuple[int, ...]
+    row_ends: Sequence[int]
+    trace: Trace | None = None
+
+    @classmethod
+    def build(
+        cls,
+        rows: Sequence[Row],
+        *,
+        page_size: int,
+        device: torch.device,
+        absorbed: bool,
+        cp: Group = ALONE,
+        trace: Trace | None = None,
+    ) -> Batch:
+        """A batch of `rows`, cut over `cp` in a prefill; none is an empty batch, which every layer accepts."""
+        if absorbed:
+            rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
+            cp = ALONE
+        row_ends: Sequence[int] = range(len(rows))
+        of_ranks: Sequence[Sequence[Row]] = ()
+        if cp.size > 1:
+            of_ranks = _pieces(rows, cp.size)
+            row_ends = [*_ends(of_ranks[0], rows)]
+            rows = of_ranks[cp.rank]
+        tokens: list[int] = []
+        positions: list[int] = []
+        sequences: list[int] = []
+        slots: list[int] = []
+        for index, row in enumerate(rows):
+            tokens.extend(row.tokens)
+            span = range(row.start, row.start + len(row.tokens))
+            positions.extend(span)
+            sequences.extend([index] * len(span))
+            slots.extend(row.slots(page_size))
+        if of_ranks:
+            slots = [slot for of_rank in of_ranks for row in of_rank for slot in row.slots(page_size)]
+        context_lens = tuple(row.start + len(row.tokens) for row in rows)
+        width = max((-(-context // page_size) for context in context_lens), default=0)
+        table = [page for row in rows for page in _padded(row.pages, width)]
+        columns = (tokens, positions, sequences, slots, table, context_lens)
+        # one tensor, and so one copy to the device, of which the others are views
+        flat = torch.from_numpy(np.array([*chain.from_iterable(columns)], np.int64)).to(device, non_blocking=True)
+        tokens_T, positions_T, sequence_T, slots_A, flat_table, context_lens_B = flat.split_with_sizes(
+            [*map(len, columns)]
+        )
+        return cls(
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            sequence_T=sequence_T,
+            slots_A=slots_A,
+            page_table_BM=flat_table.view(len(rows), width),
+            context_lens_B=context_lens_B,
+            query_lens=tuple(len(row.tokens) for row in rows),
+            context_lens=context_lens,
+            absorbed=absorbed,
+            next_tokens=() if absorbed else tuple(row.next_token for row in rows),
+            cp=cp,
+            cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
+            row_ends=row_ends,
+            trace=trace,
+        )
+
+    def shifted(self) -> Batch:
+        """The same positions of a prefill, each with the token behind it; 0 stands for one that is not known yet."""
+        tokens_T = self.tokens_T.roll(-1)
+        tokens_T[self.last_rows] = torch.tensor(
+            [token or 0 for token in self.next_tokens], dtype=torch.int64, device=tokens_T.device
+        )
+        return attrs.evolve(self, tokens_T=tokens_T)
+
+    def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """What tensors of this rank's tokens [T, ...] are for all [A, ...], in the order of `slots_A`. Tensors of one
+        dtype and two axes; one collective."""
+        if self.cp.size == 1:
+            return parts
+        gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)
+        return torch.split(gathered, [part.shape[1] for part in parts], 1)
+
+    def last_of(self, x_TD: Tensor) -> Tensor:
+        """Of every prompt's last token, on all ranks of `cp`."""
+        last_BD = x_TD.new_empty(len(self.row_ends), x_TD.shape[1])
+        if self.cp.rank == 0:
+            ends = self.last_rows
+            last_BD = x_TD[[ends[index] for index in self.row_ends]]
+        return self.cp.broadcast(last_BD)
+
+    @property
+    def last_rows(self) -> list[int]:
+        """For each sequence, the row of its last token."""
+        return [end - 1 for end in accumulate(self.query_lens)]
+
+
+def _pieces(rows: Sequence[Row], cp_size: int) -> list[list[Row]]:
+    """What each context-parallel rank runs of the rows, those of a row in rising order."""
+    pieces: list[list[Row]] = [[] for _ in range(cp_size)]
+    for row in rows:
+        slices = context_parallel_slices(range(row.start, row.stop), cp_size)
+        for mine, spans in zip(pieces, slices, strict=True):
+            mine.extend(row.piece(span) for span in spans)
+    return pieces
+
+
+def _ends(pieces: Sequence[Row], rows: Sequence[Row]) -> Iterator[int]:
+    """Which of rank 0's pieces end a row."""
+    left = iter(rows)
+    row = next(left, None)
+    for index, piece in enumerate(pieces):
+        if row is not None and piece.stop == row.stop:
+            yield index
+            row = next(left, None)
+
+
+def _padded(pages: Sequence[int], width: int) -> list[int]:
+    used = list(pages[:width])
+    return used + used[:1] * (width - len(used))

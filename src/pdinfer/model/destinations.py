@@ -1,0 +1,160 @@
+"""Where the tensors of a checkpoint go: a model is built of what this allocates, and every name keeps its places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.checkpoint.schemes import FORMATS, Scheme
+from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.resolve import OpChoice, ResolvedOps
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    WHOLE,
+    FloatWithBias,
+    FP8Blocks,
+    Int8Static,
+    Shard,
+    Weight,
+    empty,
+    expert,
+    places,
+    tensors_of,
+)
+
+OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
+    {
+        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
+        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
+        Scheme.INT8_STATIC: ("linear_int8_static",),
+    }
+)
+"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
+
+
+def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
+    """The schemes of weights that `load_model(weights=...)` holds as they are stored. Raises ConfigError for another
+    word."""
+    if weights not in ("auto", "stored", "float"):
+        raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
+    if weights == "auto":
+        return frozenset(scheme for scheme in OPS_OF_SCHEME if not slow_op(scheme, resolved))
+    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
+
+
+def slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
+    """The first op of a scheme that loses to floats."""
+    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
+    return next(slow, None)
+
+
+class Schemes(Protocol):
+    """How a checkpoint stores its tensors, as far as it matters where they go."""
+
+    @property
+    def ue8m0(self) -> bool:
+        """What the config says about the scales of FP8 activations."""
+
+    def scheme(self, name: str) -> Scheme: ...
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+
+@attrs.frozen
+class Place:
+    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
+
+    weight: Weight
+    shape: tuple[int, ...]
+    shard: Shard
+
+
+@attrs.define
+class Destinations:
+    """A WeightSource that allocates on `device` and remembers which name belongs where: in two places if a rank has an
+    expert twice. Without `stored` every weight is of floats; with it, those of a scheme in `kept` are held as they are
+    stored. Raises ConfigError for a tensor that a rank cannot have its part of."""
+
+    device: torch.device
+    dtype: torch.dtype
+    stored: Schemes | None = None
+    kept: frozenset[Scheme] = frozenset()
+    places: dict[str, list[Place]] = attrs.field(factory=dict)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
+        self._check_shard(name, shape, shard)
+        tensor = torch.empty(shard.shape(shape), dtype=dtype or self.dtype, device=self.device)
+        self._remember(tensor, iter([(name, tensor)]), shape, shard)
+        return tensor
+
+    def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
+        there = self.stored is not None and self.stored.holds(name)
+        return self.take(name, *shape, dtype=dtype) if there else None
+
+    def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
+        for name in names:
+            self._check_shard(name, (rows, columns), shard)
+        kind = self._format(names)
+        biased = kind is Tensor and any(self.scheme(name) is Scheme.INT8_STATIC for name in names)
+        return expert(self._allocate([names], FloatWithBias if biased else kind, rows, columns, shard), 0)
+
+    def format(self, name: str) -> type:
+        scheme = self.scheme(name)
+        return FORMATS[scheme] if scheme in self.kept else Tensor
+
+    def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
+        kind = self._format([name for parts in names for name in parts])
+        if kind is Int8Static:
+            raise CheckpointError(f'{names[0][0]} is static INT8, which experts cannot be: load with weights="float"')
+        return self._allocate(names, kind, rows, columns)
+
+    def _allocate(
+        self, names: Sequence[Sequence[str]], kind: type, rows: int, columns: int, shard: Shard = WHOLE
+    ) -> Weight:
+        kept_rows, kept_columns = shard.shape((rows, columns))
+        shape = (len(names), len(names[0]), kept_rows, kept_columns)
+        ue8m0 = self.stored is not None and self.stored.ue8m0
+        stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
+        self._remember(stack, places(stack, names), (rows, columns), shard)
+        return stack
+
+    def _remember(
+        self, weight: Weight, named: Iterator[tuple[str, Weight]], shape: tuple[int, ...], shard: Shard
+    ) -> None:
+        """Of a `weight` that was just allocated, where its parts are by name; `shape` is that of each in the files."""
+        for name, part in named:
+            self.places.setdefault(name, []).append(Place(part, shape, shard))
+
+    def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
+        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
+        unit = BLOCK if self.format(name) is FP8Blocks else 1
+        if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
+            blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
+            raise ConfigError(
+                f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
+                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
+                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
+            )
+
+    def _format(self, names: Sequence[str]) -> type:
+        """The one format that these matrices, which lie in one tensor, can be held in."""
+        schemes = {self.scheme(name): name for name in names}
+        formats = {self.format(name) for name in names}
+        if len(formats) > 1:
+            told = ", ".join(f"{name} as {scheme.value}" for scheme, name in schemes.items())
+            raise CheckpointError(f'{told} are stored differently and cannot be one matrix: load with weights="float"')
+        return formats.pop()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(tensor.nbytes for held in self.places.values() for at in held for tensor in tensors_of(at.weight))
+
+    def scheme(self, name: str) -> Scheme:
+        return Scheme.FLOAT if self.stored is None else self.stored.scheme(name)

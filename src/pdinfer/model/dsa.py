@@ -1,0 +1,97 @@
+"""DeepSeek sparse attention: a small indexer scores the whole context, and attention reads the best tokens only.
+
+An index key per token, shared by the indexer's heads, lies in the same pages as the latents. Where no context of a step
+is longer than `index_topk`, all of it is chosen, and attention takes its dense way (DeepSeek-V3.2 report, arXiv
+2512.02556, section 2.1).
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.config import ModelConfig
+from pdinfer.errors import ConfigError
+from pdinfer.kernels.ops import Ops
+from pdinfer.layers import Linear, WeightSource
+from pdinfer.model.batch import Batch
+
+INDEX_NORM_EPS = 1e-6
+"""Of the norm of index keys, whatever `rms_norm_eps` is."""
+
+
+@attrs.frozen(kw_only=True)
+class Indexer:
+    """Chooses the tokens that one layer, and those that share its choice, attend to.
+
+    Head weights and the key's norm, which has a mean and a bias, are float32. X heads of Y elements, of which rope
+    turns the *first* qk_rope_head_dim; in DeepSeek-V3.2 the pairs are (i, i + R/2), unlike in its attention.
+    """
+
+    num_heads: int
+    top_k: int
+    rope_dim: int
+    rope_interleaved: bool
+    ops: Ops
+    q_b: Linear
+    k: Linear
+    k_norm_weight_Y: Tensor
+    k_norm_bias_Y: Tensor
+    head_weights_XD: Tensor
+
+    @classmethod
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops) -> Indexer:
+        heads, width, top_k, rank = config.index_n_heads, config.index_head_dim, config.index_topk, config.q_lora_rank
+        if heads is None or width is None or top_k is None or rank is None:
+            raise ConfigError(f"a {config.model_type} has no indexer")
+        hidden, exact = config.hidden_size, torch.float32
+        return cls(
+            num_heads=heads,
+            top_k=top_k,
+            rope_dim=config.qk_rope_head_dim,
+            rope_interleaved=config.indexer_rope_interleave,
+            ops=ops,
+            q_b=Linear.build(source, f"{name}.wq_b", heads * width, rank, ops),
+            k=Linear.build(source, f"{name}.wk", width, hidden, ops),
+            k_norm_weight_Y=source.take(f"{name}.k_norm.weight", width, dtype=exact),
+            k_norm_bias_Y=source.take(f"{name}.k_norm.bias", width, dtype=exact),
+            head_weights_XD=source.take(f"{name}.weights_proj.weight", heads, hidden, dtype=exact),
+        )
+
+    def __call__(
+        self, x_TD: Tensor, query_TL: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGY: Tensor
+    ) -> Tensor | None:
+        """Stores this step's keys in `pages_PGY` and chooses: positions as `kernels.ops.IndexTopK` returns them, or
+        None for all of every context. `query_TL` is attention's query latent."""
+        self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
+        if max(batch.context_lens, default=0) <= self.top_k:
+            return None
+        return self.ops.index_topk(
+            self.queries(query_TL, angles),
+            self.head_weights(x_TD),
+            pages_PGY,
+            batch.page_table_BM,
+            batch.query_lens,
+            batch.context_lens,
+            top_k=self.top_k,
+        )
+
+    def keys(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, Y]: normed, then its beginning turned."""
+        keys_TY = self.ops.layer_norm(self.k(x_TD), self.k_norm_weight_Y, self.k_norm_bias_Y, INDEX_NORM_EPS)
+        return self._turned(keys_TY[:, None], angles)[:, 0]
+
+    def queries(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """[T, X, Y], the beginning of each head turned."""
+        q_TXY = self.q_b(query_TL).view(len(query_TL), self.num_heads, len(self.k_norm_weight_Y))
+        return self._turned(q_TXY, angles)
+
+    def head_weights(self, x_TD: Tensor) -> Tensor:
+        """float32 [T, X], of either sign, with the scale of the scores: (X * Y)^-0.5."""
+        scale: float = (self.num_heads * len(self.k_norm_weight_Y)) ** -0.5
+        return self.ops.linear(x_TD.float(), self.head_weights_XD) * scale
+
+    def _turned(self, x_TXY: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        x_TXR, rest = x_TXY.tensor_split((self.rope_dim,), -1)
+        return torch.cat((self.ops.rotate(x_TXR, *angles, interleaved=self.rope_interleaved), rest), -1)

@@ -1,0 +1,154 @@
+"""Multi-head latent attention in its two forms over one cache of latents.
+
+A token's cache is `kv_lora_rank` values (the normed latent c) and `qk_rope_head_dim` values (one rotated key shared by
+all heads, pairs interleaved as in the checkpoint). *Expanded* attention turns cached latents into keys and values with
+kv_b_proj and suits many queries; *absorbed* attention folds kv_b_proj into the query and the output instead and suits
+one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, arXiv 2405.04434, section 2.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.config import ModelConfig
+from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard
+from pdinfer.layers import Linear, RMSNorm, WeightSource, row_parallel
+from pdinfer.model.batch import Batch
+from pdinfer.parallel.groups import ALONE, Group
+
+LATENT_NORM_EPS = 1e-6
+"""DeepSeek's modelling code builds the two latent norms with the class default, not with `rms_norm_eps`."""
+
+
+@attrs.frozen(kw_only=True)
+class MLA:
+    """The weights of one attention layer, of `num_heads` heads on this rank. `q_a` and `q_a_norm` are None in models
+    without a query latent; `kv_b_OC` is of floats whatever it is stored as, because absorbed attention takes it apart
+    by heads."""
+
+    config: ModelConfig
+    num_heads: int
+    ops: Ops
+    q_a: Linear | None
+    q_a_norm: RMSNorm | None
+    q_b: Linear
+    kv_a: Linear
+    kv_a_norm: RMSNorm
+    kv_b_OC: Tensor
+    round_latent: Callable[[Tensor], Tensor]
+    o: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
+        """The heads are divided over `tp`; what has no head axis is whole on each of its ranks."""
+        hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+        shard = Shard(tp.rank, tp.size)
+        q_size = heads * config.qk_head_dim
+        q_a = q_a_norm = None
+        if config.q_lora_rank is None:
+            q_b = Linear.build(source, f"{name}.q_proj", q_size, hidden, ops, shard)
+        else:
+            q_a = Linear.build(source, f"{name}.q_a_proj", config.q_lora_rank, hidden, ops)
+            q_a_norm = RMSNorm.build(source, f"{name}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, ops)
+            q_b = Linear.build(source, f"{name}.q_b_proj", q_size, config.q_lora_rank, ops, shard)
+        kv_a_size = rank + config.qk_rope_head_dim
+        kv_b_size = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        return cls(
+            config=config,
+            num_heads=heads // tp.size,
+            ops=ops,
+            q_a=q_a,
+            q_a_norm=q_a_norm,
+            q_b=q_b,
+            kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
+            kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
+            kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank, shard=shard),
+            round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
+            o=row_parallel(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops, tp),
+        )
+
+    def __call__(
+        self,
+        x_TD: Tensor,
+        query_TL: Tensor,
+        batch: Batch,
+        angles: tuple[Tensor, Tensor],
+        pages_PGW: Tensor,
+        selected_TS: Tensor | None = None,
+    ) -> Tensor:
+        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D], a sum over all heads of all ranks.
+
+        `query_TL` is `query_latent(x_TD)`. With `selected_TS` (positions as `kernels.ops.IndexTopK` returns them) each
+        token reads those of its sequence alone."""
+        self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
+        q_nope_THN, q_rope_THR = self.query(query_TL, angles)
+        if batch.absorbed or selected_TS is not None:
+            out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, selected_TS)
+        else:
+            out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
+        return self.o(out_THV.flatten(1))
+
+    def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the cache holds of each token: the latent after its norm [T, C], the key after its rotation [T, R]."""
+        c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
+        return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+
+    def query_latent(self, x_TD: Tensor) -> Tensor:
+        """What queries are made of, an indexer's too: the normed latent [T, q_lora_rank], or `x_TD` without one."""
+        return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))
+
+    def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """(q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
+        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.config.qk_head_dim)
+        q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
+        return q_nope_THN, self.ops.rotate(q_THR, *angles)
+
+
+def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
+    """What a quantized kv_b_proj does to its input. It is all that reads a latent, so the cache holds it rounded, and
+    both forms of attention remain one function."""
+    if kv_b_format is FP8Blocks:
+        return partial(ops.round_fp8, ue8m0=config.scale_fmt == "ue8m0")
+    return ops.round_int8 if kv_b_format is Int8Dynamic else lambda c_TC: c_TC
+
+
+def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
+    """Attention over keys and values expanded from the latents -> [T, H, V]."""
+    return mla.ops.mla_prefill(
+        torch.cat((q_nope_THN, q_rope_THR), -1),
+        pages_PGW,
+        mla.kv_b_OC,
+        batch.page_table_BM,
+        batch.query_lens,
+        batch.context_lens,
+        v_head_dim=mla.config.v_head_dim,
+        scale=mla.config.softmax_scale,
+    )
+
+
+def absorbed(
+    mla: MLA,
+    q_nope_THN: Tensor,
+    q_rope_THR: Tensor,
+    batch: Batch,
+    pages_PGW: Tensor,
+    selected_TS: Tensor | None,
+) -> Tensor:
+    """Attention over the latents themselves -> [T, H, V]: of selected positions, or of all with one query per sequence
+    (T = B)."""
+    config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
+    kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)
+    k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
+    q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
+    scale = config.softmax_scale
+    if selected_TS is None:
+        o_THC = ops.mla_decode(q_THC, q_rope_THR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
+    else:
+        o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=scale)
+    return ops.heads_out(o_THC, v_b_HVC)

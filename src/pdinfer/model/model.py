@@ -1,0 +1,247 @@
+"""A model, or a rank's part of one: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel,
+pool or request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.checks import check_fits
+from pdinfer.config import CacheConfig, ModelConfig
+from pdinfer.errors import ConfigError, RequestError
+from pdinfer.kernels.resolve import ResolvedOps
+from pdinfer.kv.layout import MTP_PREFIX, KVLayout
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.layers import RMSNorm, Rotary, WeightSource
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.block import Block
+from pdinfer.model.cache import FP8, cache_components
+from pdinfer.model.mtp import MTP, Tied
+from pdinfer.moe.layer import MoE
+from pdinfer.moe.parallel import ExpertParallel
+from pdinfer.parallel.groups import Groups
+from pdinfer.parallel.topology import Topology
+from pdinfer.process.memory import device_memory, device_memory_bytes
+
+AUTO_POOL_SEQUENCES = 64
+"""With neither `num_pages` nor `mem_fraction_static`, a pool holds this many sequences of full length, if they fit."""
+AUTO_POOL_FRACTION = 0.5
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Model:
+    """Weights and ops of one model on one device. Build it with `load_model`.
+
+    Token ids are not checked here: an id outside the vocabulary is the caller's error (engines check at their door).
+    """
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    topology: Topology
+    groups: Groups
+    experts: ExpertParallel
+    resolved: ResolvedOps
+    embed_VD: Tensor
+    blocks: tuple[Block, ...]
+    norm: RMSNorm
+    lm_head_VD: Tensor
+    rotary: Rotary
+    weights_id: bytes
+    mtp: MTP | None = None
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        source: WeightSource,
+        resolved: ResolvedOps,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        topology: Topology,
+        groups: Groups,
+        experts: ExpertParallel | None = None,
+        weights_id: bytes = b"",
+        mtp: bool = False,
+        mtp_copies: Collection[str] = (),
+    ) -> Model:
+        """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`.
+        Without `experts` all are here."""
+        ops = resolved.ops
+        parallel = experts or ExpertParallel.alone(config, ops, mtp=mtp)
+        embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        lm_head_VD = embed_VD
+        if not config.tie_word_embeddings:
+            lm_head_VD = source.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        tied = Tied(embed_VD, lm_head_VD, Rotary.build(config, device))
+        return cls(
+            config=config,
+            device=device,
+            dtype=dtype,
+            topology=topology,
+            groups=groups,
+            experts=parallel,
+            resolved=resolved,
+            embed_VD=embed_VD,
+            blocks=tuple(
+                Block.build(source, layer, config, ops, parallel, groups) for layer in range(config.num_hidden_layers)
+            ),
+            norm=RMSNorm.build(source, "model.norm", config.hidden_size, config.rms_norm_eps, ops),
+            lm_head_VD=lm_head_VD,
+            rotary=tied.rotary,
+            weights_id=weights_id,
+            mtp=MTP.build(source, config, ops, parallel, groups, tied, mtp_copies) if mtp else None,
+        )
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """For `explain_backends`."""
+        return self.experts.remarks
+
+    def moe_layers(self) -> list[MoE]:
+        """Those that route to experts, in the order of the rows of `experts.placement`."""
+        blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)
+        return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
+
+    def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
+        """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
+        if batch.trace is not None:
+            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
+        hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
+        angles = self.rotary(batch.positions_T)
+        selected_TS = None
+        for layer, block in enumerate(self.blocks):
+            hidden_TD, selected_TS = block(hidden_TD, batch, angles, view, selected_TS)
+            yield layer, hidden_TD
+
+    def forward(self, batch: Batch, view: KVView) -> Tensor:
+        """All blocks: the last hidden state [T, D], before the final norm."""
+        hidden_TD = self.embed_VD.new_empty(0, self.config.hidden_size)
+        for _, layer_TD in self.stream_layers(batch, view):
+            hidden_TD = layer_TD
+        return hidden_TD
+
+    def head(self, state_TD: Tensor) -> Tensor:
+        """Logits of hidden states behind the final norm: float32 [T, vocab]."""
+        return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """The model in one piece, without engines or pool: float32 [len(tokens), vocab] on the model's device.
+
+        For scoring and as the oracle of tests. A collective: ranks that have the same requests call it with the same
+        tokens and get the same. Raises RequestError for an empty or impossible token list.
+        """
+        batch, view = self._whole(tokens)
+        return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
+
+    def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
+        """What the MTP layer says, in one piece: float32 [len(tokens), vocab], row i for token i + 2, drawn from the
+        state of token i and the token behind it, which for the last row is `next_token`.
+
+        Raises RequestError as `logits`, and ConfigError for a model without its MTP layer.
+        """
+        if self.mtp is None:
+            raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
+        self._check_tokens([*tokens, next_token])
+        batch, view = self._whole(tokens, next_token)
+        state_TD = self.norm(self.forward(batch, view))
+        return self.mtp.logits(_in_order(self.mtp(state_TD, batch.shifted(), view), batch))
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.config.vocab_size:
+                raise RequestError(
+                    f"token {token} at index {index} is outside the vocabulary 0..{self.config.vocab_size - 1}"
+                )
+
+    def _whole(self, tokens: Sequence[int], next_token: int | None = None) -> tuple[Batch, KVView]:
+        """A batch of these tokens alone, and just the pages for them, in order."""
+        self._check_tokens(tokens)
+        if not 0 < len(tokens) <= self.config.max_position_embeddings:
+            raise RequestError(
+                f"{len(tokens)} tokens asked for, the model takes 1 to {self.config.max_position_embeddings}"
+            )
+        layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
+        memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
+        row = Row(tokens, 0, range(memory.num_pages), next_token)
+        batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False, cp=self.groups.cp)
+        return batch, KVView.of(memory)
+
+    def kv_layout(self, cache: CacheConfig) -> KVLayout:
+        """What a page of this model holds; see `kv_layout_of`."""
+        layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
+        return attrs.evolve(layout, weights_id=self.weights_id)
+
+    def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
+        """Zeroed memory for `num_pages` pages on this model's device; ConfigError when it cannot fit."""
+        check_fits(num_pages * layout.page_bytes, device_memory_bytes(self.device), f"a pool of {num_pages} pages")
+        return PageMemory(layout, num_pages, device=self.device, memory=memory)
+
+    def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
+        """Pages of a pool whose size was not given: as many as bring what is in use of the device's memory, weights
+        included, to that fraction of it; or enough for AUTO_POOL_SEQUENCES sequences of full length within
+        AUTO_POOL_FRACTION of what is free.
+
+        A collective: all ranks get what the poorest of them can have, and those on one machine's CPU share its memory
+        evenly. Raises ConfigError, with the bytes, when that is not a page.
+        """
+        here, fraction = device_memory(self.device), mem_fraction_static
+        free = here.total - here.in_use
+        ours = int(free * AUTO_POOL_FRACTION if fraction is None else here.total * fraction - here.in_use)
+        room = self._least_room(here.shared_by, ours)
+        if room < layout.page_bytes:
+            raise ConfigError(
+                f"{'a pool of automatic size' if fraction is None else f'mem_fraction_static {fraction}'} leaves "
+                f"{room / 2**30:.2f} GiB for pages of {layout.page_bytes} bytes: {here.in_use / 2**30:.2f} of "
+                f"{here.total / 2**30:.2f} GiB of {self.device} are in use, weights included; allow a higher fraction, "
+                "or use more ranks or a device with more memory"
+            )
+        pages = room // layout.page_bytes
+        if fraction is not None:
+            return pages
+        return min(pages, AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings))
+
+    def _least_room(self, shared_by: int, room: int) -> int:
+        """The least bytes that any rank has for a pool: its `room`, or its part of one that it shares."""
+        ours = torch.tensor([[shared_by, room]], device=self.device)
+        rooms: list[tuple[int, int]] = self.groups.world.all_gather(ours).tolist()
+        ranks = Counter(shared for shared, _ in rooms)
+        return min(each // (ranks[shared] if shared else 1) for shared, each in rooms)
+
+
+def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
+    """Of the tokens of all context-parallel ranks, in the order of their slots."""
+    (state_AD,) = batch.gather(state_TD)
+    return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
+
+
+def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
+    """What a page of a model in `dtype` holds, of weights without an id. `kv_format` "auto" is that dtype, "fp8" fits
+    any. Raises ConfigError for another dtype and for sizes that "fp8" cannot pack."""
+    name = str(dtype).removeprefix("torch.")
+    kv_format = name if cache.kv_format == "auto" else cache.kv_format
+    if kv_format not in (name, FP8):
+        raise ConfigError(
+            f'kv_format "{cache.kv_format}" was asked for and the model runs in {dtype}: load the model with that '
+            'dtype, or leave kv_format "auto"'
+        )
+    layers = config.num_hidden_layers
+    components = cache_components(config, kv_format, range(layers))
+    if mtp:
+        components += cache_components(config, kv_format, (layers,), prefix=MTP_PREFIX)
+    return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
+
+
+def check_divides(config: ModelConfig, topology: Topology) -> None:
+    """Raises ConfigError with the values when ranks cannot have equal parts of the model."""
+    for count, what, size, name in (
+        (config.num_attention_heads, "num_attention_heads", topology.tp_size, "tp_size"),
+        (config.intermediate_size, "intermediate_size", topology.moe_dense_tp_size, "moe_dense_tp_size"),
+    ):
+        if count % size:
+            raise ConfigError(f"{name} {size} does not divide {what} = {count}; choose a divisor of it")

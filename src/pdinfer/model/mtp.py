@@ -1,0 +1,100 @@
+"""The multi-token-prediction layer (MTP, NEXTN): from the state of a position and the token behind it, the one after.
+
+Layer number `num_hidden_layers` of a checkpoint, DeepSeek-V3 report (arXiv 2412.19437) section 2.2:
+
+    x_i = eh_proj(concat(enorm(embed(token i + 1)), hnorm(state i)))      state i: after model.norm
+    y_i = shared_head.norm(block(x_i))                                    one ordinary block, with a cache of its own
+    logits of token i + 2 = head(y_i)
+
+Fed with y_i in place of a true state it drafts on: the chain that transformers and SGLang use. Of several such layers
+the first is used, for every draft.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.config import ModelConfig
+from pdinfer.kernels.ops import Ops
+from pdinfer.kv.view import KVView
+from pdinfer.layers import Linear, RMSNorm, Rotary, WeightSource
+from pdinfer.model.batch import Batch
+from pdinfer.model.block import Block
+from pdinfer.moe.parallel import ExpertParallel
+from pdinfer.parallel.groups import Groups
+
+
+@attrs.frozen
+class Tied:
+    """What an MTP layer shares with the main model: embedding and head, both [V, D], and rotary angles."""
+
+    embed_VD: Tensor
+    head_VD: Tensor
+    rotary: Rotary
+
+
+@attrs.frozen(kw_only=True)
+class MTP:
+    """The layer's weights. Its cache entry of slot i depends on tokens 0 to i + 1."""
+
+    layer: int
+    tied: Tied
+    token_norm: RMSNorm
+    state_norm: RMSNorm
+    join: Linear
+    block: Block
+    norm: RMSNorm
+    ops: Ops
+
+    @classmethod
+    def build(
+        cls,
+        source: WeightSource,
+        config: ModelConfig,
+        ops: Ops,
+        parallel: ExpertParallel,
+        groups: Groups,
+        tied: Tied,
+        copies: Collection[str] = (),
+    ) -> MTP:
+        """Asks `source` for the layer, and for those of `copy_names(config)` that are in `copies`: its own embedding
+        and head, used in place of the main model's."""
+        hidden, eps, layer = config.hidden_size, config.rms_norm_eps, config.num_hidden_layers
+        name = f"model.layers.{layer}"
+        own = {copy: source.take(copy, config.vocab_size, hidden) for copy in copy_names(config) if copy in copies}
+        embed, head = copy_names(config)
+        return cls(
+            layer=layer,
+            tied=attrs.evolve(tied, embed_VD=own.get(embed, tied.embed_VD), head_VD=own.get(head, tied.head_VD)),
+            token_norm=RMSNorm.build(source, f"{name}.enorm", hidden, eps, ops),
+            state_norm=RMSNorm.build(source, f"{name}.hnorm", hidden, eps, ops),
+            join=Linear.build(source, f"{name}.eh_proj", hidden, 2 * hidden, ops),
+            block=Block.build(source, layer, config, ops, parallel, groups),
+            norm=RMSNorm.build(source, f"{name}.shared_head.norm", hidden, eps, ops),
+            ops=ops,
+        )
+
+    def __call__(self, state_TD: Tensor, batch: Batch, view: KVView) -> Tensor:
+        """Y [T, D] of the batch's positions from their states; `batch.tokens_T` holds the token *behind* each position.
+        Writes the layer's cache."""
+        if batch.trace is not None:
+            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
+        token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
+        hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
+        angles = self.tied.rotary(batch.positions_T)
+        hidden_TD, _ = self.block(hidden_TD, batch, angles, view, None)
+        return self.norm(hidden_TD)
+
+    def logits(self, y_TD: Tensor) -> Tensor:
+        """float32 [T, vocab]: row i is for the token two behind position i."""
+        return self.ops.linear(y_TD, self.tied.head_VD).float()
+
+
+def copy_names(config: ModelConfig) -> tuple[str, str]:
+    """Where checkpoints may repeat the main model's embedding and head for the layer."""
+    name = f"model.layers.{config.num_hidden_layers}"
+    return f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight"

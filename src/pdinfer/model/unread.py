@@ -1,0 +1,110 @@
+"""Tensors of a checkpoint that its model does not read: named here with the reason, or refused.
+
+A tensor that nobody asks for may be what makes the model another one, so it is never skipped in silence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+
+import torch
+
+from pdinfer.checkpoint.schemes import StoredWeights
+from pdinfer.checks import clip
+from pdinfer.config import ModelConfig
+from pdinfer.errors import CheckpointError
+from pdinfer.model.model import Model
+from pdinfer.model.mtp import copy_names
+
+MAX_NAMED = 10
+
+IMAGE_PARTS = ("vision_tower.", "mm_projector.")
+HEAD = "lm_head.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelConfig, *, mtp: bool) -> None:
+    """Raises CheckpointError with the names of tensors, listed in the index or not, that neither belong to one that is
+    `read`, here or by a rank that has other experts, nor are on the list of what needs no reading."""
+    kinds = {_kind(name) for name in read}
+    used: set[str] = set()
+    for name in stored.files.tensors:
+        expert = _EXPERT.search(name)
+        elsewhere = expert is not None and int(expert[1]) < config.n_routed_experts and _kind(name) in kinds
+        if elsewhere or name in read:
+            used.update(stored.parts(name))
+    every = (*stored.files.tensors, *stored.files.unlisted)
+    strange = [name for name in every if name not in used and not _needs_no_reading(name, config, mtp)]
+    if strange:
+        rest = f" and {len(strange) - MAX_NAMED} more" if len(strange) > MAX_NAMED else ""
+        raise CheckpointError(
+            f"{stored.files.folder}: {len(strange)} tensors are not those of a {config.model_type} with "
+            f"num_hidden_layers = {config.num_hidden_layers} and num_nextn_predict_layers = "
+            f"{config.num_nextn_predict_layers}, and nothing here computes what they are for: "
+            f"{', '.join(clip(name) for name in strange[:MAX_NAMED])}{rest}; check that config.json is the model's own"
+        )
+
+
+def check_tied(stored: StoredWeights, config: ModelConfig, model: Model) -> None:
+    """A config may tie the head to the embedding while the files hold both: then they have to be equal."""
+    info = stored.files.tensors.get(HEAD)
+    if config.tie_word_embeddings and info is not None:
+        head = stored.files.read(info).to(model.device, model.dtype)
+        if head.shape != model.embed_VD.shape or not torch.equal(head, model.embed_VD):
+            raise CheckpointError(
+                f"{info.file}: tie_word_embeddings is true but lm_head.weight differs from model.embed_tokens.weight"
+            )
+
+
+def _kind(name: str) -> str:
+    return _EXPERT.sub(".experts.*.", name)
+
+
+def _needs_no_reading(name: str, config: ModelConfig, mtp: bool) -> bool:
+    match = _LAYER.fullmatch(name)
+    layer, part = (-1, name) if match is None else (int(match[1]), match[2])
+    return any(rule(layer, part, config, mtp) for rule in NEEDS_NO_READING.values())
+
+
+def _rotary(_layer: int, part: str, _config: ModelConfig, _mtp: bool) -> bool:
+    return re.fullmatch(r"(.+\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", part) is not None
+
+
+def _tied_head(_layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
+    return part == HEAD and config.tie_word_embeddings
+
+
+def _other_mtp(layer: int, part: str, config: ModelConfig, mtp: bool) -> bool:
+    first = config.num_hidden_layers
+    if mtp and layer == first:
+        return f"model.layers.{layer}.{part}" in copy_names(config)
+    return first <= layer < first + config.num_nextn_predict_layers
+
+
+def _image(_layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
+    return bool(config.family.text_models) and part.removeprefix("model.").startswith(IMAGE_PARTS)
+
+
+def _dense_output_norm(layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
+    return config.family.moe_output_norm and part == "post_mlp_layernorm.weight" and not config.is_moe_layer(layer)
+
+
+def _shared_indexer(layer: int, part: str, config: ModelConfig, _mtp: bool) -> bool:
+    main = 0 <= layer < config.num_hidden_layers
+    return main and config.is_sparse and part.startswith("self_attn.indexer.") and not config.has_indexer(layer)
+
+
+NEEDS_NO_READING: Mapping[str, Callable[[int, str, ModelConfig, bool], bool]] = MappingProxyType(
+    {
+        "angles, which are computed from the config": _rotary,
+        "the head of a model that uses its embedding: `check_tied` compares the two": _tied_head,
+        "MTP layers not asked for or behind the first, and copies of the main model's tensors": _other_mtp,
+        "the parts that read images: only text is": _image,
+        "norms that A.X-K1 stores for its dense layers, and whose own code does not use": _dense_output_norm,
+        "indexers of layers that the config has share the choice of another": _shared_indexer,
+    }
+)
+"""Which tensors need no reading, by reason: of (layer or -1, name within it, config, whether MTP was asked for)."""

@@ -1,0 +1,44 @@
+"""The process behind `solver_process`: loads come in on its standard input, placements go out on the other one."""
+
+from __future__ import annotations
+
+import os
+from typing import BinaryIO
+
+import msgspec
+
+from pdinfer.errors import ConfigError
+from pdinfer.moe.balance.process import FRAME, PackedPlacement, SolveAnswer, SolveRequest
+from pdinfer.moe.balance.solver import solve_placement
+
+
+def solve(request: SolveRequest) -> SolveAnswer:
+    """An answer to a request, whatever it says."""
+    try:
+        previous = request.previous.unpack()
+        placement = solve_placement(
+            request.load,
+            num_ranks=previous.num_ranks,
+            num_redundant=previous.num_slots - previous.num_logical_experts,
+            previous=previous,
+            max_moves=request.max_moves,
+        )
+    except ConfigError as error:
+        return SolveAnswer(error=str(error))
+    return SolveAnswer(PackedPlacement.of(placement))
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answers one request after the other until there are no more."""
+    while len(head := requests.read(FRAME.size)) == FRAME.size:
+        request = msgspec.msgpack.decode(requests.read(*FRAME.unpack(head)), type=SolveRequest)
+        body = msgspec.msgpack.encode(solve(request))
+        answers.write(FRAME.pack(len(body)) + body)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    os.nice(10)
+    with os.fdopen(0, "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what else is printed must not lie between frames
+        serve(requests, answers)

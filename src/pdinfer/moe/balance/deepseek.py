@@ -1,0 +1,161 @@
+"""From the load of experts to their placement: DeepSeek's EPLB by its own names, and a solver that goes further."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from pdinfer.checks import clip, is_int
+from pdinfer.errors import ConfigError
+from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
+
+FLOAT32_EXPONENT = 110
+"""The sum of MAX_EXPERTS = 2^16 loads below 2^110 is within float32, whose exponents end at 128, and there is as much
+room below as can be."""
+LEAST_LOAD = 2.0**-900
+"""Any part of it is a float64 of full precision."""
+
+
+def check_load(load: Any) -> Floats:
+    """The load of experts as float64 [layers, experts]: nested lists, an array, or a tensor on the host; counts or any
+    other measure, as only the proportions within a layer matter. Raises ConfigError for another shape, and naming layer
+    and expert for a load that is NaN, negative, or infinite as a float64."""
+    try:
+        table = np.asarray(load)
+    except (TypeError, ValueError, RuntimeError) as failure:
+        raise ConfigError(f"load is not a table of [layers][experts] on the host: {clip(str(failure))}") from None
+    is_number = table.dtype.kind in "iuf" or (table.dtype.kind == "O" and all(map(is_int, table.flat)))
+    if table.ndim != 2 or 0 in table.shape or not is_number:
+        raise ConfigError(
+            f"load must be numbers [layers][experts], at least one of each, got {table.dtype} of shape {table.shape}"
+        )
+    huge = table.dtype.kind == "O"  # ints beyond 64 bits
+    floats = np.vectorize(_as_float, otypes=[np.float64])(table) if huge else table.astype(np.float64)
+    if (bad := np.argwhere(~(np.isfinite(floats) & (floats >= 0)))).size:
+        layer, expert = bad[0]
+        load_there = clip(table.item(layer, expert))
+        raise ConfigError(f"layer {layer}, expert {expert} has load {load_there}; loads are finite and not negative")
+    return floats
+
+
+def _as_float(value: int) -> float:
+    """Of an int of any size, one beyond all floats being infinite."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def scaled(load_LE: Floats, exponent: int) -> Floats:
+    """Each layer's loads times the power of two that brings the highest to 2^(exponent - 1) at least and below
+    2^exponent. What is then below LEAST_LOAD, too far from the highest to change anything, becomes 0."""
+    _, highest = np.frexp(load_LE.max(1, keepdims=True))
+    scaled_LE = np.ldexp(load_LE, exponent - highest)
+    return np.where(scaled_LE < LEAST_LOAD, 0.0, scaled_LE)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if not is_int(value) or not 1 <= value <= MAX_EXPERTS:
+            raise ConfigError(f"{name} must be an int from 1 to {MAX_EXPERTS}, got {clip(value)}")
+
+
+def _check_divides(name: str, size: int, **whole: int) -> None:
+    for what, total in whole.items():
+        if total % size:
+            raise ConfigError(f"{what} {total} cannot be divided evenly over {name} {size}")
+
+
+def rebalance_experts(
+    weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
+) -> tuple[Ints, Ints, Ints]:
+    """DeepSeek's expert-parallelism load balancer: its arguments, its policies, its results.
+
+    `weight` [layers, experts] is the load of each expert, as `check_load` takes it; arithmetic is in float32, on loads
+    times a power of two, so that no sum overflows and all else is as without it. Where
+    `num_groups` divides evenly over `num_nodes`, groups are packed onto nodes and experts replicated within their node
+    (hierarchical); otherwise nodes and groups are not looked at (global). Returns phy2log [L, num_replicas], log2phy
+    [L, E, most copies] padded with -1, logcnt [L, E], int64. Two copies may land on one GPU; `solve_placement` never
+    puts them there. Raises ConfigError for sizes that do not divide and loads that are no loads.
+
+    Source: https://github.com/deepseek-ai/EPLB, whose example is a test of ours.
+    """
+    load_LE = scaled(check_load(weight), FLOAT32_EXPONENT).astype(np.float32)
+    num_layers, num_experts = load_LE.shape
+    _check_sizes(num_replicas=num_replicas, num_groups=num_groups, num_nodes=num_nodes, num_gpus=num_gpus)
+    _check_divides("num_gpus", num_gpus, num_replicas=num_replicas)
+    _check_divides("num_nodes", num_nodes, num_gpus=num_gpus)
+    _check_divides("num_groups", num_groups, experts=num_experts)
+    if num_replicas < num_experts:
+        raise ConfigError(
+            f"num_replicas {num_replicas} is less than the {num_experts} experts, which need one slot each"
+        )
+    if num_groups % num_nodes:
+        num_groups = num_nodes = 1
+    of_node = _groups_to_nodes(load_LE, num_groups, num_nodes)
+    node_load = np.take_along_axis(load_LE[:, None], of_node, 2).reshape(num_layers * num_nodes, -1)
+    experts, nth, counts = _replicas(node_load, num_replicas // num_nodes)
+    per_copy = np.take_along_axis(node_load / counts, experts, 1)
+    gpu, place = _pack_greedily(per_copy, num_gpus // num_nodes)
+    slot = gpu * (num_replicas // num_gpus) + place
+    inside = np.empty_like(experts)
+    np.put_along_axis(inside, slot, experts, 1)
+    nth_of_slot = np.empty_like(nth)
+    np.put_along_axis(nth_of_slot, slot, nth, 1)
+    inside, counts = (table.reshape(num_layers, num_nodes, -1) for table in (inside, counts))
+    phy2log = np.take_along_axis(of_node, inside, 2).reshape(num_layers, num_replicas)
+    logcnt = np.empty((num_layers, num_experts), np.int64)
+    np.put_along_axis(logcnt, of_node.reshape(num_layers, -1), counts.reshape(num_layers, -1), 1)
+    log2phy = np.full((num_layers, num_experts, int(logcnt.max())), -1, np.int64)
+    log2phy[np.arange(num_layers)[:, None], phy2log, nth_of_slot.reshape(phy2log.shape)] = np.arange(num_replicas)
+    return phy2log, log2phy, logcnt
+
+
+def _groups_to_nodes(load_LE: Any, num_groups: int, num_nodes: int) -> Ints:
+    """The experts of each node, groups kept whole: [L, num_nodes, E / num_nodes]."""
+    num_layers, num_experts = load_LE.shape
+    size = num_experts // num_groups
+    node, place = _pack_greedily(load_LE.reshape(num_layers, num_groups, size).sum(2), num_nodes)
+    groups = np.empty((num_layers, num_groups), np.int64)
+    np.put_along_axis(
+        groups, node * (num_groups // num_nodes) + place, np.broadcast_to(np.arange(num_groups), node.shape), 1
+    )
+    experts: Ints = (groups[:, :, None] * size + np.arange(size)).reshape(num_layers, num_nodes, -1)
+    return experts
+
+
+def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
+    """Every expert once, in order, then again and again the one with the highest load per copy: the expert of each
+    copy and which copy of it this is, both [L, num_slots], and the copies of each expert [L, E]."""
+    num_layers, num_experts = load_LE.shape
+    rows = np.arange(num_layers)
+    experts = np.tile(np.arange(num_slots), (num_layers, 1))
+    nth = np.zeros_like(experts)
+    counts = np.ones(load_LE.shape, np.int64)
+    per_copy = load_LE.copy()
+    for copy in range(num_experts, num_slots):
+        expert = per_copy.argmax(1)
+        experts[:, copy], nth[:, copy] = expert, counts[rows, expert]
+        counts[rows, expert] += 1
+        per_copy[rows, expert] = load_LE[rows, expert] / counts[rows, expert].astype(load_LE.dtype)
+    return experts, nth, counts
+
+
+def _pack_greedily(weight: Any, num_packs: int) -> tuple[Ints, Ints]:
+    """Items to packs of one size, heaviest first, each to the lightest pack with room. [L, items] -> the pack of each
+    item and its place in the pack, both [L, items]."""
+    num_layers, num_items = weight.shape
+    size = num_items // num_packs
+    if size == 1:
+        return np.tile(np.arange(num_items), (num_layers, 1)), np.zeros((num_layers, num_items), np.int64)
+    rows = np.arange(num_layers)
+    pack_of, place = np.empty((num_layers, num_items), np.int64), np.empty((num_layers, num_items), np.int64)
+    load, used = np.zeros((num_layers, num_packs), weight.dtype), np.zeros((num_layers, num_packs), np.int64)
+    for item in np.argsort(-weight, axis=1, kind="stable").T:
+        chosen = np.where(used < size, load, np.inf).argmin(1)
+        pack_of[rows, item], place[rows, item] = chosen, used[rows, chosen]
+        load[rows, chosen] += weight[rows, item]
+        used[rows, chosen] += 1
+    return pack_of, place

@@ -1,0 +1,248 @@
+"""The placement of experts for a load: even over ranks, near the previous placement, and near their group's node.
+
+    pack      copies dealt heaviest first, pairs of ranks evened out      (packing)
+    relieve   the fullest rank of each layer, one exchange at a time      (refine)
+    spread    uneven shares for the copies of an expert                   (packing)
+
+With a previous placement, relieving and spreading start from it; a layer is laid out anew only where that does not
+come near enough to the best known for it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import numpy as np
+
+from pdinfer.checks import clip, float_in, int_in, is_int
+from pdinfer.errors import ConfigError
+from pdinfer.moe.balance.assignment import Packing, pack, replicate, swap_pairs
+from pdinfer.moe.balance.deepseek import check_load, scaled
+from pdinfer.moe.balance.exchange import Homes, adopt_counts, part_twins, relieve
+from pdinfer.moe.placement.difference import count_arrivals, keep_slots
+from pdinfer.moe.placement.placement import MAX_EXPERTS, MAX_RANKS, ExpertPlacement, Floats, find_twins
+
+EVEN = 0.9995  # balancedness at which a layer is left alone
+PAIR_ROUNDS = 8
+SWEEPS = 3
+CYCLES = 3
+
+
+@attrs.frozen(kw_only=True)
+class _Sizes:
+    num_ranks: int = attrs.field(validator=int_in(1, MAX_RANKS))
+    num_redundant: int = attrs.field(validator=int_in(0, MAX_EXPERTS))
+    num_groups: int = attrs.field(validator=int_in(1, MAX_EXPERTS))
+    num_nodes: int = attrs.field(validator=int_in(1, MAX_RANKS))
+    cross_node_weight: float
+    tolerance: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True))
+
+    def check(self, num_experts: int) -> None:
+        """Raises ConfigError where experts, slots, ranks and nodes do not divide."""
+        weight, slots = self.cross_node_weight, num_experts + self.num_redundant
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
+            raise ConfigError(f"cross_node_weight must be a number of at least 0, got {clip(weight)}")
+        for what, total, over, size in (
+            ("experts + num_redundant =", slots, "num_ranks", self.num_ranks),
+            ("num_ranks", self.num_ranks, "num_nodes", self.num_nodes),
+            ("experts", num_experts, "num_groups", self.num_groups),
+        ):
+            if total % size:
+                raise ConfigError(f"{what} {total} cannot be divided evenly over {over} {size}")
+        if weight and self.num_groups % self.num_nodes:
+            raise ConfigError(
+                f"cross_node_weight {weight} needs groups that divide over nodes, got num_groups {self.num_groups} and "
+                f"num_nodes {self.num_nodes}; use cross_node_weight 0"
+            )
+        if slots > num_experts * self.num_ranks // self.packs:
+            raise ConfigError(
+                f"{slots} slots on {self.num_ranks} ranks are more than {num_experts} experts can fill without lying "
+                "twice on one rank; lower num_redundant"
+            )
+
+    @property
+    def packs(self) -> int:
+        """In how many parts experts are packed at first: nodes, where it matters on which they are."""
+        return self.num_nodes if self.cross_node_weight else 1
+
+
+def solve_placement(
+    load: Any,
+    *,
+    num_ranks: int,
+    num_redundant: int = 0,
+    num_groups: int = 1,
+    num_nodes: int = 1,
+    cross_node_weight: float = 0.0,
+    previous: ExpertPlacement | None = None,
+    max_moves: int | None = None,
+    tolerance: float = 0.005,
+) -> ExpertPlacement:
+    """A placement of `experts + num_redundant` slots on which `load` falls evenly. Deterministic.
+
+    `load` [layers, experts] as `check_load` takes it. Copies of an expert lie on different ranks, whatever the load;
+    where that evens out ranks they take unequal shares (`slot_shares`).
+
+    `cross_node_weight`: experts come in `num_groups` groups, and a token is routed to few of them, so a group that
+    stays on one node costs less traffic. The weight is what it would cost, in loads of a mean rank, if all load were
+    served away from its group's node: 0 looks at balance alone, `math.inf` keeps every group on a node.
+
+    `previous`: experts stay where they are as far as the fullest rank then has at most `tolerance`, in loads of a mean
+    rank, more than in a layer laid out anew; other layers are laid out anew, on the ranks and slots that have most of
+    their experts. `max_moves` bounds the experts that ranks must be sent (bytes over bytes of an expert); the worst
+    layers come first, and 0 changes shares alone. Where it has an expert twice on a rank, a copy of another one takes
+    the place of the second, one move each; layers for which `max_moves` does not allow that stay as they are.
+
+    Raises ConfigError for sizes that do not divide, loads that are no loads, and a previous placement of other sizes.
+    """
+    load_LE = scaled(check_load(load), 0)
+    sizes = _Sizes(
+        num_ranks=num_ranks,
+        num_redundant=num_redundant,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        cross_node_weight=cross_node_weight,
+        tolerance=tolerance,
+    )
+    sizes.check(load_LE.shape[1])
+    if max_moves is not None and (previous is None or not is_int(max_moves) or max_moves < 0):
+        raise ConfigError(f"max_moves must be an int of at least 0, beside a previous placement, got {clip(max_moves)}")
+    anew = _lay_out(load_LE, sizes)
+    if previous is None:
+        return _placement(anew)
+    _check_previous(previous, load_LE, sizes)
+    return _placement(_follow(previous, anew, sizes, max_moves))
+
+
+def _check_previous(previous: ExpertPlacement, load_LE: Floats, sizes: _Sizes) -> None:
+    (num_layers, num_experts), slots = load_LE.shape, load_LE.shape[1] + sizes.num_redundant
+    for what, got, wanted in (
+        ("num_layers", previous.num_layers, num_layers),
+        ("num_logical_experts", previous.num_logical_experts, num_experts),
+        ("num_slots", previous.num_slots, slots),
+        ("num_ranks", previous.num_ranks, sizes.num_ranks),
+    ):
+        if got != wanted:
+            raise ConfigError(f"the previous placement has {what}={got}, but {wanted} are asked for")
+
+
+def _lay_out(load_LE: Floats, sizes: _Sizes) -> Packing:
+    """The best known placement, whatever there was before."""
+    (num_layers, num_experts), packs = load_LE.shape, sizes.packs
+    rows, ranks = num_layers * packs, sizes.num_ranks // packs
+    grouped = load_LE.reshape(num_layers, sizes.num_groups, -1)
+    groups = np.tile(np.arange(sizes.num_groups), (num_layers, 1, 1))
+    if packs > 1:
+        groups = pack(grouped.sum(2), np.ones_like(groups[:, 0]), packs)
+    size = grouped.shape[2]
+    of_pack = (groups[..., None] * size + np.arange(size)).reshape(num_layers, packs, -1)
+    pack_load = np.take_along_axis(load_LE[:, None], of_pack, 2).reshape(rows, -1)
+    counts = replicate(pack_load, (num_experts + sizes.num_redundant) // packs, ranks)
+    packing = Packing.of(pack_load, pack(pack_load, counts, ranks))
+    # No rank of a layer gets below the mean of its fullest node, so other nodes need not either.
+    floor = packing.rank_load.mean(1).reshape(num_layers, packs).max(1)
+    enough = np.repeat(floor, packs) / EVEN
+    swap_pairs(packing, enough, PAIR_ROUNDS)
+    relieve(packing, enough_L=enough, homes=_no_homes(packing))
+    experts = np.take_along_axis(of_pack.reshape(rows, -1), packing.experts.reshape(rows, -1), 1)
+    whole = Packing.of(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
+    if not math.isinf(sizes.cross_node_weight):
+        floor = whole.rank_load.mean(1)
+    _refine(whole, floor / EVEN, sizes, max_moves=None, may_copy=False)
+    return whole
+
+
+def _refine(packing: Packing, enough_L: Floats, sizes: _Sizes, max_moves: int | None, may_copy: bool) -> int:
+    """Spreads and relieves in turns, as long as moves are made. Returns the moves."""
+    homes = _homes(packing, sizes)
+    total = 0
+    for _ in range(CYCLES):
+        packing.spread(np.nonzero(packing.rank_load.max(1) > enough_L)[0], SWEEPS)
+        left = None if max_moves is None else max_moves - total
+        moves = relieve(packing, enough_L=enough_L, homes=homes, may_copy=may_copy, max_moves=left)
+        total += moves
+        if not moves:
+            break
+    return total
+
+
+def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
+    """The previous placement, changed as little as comes near enough to the one laid out anew."""
+    table = previous.physical_to_logical_map.reshape(anew.experts.shape)
+    start = Packing.of(anew.load_LE, table, previous.slot_shares)
+    moves = part_twins(start, _homes(start, sizes), max_moves)
+    fit = np.nonzero(~find_twins(start.experts).any((1, 2)))[0]
+    left = None if max_moves is None else max_moves - moves
+    start.put(fit, _improve(start.take(fit), anew.take(fit), sizes, left))
+    return start
+
+
+def _improve(start: Packing, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
+    """Layers that come near enough to those laid out anew: by single steps, else by the replica counts of the new one,
+    else by the new one itself."""
+    enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
+    kept = start.take(np.arange(start.num_layers))
+    _refine(kept, enough, sizes, max_moves, may_copy=True)
+    arrivals = count_arrivals(start.experts, kept.experts).sum(1)
+    for adopt in (True, False):
+        gain = _score(kept, sizes) - _score(anew, sizes)
+        behind = np.nonzero(gain > sizes.tolerance + 1e-6)[0]
+        behind = behind[np.argsort(-gain[behind], kind="stable")]
+        if not len(behind):
+            break
+        old, other = start.take(behind), anew.take(behind)
+        if adopt:
+            other = adopt_counts(old, other.counts(), _homes(old, sizes))
+            _refine(other, enough[behind], sizes, max_moves=None, may_copy=False)
+        else:
+            other = other.reorder(keep_slots(old.experts, other.experts, sizes.num_nodes))
+        needed = count_arrivals(old.experts, other.experts).sum(1)
+        better = _score(other, sizes) < _score(kept.take(behind), sizes)
+        if max_moves is not None:
+            more = np.where(better, needed - arrivals[behind], 0)
+            better &= arrivals.sum() + np.maximum(more, 0).cumsum() <= max_moves
+        chosen = np.nonzero(better)[0]
+        kept.put(behind[chosen], other.take(chosen))
+        arrivals[behind[chosen]] = needed[chosen]
+    return kept
+
+
+def _score(packing: Packing, sizes: _Sizes) -> Floats:
+    """The load of the fullest rank and the price of load away from home, in loads of a mean rank: [L]; low is good."""
+    mean = packing.rank_load.mean(1)
+    homes = _homes(packing, sizes)
+    price = homes.price(homes.away(packing)) if homes.weight else np.zeros(packing.num_layers)
+    return 1 / packing.balancedness() + price / np.where(mean > 0, mean, 1.0)
+
+
+def _homes(packing: Packing, sizes: _Sizes) -> Homes:
+    """The home of a group is the node with most of its slots."""
+    node = np.arange(sizes.num_ranks) // (sizes.num_ranks // sizes.num_nodes)
+    group_size = packing.load_LE.shape[1] // sizes.num_groups
+    held = np.zeros((packing.num_layers, sizes.num_groups, sizes.num_nodes), np.int64)
+    layer = np.arange(packing.num_layers)[:, None, None]
+    np.add.at(held, (layer, packing.experts // group_size, node[:, None]), 1)
+    home = np.repeat(held.argmax(2), group_size, axis=1)
+    return Homes(node_LE=home, rank_node=node, weight=float(sizes.cross_node_weight))
+
+
+def _no_homes(packing: Packing) -> Homes:
+    return Homes(
+        node_LE=np.zeros(packing.load_LE.shape, np.int64), rank_node=np.zeros(packing.num_ranks, np.int64), weight=0.0
+    )
+
+
+def _placement(packing: Packing) -> ExpertPlacement:
+    shape = (packing.num_layers, -1)
+    table, parts = packing.experts.reshape(shape), packing.parts.reshape(shape)
+    load, counts = (np.take_along_axis(of_expert, table, 1) for of_expert in (packing.load_LE, packing.counts()))
+    even = 1.0 / counts
+    shares = np.where(load > 0, parts / np.where(load > 0, load, 1.0), even)
+    return ExpertPlacement(
+        physical_to_logical_map=table,
+        num_logical_experts=packing.load_LE.shape[1],
+        num_ranks=packing.num_ranks,
+        slot_shares=None if np.allclose(shares, even) else shares,
+    )

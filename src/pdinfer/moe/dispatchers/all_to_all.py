@@ -1,0 +1,103 @@
+"""Experts on several ranks, reached by the collectives of torch.distributed, on any of its backends."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.kernels.ops import Ops
+from pdinfer.moe.dispatchers.base import Contiguous
+from pdinfer.parallel.groups import Begun, Group
+
+
+@attrs.frozen(kw_only=True)
+class _Travelling:
+    """A row for each of this rank's (token, expert) pairs, `row_TK`, sorted by expert; `counts_RE` (on the host) and
+    `received_P` tell what comes from each rank for each of our experts."""
+
+    rows: Begun
+    counts_RE: Tensor
+    received_P: Tensor
+    send_counts: list[int]
+    receive_counts: list[int]
+    row_TK: Tensor
+    weights_TK: Tensor
+
+
+@attrs.frozen(kw_only=True)
+class _Arrived(Contiguous):
+    """`arrival_S[i]` is the place among the rows as they came of row i, now that they are sorted by expert."""
+
+    arrival_S: Tensor
+    travelled: _Travelling
+
+
+@attrs.frozen(kw_only=True)
+class _Returning:
+    rows: Begun
+    row_TK: Tensor
+    weights_TK: Tensor
+
+
+@attrs.frozen
+class AllToAllDispatcher:
+    """Rank r of `group` has the physical experts `r * E` to `(r + 1) * E - 1`, E = `experts_per_rank`.
+
+    Every (token, expert) pair travels as a row of its own, and its result returns as one: so sums are formed on the
+    token's rank in the order of its experts, in float32, and do not depend on where experts are. Three collectives per
+    layer: counts, rows, results. Reading the counts is the only sync of the device.
+    """
+
+    group: Group
+    experts_per_rank: int
+    ops: Ops
+    max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
+    graph_safe: ClassVar[bool] = False
+
+    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Travelling:
+        num_ranks, num_experts = self.group.size, self.experts_per_rank
+        expert_S, pair_of_row_S = ids_TK.flatten().sort(stable=True)
+        row_S = torch.empty_like(pair_of_row_S)
+        row_S[pair_of_row_S] = torch.arange(len(row_S), device=row_S.device)
+        sent_P = expert_S.new_zeros(num_ranks * num_experts).index_add_(0, expert_S, torch.ones_like(expert_S))
+        received_P = self.group.all_to_all(sent_P, [num_experts] * num_ranks, [num_experts] * num_ranks)
+        sent_RE, received_RE = torch.stack((sent_P, received_P)).view(2, num_ranks, num_experts).cpu()
+        send_counts, receive_counts = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()
+        rows_SD = x_TD.index_select(0, pair_of_row_S // ids_TK.shape[1])
+        return _Travelling(
+            rows=self.group.all_to_all_begin(rows_SD, send_counts, receive_counts),
+            counts_RE=received_RE,
+            received_P=received_P,
+            send_counts=send_counts,
+            receive_counts=receive_counts,
+            row_TK=row_S.view(ids_TK.shape),
+            weights_TK=weights_TK,
+        )
+
+    def dispatch_end(self, pending: _Travelling) -> _Arrived:
+        arrived_SD = pending.rows.wait()
+        experts_P = torch.arange(self.experts_per_rank, device=arrived_SD.device).repeat(self.group.size)
+        expert_S = experts_P.repeat_interleave(pending.received_P, output_size=len(arrived_SD))
+        arrival_S = expert_S.argsort(stable=True)
+        return _Arrived(
+            x_SD=arrived_SD.index_select(0, arrival_S),
+            counts_E=pending.counts_RE.sum(0),
+            arrival_S=arrival_S,
+            travelled=pending,
+        )
+
+    def combine_begin(self, y: Tensor, dispatched: _Arrived) -> _Returning:
+        travelled = dispatched.travelled
+        rows_SD = torch.empty_like(y).index_copy_(0, dispatched.arrival_S, y)
+        return _Returning(
+            rows=self.group.all_to_all_begin(rows_SD, travelled.receive_counts, travelled.send_counts),
+            row_TK=travelled.row_TK,
+            weights_TK=travelled.weights_TK,
+        )
+
+    def combine_end(self, pending: _Returning) -> Tensor:
+        return self.ops.combine_rows(pending.rows.wait(), pending.row_TK, pending.weights_TK)

@@ -1,0 +1,55 @@
+"""Which dispatcher carries tokens between the ranks of a group."""
+
+from __future__ import annotations
+
+import torch
+
+from pdinfer.config import ExpertConfig
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.ops import Ops
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
+from pdinfer.moe.dispatchers.deep_ep import DEFAULT_QP_DEPTH, DeepEPLowLatency, DeepEPNormal, ExpertSizes
+from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.parallel.groups import Group
+
+
+def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:
+    """Raises ConfigError, with the values, where `options.moe_a2a_backend` cannot carry tokens between so many ranks or
+    of such sizes, and BackendUnavailable where it cannot between such devices."""
+    backend = options.moe_a2a_backend
+    if backend == "local" and sizes.num_ranks > 1:
+        raise ConfigError(
+            f'moe_a2a_backend "local" is for one rank and experts are spread over {sizes.num_ranks}; leave it "auto"'
+        )
+    if backend == "deep_ep" and device.type != "cuda":
+        raise BackendUnavailable(
+            f'moe_a2a_backend "deep_ep" carries rows between GPUs, the device is {device}; use "all_to_all"'
+        )
+    if backend == "deep_ep" and options.deepep_mode == "low_latency":
+        sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank, DEFAULT_QP_DEPTH)
+    elif backend == "deep_ep":
+        sizes.check_normal()
+
+
+def choose_dispatcher(
+    group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
+) -> TokenDispatcher:
+    """The one that `options.moe_a2a_backend` names; a collective. Raises BackendUnavailable where it cannot be had,
+    ConfigError for sizes it cannot do."""
+    check_dispatcher(sizes, options, device)
+    backend = options.moe_a2a_backend
+    if backend == "deep_ep":
+        return _deep_ep(group, sizes, options, ops, device)
+    if backend == "local" or (backend == "auto" and group.size == 1):
+        return LocalDispatcher(sizes.num_experts, ops)
+    return AllToAllDispatcher(group, sizes.experts_per_rank, ops)
+
+
+def _deep_ep(
+    group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
+) -> DeepEPNormal | DeepEPLowLatency:
+    if options.deepep_mode == "low_latency":
+        return DeepEPLowLatency.connect(group, sizes, options.num_max_dispatch_tokens_per_rank, device=device)
+    config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)
+    return DeepEPNormal.connect(group, sizes, ops, config)

@@ -1,0 +1,315 @@
+"""Experts on several ranks, reached by DeepEP's kernels: its `Buffer` API, for prefill ("normal") and for decode ("low
+latency"). The sole importer of deep_ep.
+
+Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks of its kernels. What they would answer with an abort or a
+hang is refused here before they are entered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.ops import Ops
+from pdinfer.moe.dispatchers.base import Contiguous, Masked
+from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.parallel.groups import Group
+
+NORMAL_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
+LOW_LATENCY_HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
+LOW_LATENCY_MAX_TOP_K = 11
+LOW_LATENCY_MAX_TOKENS = 1024
+LOW_LATENCY_LIVE = 2
+DEFAULT_QP_DEPTH = 1024
+BUFFER_ALIGNMENT_BYTES = 128
+
+
+@attrs.frozen(kw_only=True)
+class ExpertSizes:
+    """What the kernels are limited in: `num_experts` are physical, of all ranks."""
+
+    num_ranks: int
+    num_experts: int
+    hidden_size: int
+    top_k: int
+    dtype: torch.dtype
+
+    @property
+    def experts_per_rank(self) -> int:
+        return self.num_experts // self.num_ranks
+
+    def check_normal(self) -> None:
+        """Raises ConfigError, with the value, for what the kernels for prefill cannot do."""
+        if self.num_ranks not in NORMAL_RANKS:
+            raise ConfigError(
+                f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
+                f"{self.num_ranks}"
+            )
+        if self.hidden_size % 8:
+            raise ConfigError(
+                f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
+                f"{2 * self.hidden_size}"
+            )
+        self._check_both()
+
+    def check_low_latency(self, num_max_tokens: int, qp_depth: int) -> None:
+        """Raises ConfigError, with the value, for what the kernels for decode cannot do."""
+        if self.num_ranks < 2 or (self.num_ranks > 8 and self.num_ranks % 8):
+            raise ConfigError(f"DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is {self.num_ranks}")
+        if self.hidden_size not in LOW_LATENCY_HIDDEN_SIZES:
+            raise ConfigError(
+                f"DeepEP's low-latency kernels exist for hidden sizes {', '.join(map(str, LOW_LATENCY_HIDDEN_SIZES))}, "
+                f"hidden_size is {self.hidden_size}"
+            )
+        if self.top_k > LOW_LATENCY_MAX_TOP_K:
+            raise ConfigError(
+                f"DeepEP's low-latency kernels send a token to at most {LOW_LATENCY_MAX_TOP_K} experts, "
+                f"num_experts_per_tok is {self.top_k}"
+            )
+        most = min(LOW_LATENCY_MAX_TOKENS, qp_depth // 2 - 1)
+        if not 1 <= num_max_tokens <= most:
+            raise ConfigError(
+                f"num_max_dispatch_tokens_per_rank must be from 1 to {most}, got {num_max_tokens}: it is at most "
+                f"{LOW_LATENCY_MAX_TOKENS}, and 2 * (it + 1) at most NVSHMEM_QP_DEPTH = {qp_depth}"
+            )
+        if num_max_tokens * self.num_ranks % 4:
+            raise ConfigError(
+                f"num_max_dispatch_tokens_per_rank * ep_size must be a multiple of 4, got {num_max_tokens} * "
+                f"{self.num_ranks}"
+            )
+        self._check_both()
+
+    def _check_both(self) -> None:
+        if self.num_experts % self.num_ranks:
+            raise ConfigError(
+                f"{self.num_experts} physical experts cannot be divided evenly over {self.num_ranks} ranks"
+            )
+        if self.dtype != torch.bfloat16:
+            raise ConfigError(f"DeepEP carries rows of bfloat16, the model runs in {self.dtype}; load it in that dtype")
+
+
+@attrs.frozen(kw_only=True)
+class _Sent:
+    """`kept` must live until what was `received` is there."""
+
+    received: tuple[Any, ...]
+    kept: tuple[Tensor, ...]
+
+
+@attrs.frozen(kw_only=True)
+class _Received(Contiguous):
+    """Row i of `row_NK` tells where the results for received token i are; those of experts elsewhere are row S."""
+
+    row_NK: Tensor
+    weights_NK: Tensor
+    handle: Any
+
+
+@attrs.frozen(kw_only=True)
+class _Returning:
+    y_TD: Tensor
+    event: Any
+    kept: Tensor
+
+
+@attrs.frozen(kw_only=True)
+class DeepEPNormal:
+    """For many tokens. A token travels once to each rank that has experts for it; their results are weighted and summed
+    there, travel as one bfloat16 row, and are added up in float32. The host waits for the counts of received rows."""
+
+    buffer: Any
+    group: Group
+    sizes: ExpertSizes
+    ops: Ops
+    index_dtype: torch.dtype
+    dispatch_chunks: Any
+    combine_chunks: Any
+    max_live: ClassVar[int | None] = None
+    max_tokens: ClassVar[int | None] = None
+    graph_safe: ClassVar[bool] = False
+
+    @classmethod
+    def connect(cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None) -> DeepEPNormal:
+        """A collective. Without `config` DeepEP's own tables say how traffic is cut. Raises BackendUnavailable without
+        deep_ep, ConfigError beyond its limits."""
+        sizes.check_normal()
+        library = import_deep_ep("dispatch")
+        if config is None:
+            chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
+        else:
+            library.Buffer.set_num_sms(config.num_sms)
+            chunks = [library.Config(**attrs.asdict(part)) for part in (config.normal_dispatch, config.normal_combine)]
+        hidden_bytes = sizes.hidden_size * 2
+        nvl_bytes = max(part.get_nvl_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
+        rdma_bytes = max(part.get_rdma_buffer_size_hint(hidden_bytes, group.size) for part in chunks)
+        buffer = library.Buffer(group.process_group, _aligned(nvl_bytes), _aligned(rdma_bytes))
+        return cls(
+            buffer=buffer,
+            group=group,
+            sizes=sizes,
+            ops=ops,
+            index_dtype=library.topk_idx_t,
+            dispatch_chunks=chunks[0],
+            combine_chunks=chunks[1],
+        )
+
+    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Sent:
+        ids_TK = ids_TK.to(self.index_dtype)
+        per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.sizes.num_experts)
+        received = self.buffer.dispatch(
+            x_TD,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=ids_TK,
+            topk_weights=weights_TK,
+            config=self.dispatch_chunks,
+            async_finish=True,
+        )
+        return _Sent(received=received, kept=(x_TD, ids_TK, weights_TK))
+
+    def dispatch_end(self, pending: _Sent) -> _Received:
+        x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
+        event.current_stream_wait()
+        num_experts, num_rows = self.sizes.experts_per_rank, sum(counts)
+        # those of other ranks are -1; as one expert more, their rows come last and are cut off
+        local_NK = ids_NK.to(torch.int64).where(ids_NK >= 0, num_experts)
+        counts_E, token_of_row_S, row_NK = self.ops.group_rows(local_NK, num_experts + 1)
+        return _Received(
+            x_SD=x_ND.index_select(0, token_of_row_S[:num_rows]),
+            counts_E=counts_E[:num_experts],
+            row_NK=row_NK.clamp_max(num_rows),
+            weights_NK=weights_NK.where(ids_NK >= 0, 0),
+            handle=handle,
+        )
+
+    def combine_begin(self, y: Tensor, dispatched: _Received) -> _Returning:
+        rows_SD = torch.cat((y, y.new_zeros(1, y.shape[1])))
+        sum_ND = self.ops.combine_rows(rows_SD, dispatched.row_NK, dispatched.weights_NK).to(y.dtype)
+        y_TD, _, event = self.buffer.combine(sum_ND, dispatched.handle, config=self.combine_chunks, async_finish=True)
+        return _Returning(y_TD=y_TD, event=event, kept=sum_ND)
+
+    def combine_end(self, pending: _Returning) -> Tensor:
+        pending.event.current_stream_wait()
+        return pending.y_TD.float()
+
+
+@attrs.frozen(kw_only=True)
+class _Room(Masked):
+    handle: Any
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+@attrs.frozen(kw_only=True)
+class _Hooked:
+    """What is there once `hook` was called."""
+
+    result: Any
+    hook: Any
+    kept: Any
+
+
+@attrs.define(kw_only=True)
+class DeepEPLowLatency:
+    """For few tokens: at most `num_max_tokens` per rank and step. Every (token, expert) pair travels as a row, into
+    room that is always there; its result returns in bfloat16 and is weighted on the token's rank."""
+
+    buffer: Any
+    sizes: ExpertSizes
+    num_max_tokens: int
+    index_dtype: torch.dtype
+    live: int = 0
+    max_live: ClassVar[int | None] = LOW_LATENCY_LIVE
+    graph_safe: ClassVar[bool] = True
+
+    @property
+    def max_tokens(self) -> int | None:
+        return self.num_max_tokens
+
+    @classmethod
+    def connect(
+        cls,
+        group: Group,
+        sizes: ExpertSizes,
+        num_max_tokens: int,
+        *,
+        device: torch.device,
+        qp_depth: int = DEFAULT_QP_DEPTH,
+    ) -> DeepEPLowLatency:
+        """A collective. `qp_depth` is what NVSHMEM_QP_DEPTH is set to. Raises BackendUnavailable without deep_ep,
+        ConfigError beyond its limits and where ranks differ in `num_max_tokens`."""
+        sizes.check_low_latency(num_max_tokens, qp_depth)
+        library = import_deep_ep("low_latency_dispatch")
+        theirs = group.all_gather(torch.tensor([num_max_tokens], device=device)).tolist()
+        if any(other != num_max_tokens for other in theirs):
+            raise ConfigError(f"num_max_dispatch_tokens_per_rank must be the same on all ranks; by rank it is {theirs}")
+        num_bytes = library.Buffer.get_low_latency_rdma_size_hint(
+            num_max_tokens, sizes.hidden_size, group.size, sizes.num_experts
+        )
+        buffer = library.Buffer(
+            group.process_group,
+            0,
+            _aligned(num_bytes),
+            low_latency_mode=True,
+            num_qps_per_rank=sizes.experts_per_rank,
+        )
+        return cls(buffer=buffer, sizes=sizes, num_max_tokens=num_max_tokens, index_dtype=library.topk_idx_t)
+
+    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
+        if len(x_TD) > self.num_max_tokens:
+            raise ConfigError(
+                f"a step has {len(x_TD)} tokens on this rank and num_max_dispatch_tokens_per_rank is "
+                f"{self.num_max_tokens}: lower max_running_requests (and num_draft_tokens), or raise it"
+            )
+        if self.live == LOW_LATENCY_LIVE:
+            raise ConfigError(
+                f"DeepEP's low-latency buffer holds {LOW_LATENCY_LIVE} batches at once, a third was begun"
+            )
+        self.live += 1
+        ids_TK = ids_TK.to(self.index_dtype)
+        x_END, counts_E, handle, _, hook = self.buffer.low_latency_dispatch(
+            x_TD, ids_TK, self.num_max_tokens, self.sizes.num_experts, use_fp8=False, return_recv_hook=True
+        )
+        room = _Room(x_END=x_END, counts_E=counts_E, handle=handle, ids_TK=ids_TK, weights_TK=weights_TK)
+        return _Hooked(result=room, hook=hook, kept=x_TD)
+
+    def dispatch_end(self, pending: _Hooked) -> _Room:
+        pending.hook()
+        room: _Room = pending.result
+        return room
+
+    def combine_begin(self, y: Tensor, dispatched: _Room) -> _Hooked:
+        y_TD, _, hook = self.buffer.low_latency_combine(
+            y, dispatched.ids_TK, dispatched.weights_TK, dispatched.handle, return_recv_hook=True
+        )
+        return _Hooked(result=y_TD, hook=hook, kept=(y, dispatched))
+
+    def combine_end(self, pending: _Hooked) -> Tensor:
+        pending.hook()
+        self.live -= 1
+        y_TD: Tensor = pending.result
+        return y_TD.float()
+
+
+def import_deep_ep(method: str) -> Any:
+    """The library, whose `Buffer` has `method`. Raises BackendUnavailable."""
+    advice = 'build DeepEP from its sources (PyPI has no usable one), or choose moe_a2a_backend="all_to_all"'
+    try:
+        library = importlib.import_module("deep_ep")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        raise BackendUnavailable(f"deep_ep cannot be imported ({reason}): {advice}") from error
+    if not hasattr(getattr(library, "Buffer", None), method) or not hasattr(library, "topk_idx_t"):
+        raise BackendUnavailable(f"this deep_ep has no Buffer.{method}, or no topk_idx_t: {advice}")
+    return library
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // BUFFER_ALIGNMENT_BYTES) * BUFFER_ALIGNMENT_BYTES

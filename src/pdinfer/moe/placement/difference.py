@@ -1,0 +1,144 @@
+"""What has to be copied to go from one placement of experts to another, and what it costs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import attrs
+import numpy as np
+
+from pdinfer.checks import clip, is_int
+from pdinfer.errors import ConfigError
+from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
+
+
+@attrs.frozen(kw_only=True)
+class ExpertMove:
+    """Copy one expert's weights of one layer. Slots are those of `physical_to_logical_map`, 0..P-1."""
+
+    layer: int
+    expert: int
+    source_rank: int
+    source_slot: int
+    destination_rank: int
+    destination_slot: int
+
+
+@attrs.frozen(kw_only=True)
+class MigrationPlan:
+    """The copies that turn one placement into another, ordered by layer and destination slot.
+
+    Sources are slots of the old placement, and some are destinations too: a slot may be overwritten when all moves of
+    its layer have been read.
+    """
+
+    moves: tuple[ExpertMove, ...]
+    expert_bytes: int
+    ranks_per_node: int
+
+    @cached_property
+    def bytes_between_ranks(self) -> int:
+        """Bytes that leave a rank: copies from slot to slot of one rank are free."""
+        return self.expert_bytes * sum(move.source_rank != move.destination_rank for move in self.moves)
+
+    @cached_property
+    def bytes_between_nodes(self) -> int:
+        """Bytes that leave a node; part of `bytes_between_ranks`."""
+        size = self.ranks_per_node
+        return self.expert_bytes * sum(move.source_rank // size != move.destination_rank // size for move in self.moves)
+
+
+def plan_migration(
+    old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int, ranks_per_node: int | None = None
+) -> MigrationPlan:
+    """Where each slot that changes takes its expert from: its own rank, else its node, else anywhere; among several
+    holders the one that has sent the least. The same on every rank that asks. `expert_bytes` are those of one expert in
+    one layer. Raises ConfigError where the placements differ in layers, experts, slots or ranks.
+    """
+    if not is_int(expert_bytes) or expert_bytes < 1:
+        raise ConfigError(f"expert_bytes must be an int of at least 1, got {clip(expert_bytes)}")
+    per_node = check_ranks_per_node(ranks_per_node, old.num_ranks)
+    for name in ("num_layers", "num_logical_experts", "num_slots", "num_ranks"):
+        before, after = getattr(old, name), getattr(new, name)
+        if before != after:
+            raise ConfigError(f"cannot migrate: the old placement has {name}={before}, the new one {after}")
+    per_rank = old.slots_per_rank
+    sent = [0] * old.num_ranks
+    moves = []
+    for layer, slot in np.argwhere(old.physical_to_logical_map != new.physical_to_logical_map).tolist():
+        expert = int(new.physical_to_logical_map[layer, slot])
+        rank = slot // per_rank
+        source = min(
+            (holder for holder in old.logical_to_all_physical_map[layer, expert].tolist() if holder >= 0),
+            key=lambda holder: _distance(holder // per_rank, rank, per_node, sent),
+        )
+        if source // per_rank != rank:
+            sent[source // per_rank] += 1
+        moves.append(
+            ExpertMove(
+                layer=layer,
+                expert=expert,
+                source_rank=source // per_rank,
+                source_slot=source,
+                destination_rank=rank,
+                destination_slot=slot,
+            )
+        )
+    return MigrationPlan(moves=tuple(moves), expert_bytes=expert_bytes, ranks_per_node=per_node)
+
+
+def _distance(source: int, destination: int, per_node: int, sent: list[int]) -> tuple[bool, bool, int]:
+    return source != destination, source // per_node != destination // per_node, sent[source]
+
+
+def count_arrivals(old: Ints, new: Ints) -> Ints:
+    """Experts that each rank must be sent: those it holds in `new` and did not hold in `old`. Both maps are
+    [L, ranks, slots per rank]; [L, ranks]."""
+    arrivals: Ints = (new[..., :, None] != old[..., None, :]).all(-1).sum(-1)
+    return arrivals
+
+
+def keep_slots(old: Ints, new: Ints, num_nodes: int) -> Ints:
+    """Which slot of `new` should lie in each slot, so that many experts are where they are in `old`: nodes, ranks of a
+    node and slots of a rank of `new` change places with their like. Both maps are [L, ranks, slots per rank]; the
+    result, [L, P], has slots numbered over all ranks."""
+    num_layers, num_ranks, per_rank = old.shape
+    by_node = (num_layers, num_nodes, -1)
+    node = _match(_overlap(old.reshape(by_node), new.reshape(by_node)))
+    overlap = _overlap(old, new)
+    node_of = np.arange(num_ranks) // (num_ranks // num_nodes)
+    foreign = node[:, node_of][:, :, None] != node_of
+    rank = _match(np.where(foreign, -1.0, overlap))
+    new = np.take_along_axis(new, rank[:, :, None], 1)
+    same = old[..., :, None] == new[..., None, :]
+    stays, arrived = same.any(3), ~same.any(2)
+    slot = np.empty_like(old)
+    order = np.argsort(stays, axis=2, kind="stable")
+    np.put_along_axis(slot, order, np.argsort(~arrived, axis=2, kind="stable"), 2)
+    slot = np.where(stays, same.argmax(3), slot)
+    slots: Ints = (rank[:, :, None] * per_rank + slot).reshape(num_layers, -1)
+    return slots
+
+
+def _overlap(old: Ints, new: Ints) -> Floats:
+    """How many experts every part of `old` has in common with every part of `new`: [L, parts, parts]."""
+    num_layers, parts, _ = old.shape
+    at = (np.arange(num_layers)[:, None, None], np.arange(parts)[:, None])
+    held = np.zeros((2, num_layers, parts, int(old.max()) + 1))
+    held[0][(*at, old)] = held[1][(*at, new)] = 1.0
+    common: Floats = held[0] @ held[1].swapaxes(1, 2)
+    return common
+
+
+def _match(overlap: Floats) -> Ints:
+    """Pairs each first with one second index, pair after pair the one with most in common: [L, parts, parts] ->
+    [L, parts]. Pairs below 0 are for when nothing else is left."""
+    num_layers, parts, _ = overlap.shape
+    rows = np.arange(num_layers)
+    overlap = overlap.copy()
+    chosen = np.empty((num_layers, parts), np.int64)
+    for _ in range(parts):
+        first, second = np.divmod(overlap.reshape(num_layers, -1).argmax(1), parts)
+        chosen[rows, first] = second
+        overlap[rows, first] = overlap[rows, :, second] = -2.0
+    return chosen

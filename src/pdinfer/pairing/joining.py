@@ -1,0 +1,58 @@
+"""How a port that joins a Pairing is linked to those that are at work. All of it happens in the thread that adds the
+port, and holds up no other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+
+from pdinfer.errors import LayoutMismatch, TransferError
+from pdinfer.pairing.ports import Port, addresses_of
+from pdinfer.stats import PrefillLoad
+from pdinfer.types import PeerAddress
+
+FIRST_TRY_S = 1.0
+"""How long a pair may take at first. A port that does not answer costs so much and no more, if another one does."""
+
+_log = logging.getLogger("pdinfer")
+
+
+def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAddress, TransferError]:
+    """Connects a port to those of the other side; returns which of them cannot be reached now, and why.
+
+    One link is enough to begin with: the others are left to the channels, which go on dialling. While there is none,
+    all are tried once more, for `timeout_s` together. Raises LayoutMismatch.
+    """
+    known = {other.address: other for other in others}
+    end = time.monotonic() + timeout_s
+    unlinked = _try(port, known, min(FIRST_TRY_S, timeout_s))
+    left_s = end - time.monotonic()
+    if unlinked and len(unlinked) == len(known) and left_s > 0:
+        unlinked = _try(port, known, left_s / len(known))
+    if len(unlinked) < len(known):
+        for address, error in unlinked.items():
+            _log.warning("a link is missing and dialled again: %s, %s: %s", port.address, address, error)
+            with contextlib.suppress(TransferError):
+                _connect(port, known[address], 0.0)
+    return unlinked
+
+
+def _try(port: Port, others: dict[PeerAddress, Port], timeout_s: float) -> dict[PeerAddress, TransferError]:
+    unlinked = {}
+    for address, other in others.items():
+        try:
+            _connect(port, other, timeout_s)
+        except LayoutMismatch:
+            raise
+        except TransferError as error:
+            unlinked[address] = error
+    return unlinked
+
+
+def _connect(one: Port, other: Port, timeout_s: float) -> None:
+    """It is the prefill that dials, every rank of the decode."""
+    prefill, decode = (one, other) if isinstance(one.load(), PrefillLoad) else (other, one)
+    for rank in addresses_of(decode):
+        prefill.connect(rank, timeout_s=timeout_s)

@@ -1,0 +1,281 @@
+"""One request inside a Pairing: where it was sent, how far it got, and when it has to end."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from functools import cached_property
+
+import attrs
+
+from pdinfer.engine.schedule import due_at
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
+
+OVERDUE_S = 0.02
+"""How often to look whether a port has ended a request whose deadline is over."""
+DEADLINE_GRACE_S = 0.1
+"""How much later than its deadline a request may be ended by the decode that has it; then the Pairing does."""
+CANCEL_GRACE_S = 0.05
+"""The same for one that is not wanted any more."""
+
+MAX_DECODES_LOST = 3
+"""With so many decodes lost that had granted it pages, a request goes to no further one: it may be what kills them."""
+
+TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
+
+
+class Wish(enum.Enum):
+    """What a host's thread wants done with a ticket. DISPLACE: a request of higher priority needs its place."""
+
+    SERVE = enum.auto()
+    CANCEL = enum.auto()
+    DISPLACE = enum.auto()
+
+
+@attrs.define(eq=False)
+class Ticket:
+    """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
+    by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
+    under way; before that only we know that it is coming. `failure` is why we had decode end it; `ends_by` is when we
+    end it ourselves, whether decode answers or not. `hopeless_until` is how long it waits for a port or a link that is
+    not there. `displaced` is why it gives its place in the line to another. `lost` is why it had to leave its last
+    decode, `tokens` what it has given since `request` was made, and `streamed_s` for how long lost decodes ran it."""
+
+    request_id: str
+    request: Request
+    submitted_at: float
+    deadline_at: float | None
+    prefill: PeerAddress | None = None
+    decode: PeerAddress | None = None
+    line_s: float = 0.0
+    num_tokens: int = 0
+    num_grants: int = 0
+    granted_s: float | None = None
+    first_token_s: float | None = None
+    forwarded: bool = False
+    landed: bool = False
+    cancelled: bool = False
+    failure: PDInferError | None = None
+    ends_by: float = float("inf")
+    hopeless_until: float | None = None
+    displaced: PDInferError | None = None
+    waiting_since: float = 0.0
+    lost: PDInferError | None = None
+    num_decodes_lost: int = 0
+    continued: bool = False
+    streamed_s: float = 0.0
+    tokens: list[int] = attrs.field(factory=list)
+
+    @classmethod
+    def of(
+        cls, request: Request, now: float, default_deadline_s: float | None, random_bytes: Callable[[int], bytes]
+    ) -> Ticket:
+        """Makes up an id and a seed where the request has none."""
+        request_id, sampling = request.request_id, request.sampling
+        if request_id is None:
+            request_id = random_bytes(8).hex()
+        if sampling.seed is None:
+            sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
+        deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
+        ticket = cls(
+            request_id,
+            attrs.evolve(request, request_id=request_id, sampling=sampling),
+            submitted_at=now,
+            deadline_at=None if deadline_s is None else now + deadline_s,
+            num_tokens=len(request.output),
+            waiting_since=now,
+        )
+        if ticket.deadline_at is not None:
+            ticket.ends_by = ticket.deadline_at + DEADLINE_GRACE_S
+        return ticket
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and output when it has run to its length."""
+        return len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """What prefill has to run for it: the prompt, and the output it came with or has given."""
+        return len(self.request.prompt) + self.num_tokens
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether it comes with output: somebody reads its stream already."""
+        return self.num_tokens > 0
+
+    @cached_property
+    def due_at(self) -> float:
+        """Requests of one priority have their turn in this order."""
+        return due_at(self.submitted_at, self.deadline_at)
+
+    def needs(self, address: PeerAddress) -> bool:
+        """Whether the request cannot go on without this port."""
+        return self.decode == address or (self.prefill == address and not self.landed)
+
+    # -- when it ends -----------------------------------------------------------------------------------------------
+
+    def expired(self, now: float) -> bool:
+        """Whether its deadline is over."""
+        return self.deadline_at is not None and now >= self.deadline_at
+
+    def unwanted(self, now: float, failure: PDInferError | None = None) -> None:
+        """Decode was asked to end it: it was cancelled or, with `failure`, cannot go on."""
+        self.cancelled |= failure is None
+        self.failure = self.failure or failure
+        self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
+        self.hopeless_until = None
+
+    def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
+        """How it ends when its decode has had all the time it gets."""
+        if self.decode is None or now < self.ends_by:
+            return None
+        if self.cancelled:
+            return FinishReason.CANCELLED, None
+        if self.failure is not None:
+            return FinishReason.FAILED, self.failure
+        return FinishReason.DEADLINE, None
+
+    def gives_up(self, now: float, grace_s: float) -> bool:
+        """Whether it has waited in vain for `grace_s`, counted from when that was first asked."""
+        if self.hopeless_until is None:
+            self.hopeless_until = now + grace_s
+        self.hopeless_until = min(self.hopeless_until, now + grace_s)
+        return now >= self.hopeless_until
+
+    def wakes_at(self, now: float) -> float:
+        """When, if nothing happens, it is worth looking at. A deadline that is over is for the port that has it to
+        tell, by a clock and a moment of its own: look again a little later."""
+        hopeless_until = float("inf") if self.hopeless_until is None else self.hopeless_until
+        deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
+        if self.decode is None:
+            return min(deadline_at, hopeless_until)
+        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, hopeless_until)
+
+    # -- when its decode is lost ------------------------------------------------------------------------------------
+
+    def stays_lost(self, *, may_continue: bool) -> bool:
+        """Whether it cannot go to another decode. Without a token it may, with tokens once and only if the host allows
+        it."""
+        if self.first_token_s is not None:
+            return self.continued or not may_continue
+        return self.num_decodes_lost + (self.num_grants > 0) >= MAX_DECODES_LOST
+
+    def leave(self, now: float, lost: PDInferError) -> None:
+        """Back to the line without the decode it had: it goes on behind the tokens that were told of, as one that its
+        host resumes. Tokens depend on seed and position, so it gives those that it would have given."""
+        self.num_decodes_lost += self.num_grants > 0
+        if self.first_token_s is not None:
+            self.continued = True
+            self.request = attrs.evolve(self.request, output=(*self.request.output, *self.tokens))
+            self.tokens = []
+            self.streamed_s = now - self.submitted_at - self.first_token_s
+        self.lost, self.waiting_since = lost, now
+        self.prefill = self.decode = self.hopeless_until = None
+        self.forwarded = self.landed = False
+        self.num_grants = 0
+
+    # -- what others see of it --------------------------------------------------------------------------------------
+
+    def request_at(self, now: float) -> Request:
+        """The request as the next hop gets it: with the seconds that are left."""
+        left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
+        return attrs.evolve(self.request, deadline_s=left_s)
+
+    def shape(self, ordinal: int) -> RequestShape:
+        """What a policy may know of it."""
+        return RequestShape(
+            ordinal=ordinal,
+            num_prompt_tokens=len(self.request.prompt),
+            num_output_tokens=self.num_tokens,
+            max_new_tokens=self.request.sampling.max_new_tokens,
+            priority=self.request.priority,
+        )
+
+    def granted(self, now: float) -> None:
+        """Decode has pages for it: an attempt begins."""
+        self.num_grants += 1
+        self.granted_s = now - self.submitted_at
+        self.landed = False
+
+    def passed_on(self, event: TokenEvent, now: float) -> TokenEvent:
+        """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours.
+        TransferError for one that cannot come now."""
+        self._check(event)
+        self.landed = True
+        self.num_tokens = event.index + (event.token is not None)
+        if event.token is not None:
+            self.tokens.append(event.token)
+        if event.token is not None and self.first_token_s is None:
+            self.first_token_s = now - self.submitted_at
+        if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
+            event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
+        usage = event.usage
+        if usage is None:
+            return event
+        ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.line_s
+        usage = attrs.evolve(
+            usage,
+            queue_s=usage.queue_s + self.line_s - self.streamed_s,
+            ttft_s=self.first_token_s if self.continued else ttft_s,
+            timeline=self._timeline(usage.timeline),
+        )
+        return attrs.evolve(event, usage=usage)
+
+    def _check(self, event: TokenEvent) -> None:
+        """Events of one request come in order, with what it asked for and has."""
+        usage = event.usage
+        num_tokens = self.num_tokens + (event.token is not None)
+        reason = None
+        if event.index != self.num_tokens:
+            reason = f"token {event.index} came where token {self.num_tokens} was due"
+        elif (event.token is None) != (event.finish_reason in TOKENLESS):
+            reason = f"a token of {event.token} came with {event.finish_reason}"
+        elif len(event.top_logprobs) > (self.request.sampling.logprobs or 0):
+            reason = f"{len(event.top_logprobs)} log-probabilities came that nobody asked for"
+        elif usage is not None and usage.output_tokens != num_tokens:
+            reason = f"its usage counts {usage.output_tokens} tokens, and {num_tokens} came"
+        elif usage is not None and usage.prompt_tokens != len(self.request.prompt):
+            reason = f"its usage counts {usage.prompt_tokens} tokens of its prompt of {len(self.request.prompt)}"
+        elif usage is not None and usage.cached_tokens > len(self.request.prompt) + num_tokens:
+            reason = f"its usage says that {usage.cached_tokens} of its tokens were cached"
+        elif usage is not None and usage.num_accepted_tokens > usage.num_draft_tokens:
+            reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were right"
+        if reason is not None:
+            raise TransferError(f"a decode said what cannot be of request {self.request_id!r}: {reason}")
+
+    def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
+        """The end of a request that decode never accepted, does not answer for, or that is lost with it."""
+        usage = Usage(
+            prompt_tokens=len(self.request.prompt),
+            output_tokens=self.num_tokens,
+            cached_tokens=0,
+            queue_s=(now - self.submitted_at if self.decode is None else self.line_s) - self.streamed_s,
+            ttft_s=self.first_token_s,
+            timeline=self._timeline(None),
+        )
+        return TokenEvent(
+            request_id=self.request_id,
+            token=None,
+            index=self.num_tokens,
+            finish_reason=reason,
+            error=error,
+            usage=usage,
+        )
+
+    def _timeline(self, decodes: Timeline | None) -> Timeline:
+        """Decode's, counted from our submit; without one, what was seen from here."""
+        if decodes is None:
+            queued_s = None if self.decode is None and self.lost is None else self.line_s
+            return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
+        stages = {stage: None if at is None else at + self.line_s for stage, at in attrs.asdict(decodes).items()}
+        if self.continued:
+            stages["first_token_s"] = self.first_token_s
+        return Timeline(**stages)
+
+
+def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:
+    """The final event of a request that was never taken; `spare_id` names it when it has no usable id itself."""
+    request_id = request.request_id if isinstance(request.request_id, str) else spare_id
+    return TokenEvent(request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error)

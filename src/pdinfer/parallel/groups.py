@@ -1,0 +1,242 @@
+"""Ranks that act together: the few collectives that pdinfer uses, over torch.distributed.
+
+Every rank of a group makes the same calls in the same order. A group of one rank is the smallest: its calls return what
+they were given. `Topology.connect` makes the groups of an engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pdinfer.errors import RankLost
+from pdinfer.process.forked import OfOneProcess
+
+
+@attrs.frozen(eq=False)
+class Group(OfOneProcess):
+    """`ranks` of the world, of which `ranks[rank]` is this one. `process_group` is None when it is alone.
+
+    Every method raises RankLost when the others do not take part within the deadline the groups were made with. Tensors
+    are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape on all
+    ranks. With `calls` every call is noted there: ranks that stay in step note the same.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    process_group: dist.ProcessGroup | None = None
+    calls: list[str] | None = None
+
+    @property
+    def is_shared_by_fork(self) -> bool:
+        """One that is alone has no connections."""
+        return self.process_group is not None
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        if self.process_group is not None:
+            with _calling(self, "all_reduce", x):
+                dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, ...] of every rank, in rank order -> [size * n, ...]."""
+        if self.process_group is None:
+            return x
+        gathered = x.new_empty(self.size * len(x), *x.shape[1:])
+        with _calling(self, "all_gather", x):
+            dist.all_gather(list(_raw(gathered).chunk(self.size)), _raw(x), group=self.process_group)
+        return gathered
+
+    def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """[counts[rank], ...] of every rank, in rank order -> [sum(counts), ...]. Syncs nothing."""
+        if self.process_group is None:
+            return x
+        most = max(counts)
+        padded = x
+        if len(x) < most:
+            padded = x.new_zeros(most, *x.shape[1:])
+            padded[: len(x)] = x
+        gathered = self.all_gather(padded).view(self.size, most, *x.shape[1:])
+        return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])
+
+    def all_gather_columns(self, x: Tensor) -> Tensor:
+        """[n, m] of every rank -> [n, size * m], those of rank 0 first."""
+        if self.process_group is None:
+            return x
+        return self.all_gather(x).view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def part(self, x: Tensor, together: int = 1) -> Tensor:
+        """This rank's rows of an x that all ranks have: divided evenly, in rank order; `together` adjacent
+        ranks get the same rows, those of all of them."""
+        if self.process_group is None:
+            return x
+        first = self.rank - self.rank % together
+        return x[self._border(first, len(x)) : self._border(first + together, len(x))]
+
+    def join(self, x: Tensor, total: int, together: int = 1) -> Tensor:
+        """Undoes `part`: the `total` rows of all ranks."""
+        if self.process_group is None or together == self.size:
+            return x
+        borders = [self._border(rank, total) for rank in range(self.size + 1)]
+        first = borders[self.rank - self.rank % together]
+        mine = x[borders[self.rank] - first : borders[self.rank + 1] - first]
+        return self.all_gather_rows(mine, [stop - start for start, stop in itertools.pairwise(borders)])
+
+    def _border(self, rank: int, total: int) -> int:
+        return total * rank // self.size
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """What the group's rank `source` has, in place."""
+        if self.process_group is not None:
+            with _calling(self, "broadcast", x):
+                dist.broadcast(_raw(x), group=self.process_group, group_src=source)
+        return x
+
+    def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
+        """The first send_counts[0] rows go to rank 0, the next to rank 1, and so on -> [sum(receive_counts), ...], the
+        rows from rank 0 first."""
+        return self.all_to_all_begin(x, send_counts, receive_counts).wait()
+
+    def all_to_all_begin(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Begun:
+        """The same, and returns before the rows are there."""
+        if self.process_group is None:
+            return Begun(self, "all_to_all", None, x, x)
+        received = x.new_empty(sum(receive_counts), *x.shape[1:])
+        with _calling(self, "all_to_all", x):
+            work = dist.all_to_all_single(
+                _raw(received),
+                _raw(x),
+                list(receive_counts),
+                list(send_counts),
+                group=self.process_group,
+                async_op=True,
+            )
+        return Begun(self, "all_to_all", work, x, received)
+
+    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+        """Sends tensors to ranks of the group and fills others from ranks, all at once. Between two ranks the order of
+        sends on one side is that of receives on the other; a rank without any makes no call."""
+        if self.process_group is None or not (sends or receives):
+            return
+        group = self.process_group
+        with _calling(self, "exchange", None):
+            works = [dist.irecv(_raw(x), group=group, group_src=rank) for rank, x in receives]
+            works += [dist.isend(_raw(x), group=group, group_dst=rank) for rank, x in sends]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+
+@attrs.frozen(eq=False)
+class Begun:
+    """A call that other ranks take part in while this one computes. `x`, which it reads, must not change meanwhile."""
+
+    group: Group
+    what: str
+    work: dist.Work | None
+    x: Tensor
+    result: Tensor
+
+    def wait(self) -> Tensor:
+        """Its result; once. A device's stream waits in place of the host. Raises RankLost."""
+        if self.work is not None:
+            with _calling(self.group, self.what, None):
+                self.work.wait()
+        return self.result
+
+
+ALONE = Group("alone")
+"""That of a rank which shares nothing."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Groups(OfOneProcess):
+    """The groups of one rank. `world` is everybody; `attention` are the ranks that have the same requests, its rank 0
+    is the one hosts talk to; `tp` of these share every token and divide the heads, `cp` divide the tokens of a prompt.
+    `dense_tp` divide the dense MLPs, `ep` the experts."""
+
+    world: Group
+    attention: Group
+    tp: Group
+    cp: Group
+    dense_tp: Group
+    ep: Group
+    owns_backend: bool = False
+
+    @classmethod
+    def single(cls) -> Groups:
+        """Those of a rank that is alone."""
+        return cls(
+            world=Group("world"),
+            attention=Group("attention"),
+            tp=Group("tp"),
+            cp=Group("cp"),
+            dense_tp=Group("dense_tp"),
+            ep=Group("ep"),
+        )
+
+    def close(self) -> None:
+        """Ends the connections, when `Topology.connect` began them."""
+        if self.owns_backend and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
+    if group.calls is not None and x is not None:  # an exchange is not everybody's
+        group.calls.append(f"{group.name}.{what}")
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0][:200]
+        raise RankLost(
+            f"{what} of group {group.name} (ranks {', '.join(map(str, group.ranks))}) failed on rank "
+            f"{group.ranks[group.rank]}: {reason}; start all ranks anew"
+        ) from error
+
+
+IN_TOUCH_S = 5.0
+"""How often ranks that work for themselves hear of each other: well within the time that a collective may take."""
+
+
+class InTouch:
+    """Keeps ranks together while each does work of its own, which may take one of them much longer than another, and
+    longer than a collective may take. One that dies meanwhile is RankLost on the others."""
+
+    def __init__(self, group: Group, device: torch.device, *, every_s: float = IN_TOUCH_S) -> None:
+        self._group = group
+        self._device = device
+        self._every_s = every_s
+        self._due = time.monotonic() + every_s
+
+    def going_on(self) -> None:
+        """To be called often; now and then it waits for the others to do so."""
+        if time.monotonic() >= self._due:
+            self._all_are_done(0)
+            self._due = time.monotonic() + self._every_s
+
+    def done(self) -> None:
+        """Waits until all ranks are."""
+        while not self._all_are_done(1):
+            pass
+
+    def _all_are_done(self, done: int) -> bool:
+        return int(self._group.all_reduce(torch.tensor([done], device=self._device))) == self._group.size
+
+
+def _raw(x: Tensor) -> Tensor:
+    """The same bytes in a dtype that every backend carries: gloo has no float8."""
+    return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x

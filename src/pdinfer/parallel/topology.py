@@ -1,0 +1,210 @@
+"""Which rank this is and how the ranks are divided: plain ints, frozen, until `connect`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, Self
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from pdinfer.checks import clip
+from pdinfer.errors import ConfigError, RankLost
+from pdinfer.parallel.groups import Group, Groups
+
+SIZES = ("world_size", "tp_size", "dp_size", "cp_size", "ep_size", "moe_dense_tp_size")
+
+
+def _check_size(instance: Topology, attribute: attrs.Attribute[Any], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 65536:
+        raise ConfigError(f"topology {attribute.name} must be an int from 1 to 65536, got {clip(value)}")
+
+
+@attrs.frozen(kw_only=True)
+class Topology:
+    """Sizes of one engine's parallel groups and the place of this rank in them.
+
+    Attention ranks form a grid `world_size = dp_size * cp_size * tp_size`, tensor-parallel ranks adjacent; experts are
+    spread over `ep_size` adjacent ranks, which divides `world_size`; dense MLPs are divided between
+    `moe_dense_tp_size` adjacent ranks, which divides `tp_size`. Raises ConfigError with the values where they do not
+    fit.
+    """
+
+    rank: int = 0
+    world_size: int = attrs.field(default=1, validator=_check_size)
+    tp_size: int = attrs.field(default=1, validator=_check_size)
+    dp_size: int = attrs.field(default=1, validator=_check_size)
+    cp_size: int = attrs.field(default=1, validator=_check_size)
+    ep_size: int = attrs.field(default=1, validator=_check_size)
+    moe_dense_tp_size: int = attrs.field(default=1, validator=_check_size)
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
+            size = self.world_size
+            raise ConfigError(f"rank {clip(self.rank)} is outside 0..{size - 1} (world_size={size})")
+        if self.dp_size * self.cp_size * self.tp_size != self.world_size:
+            raise ConfigError(
+                f"dp_size * cp_size * tp_size = {self.dp_size} * {self.cp_size} * {self.tp_size} = "
+                f"{self.dp_size * self.cp_size * self.tp_size}, but world_size is {self.world_size}"
+            )
+        if self.world_size % self.ep_size:
+            raise ConfigError(f"ep_size {self.ep_size} does not divide world_size {self.world_size}")
+        if self.tp_size % self.moe_dense_tp_size:
+            raise ConfigError(f"moe_dense_tp_size {self.moe_dense_tp_size} does not divide tp_size {self.tp_size}")
+
+    @classmethod
+    def single(cls) -> Self:
+        """One rank that holds everything."""
+        return cls()
+
+    @classmethod
+    def from_env(
+        cls, *, tp_size: int = 1, cp_size: int = 1, ep_size: int | None = None, moe_dense_tp_size: int = 1
+    ) -> Self:
+        """The rank that torchrun describes in RANK and WORLD_SIZE; one rank when they are unset. What `tp_size` and
+        `cp_size` leave of the world is data parallel, and experts are spread over all of it unless `ep_size` says
+        otherwise. Raises ConfigError for values that do not fit."""
+        values = {}
+        for field, name, default in (("rank", "RANK", "0"), ("world_size", "WORLD_SIZE", "1")):
+            text = os.environ.get(name, default)
+            if not text.isascii() or not text.isdecimal() or len(text) > 9:
+                raise ConfigError(f"environment variable {name} must be a plain number, got {clip(text)}")
+            values[field] = int(text)
+        size = values["world_size"]
+        for field, value in (("tp_size", tp_size), ("cp_size", cp_size)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"topology {field} must be an int from 1 to 65536, got {clip(value)}")
+        if size % (tp_size * cp_size):
+            raise ConfigError(f"cp_size * tp_size = {cp_size} * {tp_size} does not divide WORLD_SIZE {size}")
+        return cls(
+            rank=values["rank"],
+            world_size=size,
+            tp_size=tp_size,
+            dp_size=size // (tp_size * cp_size),
+            cp_size=cp_size,
+            ep_size=size if ep_size is None else ep_size,
+            moe_dense_tp_size=moe_dense_tp_size,
+        )
+
+    @property
+    def attention_size(self) -> int:
+        """Ranks that have the same requests: cp_size * tp_size."""
+        return self.cp_size * self.tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.attention_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp_size % self.cp_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % self.ep_size
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether hosts talk to this rank: the first of those that have the same requests."""
+        return self.rank % self.attention_size == 0
+
+    def at(self, rank: int) -> Topology:
+        """The same sizes as another rank sees them."""
+        return attrs.evolve(self, rank=rank)
+
+    def apart(self) -> Groups:
+        """The groups of this rank with their ranks and its place in them, and nobody to talk to: for plans."""
+        return Groups(
+            world=Group("world", tuple(range(self.world_size)), self.rank),
+            attention=self._alone("attention", self.attention_size),
+            tp=self._alone("tp", self.tp_size),
+            cp=self._alone("cp", self.cp_size, stride=self.tp_size),
+            dense_tp=self._alone("dense_tp", self.moe_dense_tp_size),
+            ep=self._alone("ep", self.ep_size),
+        )
+
+    def connect(self, device: str | torch.device = "cpu", *, timeout_s: float = 60.0) -> Groups:
+        """Meets the other ranks and returns the groups of this one; a collective: every rank calls it.
+
+        It uses the torch.distributed backend that the host has begun, or begins one as torchrun's variables say (gloo
+        for host tensors, NCCL for those on "cuda"). `timeout_s` is how long any collective may take. Raises ConfigError
+        when the ranks do not agree on sizes, RankLost when one does not come.
+        """
+        if self.world_size == 1:
+            return Groups.single()
+        try:
+            return self._connect(torch.device(device).type, timeout_s)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.world_size} ranks, and nothing says where they meet: {error}; start them with torchrun or "
+                "begin torch.distributed before"
+            ) from error
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise RankLost(f"rank {self.rank} of {self.world_size} could not meet the others: {reason}") from error
+
+    def _connect(self, kind: str, timeout_s: float) -> Groups:
+        owns_backend = not dist.is_initialized()
+        if owns_backend:
+            backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        if (dist.get_rank(), dist.get_world_size()) != (self.rank, self.world_size):
+            raise ConfigError(
+                f"the topology is rank {self.rank} of {self.world_size}, torch.distributed was begun as rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}"
+            )
+        world = Group("world", tuple(range(self.world_size)), self.rank, dist.group.WORLD)
+        self._compare(world)
+        return Groups(
+            world=world,
+            attention=self._group("attention", kind, self.attention_size),
+            tp=self._group("tp", kind, self.tp_size),
+            cp=self._group("cp", kind, self.cp_size, stride=self.tp_size),
+            dense_tp=self._group("dense_tp", kind, self.moe_dense_tp_size),
+            ep=self._group("ep", kind, self.ep_size),
+            owns_backend=owns_backend,
+        )
+
+    def _alone(self, name: str, size: int, *, stride: int = 1) -> Group:
+        """This rank's group of `size` ranks that are `stride` apart, before it meets them."""
+        at = self.rank // stride % size
+        first = self.rank - at * stride
+        return Group(name, tuple(range(first, first + size * stride, stride)), at)
+
+    def _group(self, name: str, kind: str, size: int, *, stride: int = 1) -> Group:
+        """The same with the others."""
+        alone = self._alone(name, size, stride=stride)
+        if size == 1:
+            return alone
+        if size == self.world_size:
+            return attrs.evolve(alone, process_group=dist.group.WORLD)
+        block = size * stride
+        every = [
+            [*range(at, at + block, stride)]
+            for first in range(0, self.world_size, block)
+            for at in range(first, first + stride)
+        ]
+        # without a timeout of their own groups get torch's, which is half an hour
+        ours, _ = dist.new_subgroups_by_enumeration(every, timeout=_world_timeout(kind))  # type: ignore[no-untyped-call]
+        return attrs.evolve(alone, process_group=ours)
+
+    def _compare(self, world: Group) -> None:
+        """Ranks that were started with different sizes would wait for each other forever."""
+        ours = torch.tensor([[getattr(self, name) for name in SIZES]])
+        for rank, theirs in enumerate(world.all_gather(ours).tolist()):
+            for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
+                if value != other:
+                    raise ConfigError(f"{name} is {value} on rank {self.rank} and {other} on rank {rank}")
+
+
+def _world_timeout(kind: str) -> timedelta:
+    """How long a collective of all ranks may take, as whoever began the backend said."""
+    assert dist.group.WORLD is not None
+    timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
+    return timeout

@@ -1,0 +1,7 @@
+"""From a deployment to numbers, without a device: does it fit, and do its engines fit each other.
+
+    cluster.py        a plan of engines over ranks, checked
+    rank_weights.py   the weights that a rank holds, in bytes
+
+May import: checkpoint, config, kernels, kv, model, moe, parallel, the ground.
+"""

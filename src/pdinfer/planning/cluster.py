@@ -1,0 +1,266 @@
+"""Whether a model can run as the ranks of a topology, and whether engines made of ranks fit each other.
+
+Plain ints: the plan for a hundred GPUs is made and verified on any machine, before the first rank starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cached_property
+
+import attrs
+import torch
+
+from pdinfer.checks import clip, int_in
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
+from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.view import DTYPES
+from pdinfer.model.model import check_divides, kv_layout_of
+from pdinfer.moe.parallel import check_step_fits, checked_placement
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.parallel.slices import even_slices, plan_writers
+from pdinfer.parallel.topology import Topology
+from pdinfer.planning.rank_weights import rank_weight_bytes
+
+GPUS_PER_NODE = 8
+H800_BYTES = int(79.1 * 2**30)
+"""What the driver leaves of an H800's 80 GB."""
+
+
+def _device(value: str | torch.device) -> torch.device:
+    """What `load_model` can load onto, by its torch name. Raises ConfigError."""
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', got {clip(value)}")
+    return device
+
+
+@attrs.frozen(kw_only=True)
+class EnginePlan:
+    """One engine of a cluster, of ranks that each have a `device` of `device_bytes`.
+
+    The checkpoint is `stored` as published ones are ("float", "fp8" or "w8a8_dynamic"), and `weights` is what
+    `load_model` is told: what a rank then holds decides, not what lies in the files. One that exists can be loaded, as
+    far as sizes say: raises ConfigError with the values where heads, MLPs or experts do not divide over the ranks, the
+    dispatcher or the cache cannot have such sizes, or weights and a page of KV do not fit into the memory, or into
+    `mem_fraction_static` of it. Without `device_bytes` nobody asks about memory. What drivers and DeepEP's buffers take
+    is not known here: a pool finds it in use, and has fewer pages than planned.
+    """
+
+    name: str
+    config: ModelConfig
+    topology: Topology
+    cache: CacheConfig = attrs.field(factory=CacheConfig)
+    engine: EngineConfig = attrs.field(factory=EngineConfig)
+    experts: ExpertConfig = attrs.field(factory=ExpertConfig)
+    mtp: bool = False
+    stored: str = "float"
+    weights: str = "auto"
+    device: torch.device = attrs.field(factory=lambda: torch.device("cuda"), converter=_device)
+    device_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 50)))
+
+    def __attrs_post_init__(self) -> None:
+        try:
+            check_divides(self.config, self.topology)
+            if self.mtp and not self.config.num_nextn_predict_layers:
+                raise ConfigError("mtp=True and the config has no MTP layer; leave it out")
+            if self.engine.num_draft_tokens and not self.mtp:
+                raise ConfigError(f"num_draft_tokens is {self.engine.num_draft_tokens}, which needs mtp=True")
+            _ = self.layout
+            self._check_memory()
+        except PDInferError as error:
+            raise type(error)(f"{self.name}: {error}") from None
+
+    @cached_property
+    def placement(self) -> ExpertPlacement | None:
+        """Where experts are at first; None in a model without any."""
+        return checked_placement(self.config, self.topology.ep_size, None, self.experts, mtp=self.mtp)
+
+    @cached_property
+    def layout(self) -> KVLayout:
+        """What a page holds, on every rank alike; weights have no id here."""
+        return kv_layout_of(self.config, DTYPES[self.config.dtype], self.cache, mtp=self.mtp)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What a rank holds of the weights, all ranks the same."""
+        return self._weight_bytes(self.weights)
+
+    @cached_property
+    def float_weight_bytes(self) -> int:
+        """What it would hold as floats of the config's dtype."""
+        return self._weight_bytes("float")
+
+    def _weight_bytes(self, weights: str) -> int:
+        return rank_weight_bytes(
+            self.config,
+            self.topology,
+            stored=self.stored,
+            weights=weights,
+            device=self.device,
+            mtp=self.mtp,
+            experts=self.experts,
+            placement=self.placement,
+        )
+
+    @property
+    def num_pages(self) -> int | None:
+        """Pages of a rank's pool; None where neither the cache nor its device's memory says how many."""
+        fraction = self.cache.mem_fraction_static
+        if self.cache.num_pages is not None or self.device_bytes is None or fraction is None:
+            return self.cache.num_pages
+        return (int(self.device_bytes * fraction) - self.weight_bytes) // self.layout.page_bytes
+
+    def _check_memory(self) -> None:
+        """Weights are asked for in any case: that checks all that is allocated."""
+        needed = self.weight_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
+        if self.device_bytes is None:
+            return
+        fraction = self.cache.mem_fraction_static
+        if needed > self.device_bytes * (fraction or 1.0):
+            pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
+            of = "" if fraction is None else f"mem_fraction_static {fraction} of "
+            hint = ', or weights="stored"' if self.stored != "float" and self.weights != "stored" else ""
+            raise ConfigError(
+                f"{self._told()} and {pages}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}; "
+                f"use more ranks{hint}"
+            )
+
+    def _told(self) -> str:
+        floats = "" if self.stored == "float" else f"; {_gib(self.float_weight_bytes)} as {self.config.dtype}"
+        how = f'weights="{self.weights}", stored: {self.stored}{floats}'
+        return f"{_gib(self.weight_bytes)} of weights per rank ({how})"
+
+    @property
+    def attention_groups(self) -> list[range]:
+        """The ranks that have the same requests, for every data-parallel rank: who hosts talk to first."""
+        size = self.topology.attention_size
+        return [range(first, first + size) for first in range(0, self.topology.world_size, size)]
+
+    def check_steps(self, num_tokens: int, told: str) -> None:
+        """Raises ConfigError where a step is larger than DeepEP's low-latency kernels are made for."""
+        options = self.experts
+        if (options.moe_a2a_backend, options.deepep_mode) == ("deep_ep", "low_latency"):
+            most, overlap = options.num_max_dispatch_tokens_per_rank, options.two_batch_overlap
+            check_step_fits(most, overlap, num_tokens, f"{self.name}: {told}", tp_size=self.topology.tp_size)
+
+    def __str__(self) -> str:
+        at, placement = self.topology, self.placement
+        experts = "" if placement is None else f", {placement.slots_per_rank} expert slots per rank and layer"
+        pages = "pages" if self.num_pages is None else f"{self.num_pages} pages"
+        memory = "" if self.device_bytes is None else f" of {_gib(self.device_bytes)}"
+        return (
+            f"{self.name}: {at.world_size} ranks, data parallel {at.dp_size} x context parallel {at.cp_size} x tensor "
+            f"parallel {at.tp_size}{experts}; {self._told()}, {pages} of {self.layout.page_size} tokens, "
+            f"{self.layout.page_bytes} bytes each{memory}"
+        )
+
+
+def _gib(num_bytes: float) -> str:
+    """For people."""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+@attrs.frozen(kw_only=True)
+class ClusterPlan:
+    """Prefill and decode engines of which every one hands KV to every one. Raises ConfigError with the values when a
+    side is empty, pages differ in size or an engine's steps are larger than what carries their tokens, LayoutMismatch
+    when pages mean different things."""
+
+    prefill: tuple[EnginePlan, ...]
+    decode: tuple[EnginePlan, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if not self.prefill or not self.decode:
+            raise ConfigError(
+                f"a cluster needs engines on both sides, got {len(self.prefill)} prefill and {len(self.decode)} decode"
+            )
+        for engine in self.prefill:
+            engine.check_steps(*engine.engine.largest_prefill_step(engine.config.max_position_embeddings))
+        for engine in self.decode:
+            engine.check_steps(*engine.engine.largest_decode_step)
+        ours = self.prefill[0]
+        for other in self.engines[1:]:
+            ours.layout.compatible_with(other.layout)
+            if ours.layout.page_bytes != other.layout.page_bytes:
+                raise ConfigError(
+                    f"a page has {ours.layout.page_bytes} bytes in {ours.name} and {other.layout.page_bytes} in "
+                    f"{other.name} (page_size {ours.cache.page_size} and {other.cache.page_size}); give both the same"
+                )
+        for _ in self.pairs():
+            pass
+
+    @property
+    def engines(self) -> tuple[EnginePlan, ...]:
+        return self.prefill + self.decode
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(engine.topology.world_size for engine in self.engines)
+
+    def pairs(self) -> Iterator[tuple[EnginePlan, range, EnginePlan, range]]:
+        """(prefill, its ranks that write, decode, its ranks that each are written to) of every way that a request can
+        take, proven to bring each of these ranks every token of every layer once."""
+        for prefill in self.prefill:
+            tokens = range(prefill.config.max_position_embeddings)
+            plan_writers(prefill.layout.layers, tokens, even_slices(tokens, prefill.topology.attention_size))
+            for decode in self.decode:
+                for writers in prefill.attention_groups:
+                    for written in decode.attention_groups:
+                        yield prefill, writers, decode, written
+
+    def __str__(self) -> str:
+        ways = sum(1 for _ in self.pairs())
+        return "\n".join([*map(str, self.engines), f"{self.num_ranks} ranks, {ways} pairs of attention groups"])
+
+
+def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Nodes of each prefill and of each decode engine of a cluster as deployments are named: "P3x3D4" is three prefill
+    engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises ConfigError for other text."""
+    match = re.fullmatch(r"P(?:([1-9]\d?)x)?([1-9]\d?)D(?:([1-9]\d?)x)?([1-9]\d?)", text)
+    if match is None:
+        raise ConfigError(f'a cluster is named like "P3x3D4" or "P4D9", got {clip(text)}')
+    prefills, prefill_nodes, decodes, decode_nodes = (int(number or 1) for number in match.groups())
+    return (prefill_nodes,) * prefills, (decode_nodes,) * decodes
+
+
+def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights: str = "stored") -> ClusterPlan:
+    """A cluster as a study of DeepSeek-V3 on 13 nodes of 8 H800 of 80 GB ran it (SGLang 0.4.8, July 2025): attention is
+    data parallel and experts are spread over all ranks of an engine, with 32 redundant ones, weights are multiplied in
+    the FP8 they are stored in.
+
+    `weights="stored"` holds that too, and makes floats of it call by call; "auto", which for want of FP8 products makes
+    bfloat16 of it once and for all, is refused where twice the bytes do not fit.
+    """
+    prefill_nodes, decode_nodes = engine_nodes(text)
+    shared = ExpertConfig(
+        num_redundant_experts=32,
+        ep_dispatch_algorithm="dynamic",
+        ranks_per_node=GPUS_PER_NODE,
+        moe_a2a_backend="deep_ep",
+    )
+    low_latency = attrs.evolve(shared, deepep_mode="low_latency", num_max_dispatch_tokens_per_rank=256)
+
+    def engine(name: str, nodes: int, experts: ExpertConfig) -> EnginePlan:
+        size = nodes * GPUS_PER_NODE
+        return EnginePlan(
+            name=name,
+            config=config,
+            topology=Topology(world_size=size, dp_size=size, ep_size=size),
+            cache=CacheConfig(page_size=32, mem_fraction_static=0.81),
+            engine=EngineConfig(max_running_requests=128),
+            experts=experts,
+            stored=stored,
+            weights=weights,
+            device_bytes=H800_BYTES,
+        )
+
+    return ClusterPlan(
+        prefill=tuple(engine(f"P{at}", nodes, shared) for at, nodes in enumerate(prefill_nodes)),
+        decode=tuple(engine(f"D{at}", nodes, low_latency) for at, nodes in enumerate(decode_nodes)),
+    )

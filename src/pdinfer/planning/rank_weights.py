@@ -1,0 +1,88 @@
+"""What a rank of an engine holds of a model's weights, known without a checkpoint and without memory for them."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from pdinfer.checkpoint.quantize import quantized_names
+from pdinfer.checkpoint.schemes import Scheme
+from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.errors import ConfigError
+from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.weight_formats import Weight, num_bytes
+from pdinfer.kv.view import DTYPES
+from pdinfer.model.destinations import Destinations, kept_schemes
+from pdinfer.model.model import Model
+from pdinfer.moe.parallel import ExpertParallel
+from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.parallel.topology import Topology
+
+STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
+"""How published checkpoints are stored, by the names of `quantize_checkpoint`; "float" is not quantized."""
+
+
+@attrs.frozen(kw_only=True)
+class PublishedWeights:
+    """A checkpoint of `config` of which the same is quantized as in published ones; one of STORED."""
+
+    config: ModelConfig
+    stored: str
+
+    @property
+    def ue8m0(self) -> bool:
+        return self.config.scale_fmt == "ue8m0"
+
+    def scheme(self, name: str) -> Scheme:
+        is_float = self.stored == "float" or not quantized_names(self.stored, self.config)(name)
+        return Scheme.FLOAT if is_float else STORED[self.stored]
+
+    def holds(self, name: str) -> bool:
+        """Only what every checkpoint has to."""
+        return False
+
+
+@attrs.define
+class Counted(Destinations):
+    """Destinations of which nothing is known but their bytes, which is quick."""
+
+    counted: int = 0
+
+    def _remember(self, weight: Weight, *_: object) -> None:
+        self.counted += num_bytes(weight)
+
+
+def rank_weight_bytes(
+    config: ModelConfig,
+    topology: Topology,
+    *,
+    stored: str,
+    weights: str,
+    device: torch.device,
+    mtp: bool,
+    experts: ExpertConfig,
+    placement: ExpertPlacement | None,
+) -> int:
+    """What `load_model` with these arguments would allocate for a published checkpoint: it builds the same model on the
+    meta device. The MTP layer's embedding and head are the model's. Raises what `load_model` would for such sizes."""
+    if stored not in STORED:
+        raise ConfigError(f"stored must be one of {', '.join(STORED)}, got {stored!r}")
+    dtype, groups = DTYPES[config.dtype], topology.apart()
+    resolved = resolve_ops(device, dtype)
+    kept = kept_schemes(weights, resolved)
+    plan = Counted(torch.device("meta"), dtype, PublishedWeights(config=config, stored=stored), kept)
+    parallel = ExpertParallel.apart(
+        config, resolved.ops, groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
+    )
+    Model.build(
+        config,
+        plan,
+        resolved,
+        device=plan.device,
+        dtype=dtype,
+        topology=topology,
+        groups=groups,
+        experts=parallel,
+        mtp=mtp,
+    )
+    return plan.counted

@@ -1,0 +1,17 @@
+"""An engine in another process, as a port of a Pairing here.
+
+    client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
+    served.py     `serve`, where the engine is
+    session.py    the threads that carry messages, and notice who is silent
+    messages.py   what is said
+    orphan.py     the end of a served process when its parent is gone
+
+May import: config, engine, kv, process, the ground.
+"""
+
+from __future__ import annotations
+
+from pdinfer.remote.client import DecodeClient, PrefillClient
+from pdinfer.remote.served import serve
+
+__all__ = ["DecodeClient", "PrefillClient", "serve"]

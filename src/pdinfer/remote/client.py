@@ -1,0 +1,416 @@
+"""An engine in another process, as a port of a Pairing here.
+
+`serve(engine, connection)` runs where the engine is; `PrefillClient(connection)` or `DecodeClient(connection)` stand
+for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
+`multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
+
+    client ── Connect, Submit, Cancel, Renew, Close, Beat ──► serve          one message, one send_bytes
+    client ◄── Ready, Connected, Stepped, Beat ────────────── serve
+
+Neither end waits for the other: messages leave in threads of their own (`pdinfer.remote.session`), where it is also
+noticed that a process is gone or stands still.
+
+What is said between one Ready and the loss of the port is a session. A client whose engine is heard again, or reached
+over another connection, asks for a new one, in which nothing of the last is left.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import ClassVar, TypeVar
+
+import attrs
+
+from pdinfer.config import RemoteConfig
+from pdinfer.errors import TransferError
+from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.locks import new_lock
+from pdinfer.remote import messages
+from pdinfer.remote.messages import (
+    Beat,
+    Cancel,
+    ChangeWriters,
+    Close,
+    Command,
+    Connect,
+    Connected,
+    Disconnect,
+    Load,
+    PackedRequest,
+    Ready,
+    Renew,
+    Report,
+    Stepped,
+    SubmitDecode,
+    SubmitPrefill,
+)
+from pdinfer.remote.session import Connection, Mailman
+from pdinfer.stats import DecodeLoad, PrefillLoad
+from pdinfer.types import Event, Granted, PageGrant, PeerAddress, Request
+
+READY_S = 300.0
+"""How long a client waits for its engine to say that it is ready: loading a model takes a while."""
+CONNECT_MARGIN_S = 5.0
+REDIAL_S = (0.1, 5.0)
+"""Seconds before the first and, doubling, before every later attempt to make another connection."""
+
+_log = logging.getLogger("pdinfer")
+
+M = TypeVar("M")
+
+
+class _Client(OfOneProcess):
+    """What both clients share. Methods may be called from any thread but `step`, `recover` and `close`; none but
+    `connect` waits for the engine's process, and it holds up no other."""
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        connection: Connection | Callable[[], Connection],
+        *,
+        timeout_s: float = READY_S,
+        config: RemoteConfig | None = None,
+    ) -> None:
+        self._config = config or RemoteConfig()
+        self._inbox: Inbox[Report | None] = Inbox()
+        self._arrived: deque[Report | None] = deque()
+        self._lock = new_lock()
+        self._answered = threading.Condition(new_lock())
+        self._answers: dict[PeerAddress, Connected | None] = {}
+        self._events: list[Event] = []
+        self._lost = self._is_back = False
+        self._num_submitted = self._num_seen = 0
+        self._ready: Ready | None = None
+        self._session: int = 0
+        self._in_session = False
+        self._reason = ""
+        self._gone = False
+        self._closing = threading.Event()
+        self._unseen: list[tuple[int, int]] = []
+        self._load = Load()
+        self._step_age_s, self._told_at = 0.0, time.monotonic()
+        self._dial = connection if callable(connection) else None
+        self._mailman: Mailman[Report]
+        self._meet(connection() if callable(connection) else connection)
+        try:
+            ready = self._await(Ready, timeout_s)
+            if getattr(ready.load, self.role) is None:
+                raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
+        except BaseException:
+            self.close()
+            raise
+        self.address = ready.address
+        self.limits = ready.limits
+        self.addresses = ready.addresses or (ready.address,)
+
+    def _meet(self, connection: Connection) -> None:
+        with self._lock:  # its threads may have something to say at once
+            self._mailman = Mailman(
+                connection,
+                messages.decode_report,
+                self._deliver,
+                silent_s=self._config.silent_s,
+                return_s=self._config.return_s,
+                on_silence=self._silent,
+            )
+
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Has the engine connect its channel; raises what that raised. With `timeout_s` 0 it does not wait."""
+        if timeout_s <= 0:
+            self._mailman.post(Connect(peer, timeout_s))
+            return
+        waits_s = timeout_s + CONNECT_MARGIN_S
+        with self._answered:
+            self._answers[peer] = None
+            self._mailman.post(Connect(peer, timeout_s))
+            self._answered.wait_for(lambda: self._answers.get(peer) or not self._in_session, waits_s)
+            answer = self._answers.pop(peer, None)
+        if answer is None:
+            raise self._no_answer(waits_s) if self._in_session else self._loss()
+        if answer.error is not None:
+            if answer.fields:
+                answer.error.fields = answer.fields  # type: ignore[attr-defined]
+            raise answer.error
+
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Has the engine close its channel's link to a peer."""
+        self._mailman.post(Disconnect(peer))
+
+    def cancel(self, request_id: str) -> None:
+        self._mailman.post(Cancel(request_id))
+
+    def step(self) -> list[Event]:
+        """What the engine said since the last call. TransferError when its process is lost: gone, silent, or in a step
+        that hangs."""
+        self._read_all()
+        events, self._events = self._events, []
+        if self._lost and not events:
+            raise self._loss()
+        return events
+
+    def recover(self) -> bool:
+        """After a loss: whether the engine is back, with nothing of what it had; TransferError when it will not be."""
+        self._read_all()
+        if self._gone:
+            raise self._loss()
+        if self._is_back:
+            self._lost = self._is_back = False
+        return not self._lost
+
+    def notify(self, listener: Callable[[], None]) -> None:
+        self._inbox.listen(listener)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleeps until a step would give something."""
+        return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
+
+    def close(self) -> None:
+        """Tells the engine's process to close it, and does not wait until it has. A second call does nothing."""
+        self._closing.set()
+        self._mailman.close(Close())
+
+    def _send_submit(self, message: Command, num_tokens: int) -> None:
+        with self._lock:  # numbered in the order in which they are sent
+            if self._in_session:
+                self._num_submitted += 1
+                self._unseen.append((self._num_submitted, num_tokens))
+                self._mailman.post(message)
+
+    def _seen(self) -> tuple[Load, int, int, float]:
+        """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
+        with self._lock:
+            age_s = self._step_age_s + time.monotonic() - self._told_at
+            return self._load, len(self._unseen), sum(tokens for _, tokens in self._unseen), age_s
+
+    # -- sessions, in the threads that read and keep time -----------------------------------------------------------
+
+    def _end_session(self, reason: str) -> None:
+        """The port is lost; what is still said of this session is about requests that were given up."""
+        with self._lock:
+            if not self._in_session:
+                return
+            self._in_session, self._reason = False, reason
+            self._unseen.clear()
+            self._mailman.forget()
+        with self._answered:
+            self._answered.notify_all()
+        self._inbox.put(None)
+
+    def _renew(self) -> None:
+        with self._lock:
+            self._session += 1
+            self._mailman.post(Renew(self._session))
+
+    def _silent(self, is_silent: bool) -> None:
+        if is_silent:
+            self._end_session(f"was silent for {self._config.silent_s:g} s")
+        elif not self._in_session and self._ready is not None:
+            self._renew()
+
+    def _check_step(self, age_s: float) -> None:
+        """Gives a port up whose step takes too long; it is back when the step ends, unless that takes return_s."""
+        limit_s = self._config.hung_s
+        if limit_s is None:
+            limit_s = None if self._ready is None else self._ready.hung_s
+        if limit_s is None or age_s <= limit_s:
+            return
+        if self._in_session:
+            self._end_session(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
+            self._renew()
+        elif age_s > limit_s + self._config.return_s and not self._gone:
+            self._gone = True
+            self._inbox.wake()
+
+    def _disconnected(self) -> None:
+        """No more will come over this connection."""
+        with self._lock:
+            mailman = self._mailman
+        reason = str(mailman.loss)
+        self._end_session(reason)
+        if self._dial is not None and mailman.broke and self._ready is not None and not self._closing.is_set():
+            threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
+            return
+        self._reason, self._gone = self._reason or reason, True
+        self._inbox.put(None)
+
+    def _redial(self) -> None:
+        """Makes another connection."""
+        assert self._dial is not None
+        pause_s, left_s = REDIAL_S[0], self._config.return_s
+        while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
+            left_s, pause_s = left_s - pause_s, min(2 * pause_s, REDIAL_S[1])
+            try:
+                connection = self._dial()
+            except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
+                _log.info("the process at the other end of a port cannot be reached: %s", error)
+                continue
+            self._mailman.close()
+            self._session = 0
+            self._meet(connection)
+            if self._closing.is_set():
+                self._mailman.close(Close())
+            return
+        self._gone = True
+        self._inbox.wake()
+
+    def _deliver(self, report: Report | None) -> None:
+        """In the reading thread: loads are kept, only the newest, so that a host that does not step collects nothing
+        but its events."""
+        if report is None:
+            self._disconnected()
+            return
+        if isinstance(report, Beat):
+            with self._lock:
+                self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
+            self._check_step(self._step_age_s)
+            return
+        if isinstance(report, Connected):
+            with self._answered:
+                if report.peer in self._answers:  # else it comes too late
+                    self._answers[report.peer] = report
+                self._answered.notify_all()
+            return
+        if isinstance(report, Ready | Stepped):
+            with self._lock:
+                if self._is_old(report):
+                    return
+                self._check(report)
+                self._load = report.load
+                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
+        if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
+            self._inbox.wake()
+        else:
+            self._inbox.put(report)
+
+    def _is_old(self, report: Ready | Stepped) -> bool:
+        """Whether it is of a session that has ended."""
+        if self._in_session or self._ready is None:
+            return False
+        return isinstance(report, Stepped) or report.session < self._session
+
+    def _check(self, report: Ready | Stepped) -> None:
+        """TransferError for what the engine that said Ready cannot say now: it is given up. Its load is what policies
+        go by."""
+        if isinstance(report, Ready):
+            if self._in_session or report.address not in (report.addresses or (report.address,))[:1]:
+                raise TransferError("it says who it is twice, or in two ways")
+            if report.version != messages.VERSION:
+                raise TransferError(f"it speaks version {report.version}, this end speaks {messages.VERSION}")
+            if self._ready is not None and (report.address, report.limits) != (self._ready.address, self._ready.limits):
+                raise TransferError("it is another engine than before")
+            self._ready, self._in_session = report, True
+            self._num_submitted = self._num_seen = 0
+        ready, load = self._ready, getattr(report.load, self.role)
+        if ready is None or (load is not None and load.address != ready.address):
+            raise TransferError("it tells the load of another engine than it said it is")
+        if isinstance(report, Ready):
+            return
+        if load is None:
+            raise TransferError(f"it tells of no load of a {self.role} engine")
+        if not self._num_seen <= report.num_seen <= self._num_submitted:
+            raise TransferError(
+                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
+            )
+        self._num_seen = report.num_seen
+        for event in report.tokens:
+            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
+            if max(ids) >= ready.limits.vocab_size:
+                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
+
+    def _read_all(self) -> None:
+        """What has come, each report remembered until it is read: of an interrupted host's requests all end, but a loss
+        or a return of the port counts."""
+        self._arrived.extend(self._inbox.take())
+        while self._arrived:
+            self._read(self._arrived[0])
+            self._arrived.popleft()
+
+    def _read(self, report: Report | None) -> None:
+        if report is None:
+            self._lost, self._is_back = True, False
+        elif isinstance(report, Ready):
+            self._is_back = True
+        elif isinstance(report, Stepped):
+            self._events += [Granted(grant=g.unpack(), request=r.unpack()) for g, r in report.granted]
+            self._events += report.refused
+            self._events += report.tokens
+
+    def _loss(self) -> TransferError:
+        return TransferError(f"the process at the other end of a port {self._reason}")
+
+    def _no_answer(self, timeout_s: float) -> TransferError:
+        return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
+
+    def _await(self, kind: type[M], timeout_s: float) -> M:
+        """The next report of that kind; what else arrives meanwhile is kept for `step`."""
+        end = time.monotonic() + timeout_s
+        while True:
+            woken = self._inbox.wait(max(0.0, end - time.monotonic()))
+            found = None
+            for report in self._inbox.take():
+                if isinstance(report, kind):
+                    found = report
+                else:
+                    self._read(report)
+            if found is not None:
+                return found
+            if self._lost:
+                raise self._loss()
+            if not woken:
+                raise self._no_answer(timeout_s)
+
+
+class PrefillClient(_Client):
+    """A prefill engine behind a connection: a `PrefillPort`. Waits until the engine is ready; TransferError when its
+    process goes away, takes longer than `timeout_s` or serves a decode engine.
+
+    Where `connection` is a function that makes one, such as `partial(multiprocessing.connection.Client, address,
+    authkey=key)`, it is called anew when a connection breaks, for `config.return_s`."""
+
+    role = "prefill"
+
+    def submit(self, request: Request, grant: PageGrant) -> None:
+        message = SubmitPrefill(PackedRequest.of(request), PackedGrant.of(grant))
+        self._send_submit(message, len(request.prompt) + len(request.output))
+
+    def load(self) -> PrefillLoad:
+        known, requests, tokens, step_age_s = self._seen()
+        load = known.prefill
+        assert load is not None
+        return attrs.evolve(
+            load,
+            step_age_s=step_age_s,
+            num_queued_requests=load.num_queued_requests + requests,
+            num_queued_tokens=load.num_queued_tokens + tokens,
+        )
+
+
+class DecodeClient(_Client):
+    """A decode engine behind a connection: a `DecodePort`. Otherwise as `PrefillClient`."""
+
+    role = "decode"
+
+    def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
+        message = SubmitDecode(PackedRequest.of(request), tuple(writers))
+        self._send_submit(message, len(request.prompt) + len(request.output))
+
+    def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
+        self._mailman.post(ChangeWriters(request_id, tuple(writers)))
+
+    def load(self) -> DecodeLoad:
+        known, requests, tokens, step_age_s = self._seen()
+        load = known.decode
+        assert load is not None
+        return attrs.evolve(
+            load,
+            step_age_s=step_age_s,
+            num_waiting_requests=load.num_waiting_requests + requests,
+            num_waiting_tokens=load.num_waiting_tokens + tokens,
+        )

@@ -1,0 +1,339 @@
+"""An engine behind a connection: the loop that hosts it in its own process, and what becomes of it without a client.
+
+A client that is silent has stopped or is out of reach, and may come back: what it asked for goes on, and waits for it
+on the connection. When the connection ends the client can only come back over another one, in a new session; what ran
+in the old one is cancelled. Either way it has `RemoteConfig.return_s`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import AuthenticationError
+from typing import Protocol, runtime_checkable
+
+from pdinfer.config import RemoteConfig
+from pdinfer.config.options import hung_after_s
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.inbox import Inbox
+from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.remote import messages, orphan
+from pdinfer.remote.messages import (
+    Beat,
+    Cancel,
+    ChangeWriters,
+    Close,
+    Command,
+    Connect,
+    Connected,
+    Disconnect,
+    Load,
+    PackedRequest,
+    Ready,
+    Renew,
+    Stepped,
+    SubmitDecode,
+    SubmitPrefill,
+)
+from pdinfer.remote.session import TICK_S, Connection, Mailman
+from pdinfer.types import Event, Granted, PeerAddress, Refused
+
+REPORT_S = 0.02
+"""How old a busy engine's load may become where no event carries a newer one."""
+IDLE_S = 0.1
+"""How long a served engine sleeps at most, and so how late a deadline of a request that is not running can be."""
+ACCEPT_AGAIN_S = 1.0
+
+_log = logging.getLogger("pdinfer")
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """Where clients connect, such as a `multiprocessing.connection.Listener`; its `authkey` says who may."""
+
+    def accept(self) -> Connection: ...
+
+
+def serve(
+    engine: PrefillEngine | DecodeEngine,
+    connection: Connection | Listener | None,
+    *,
+    config: RemoteConfig | None = None,
+) -> None:
+    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes or is gone for
+    good. A client that falls silent finds what it asked for when it comes back within `config.return_s`. Where
+    `connection` is a listener, one whose connection broke has as long to make another: what it asked for is cancelled
+    then. A new engine waits for its first client as long as it takes.
+
+    A step that does not end keeps nobody's process: when the client is gone for good and `config.exit_s` later the same
+    step runs, the process exits with status 1, where `serve` runs in its main thread.
+
+    Of an engine that runs as ranks every rank is served, those to which nobody talks with `connection` None. All return
+    when one of them does, and raise RankLost when one is lost.
+    """
+    if connection is None:
+        with engine:
+            while not engine.closed:
+                engine.step()
+                engine.wait(IDLE_S)
+        return
+    host = _Host(engine, connection, config or RemoteConfig())
+    try:
+        host.run()
+    except TransferError as error:
+        _log.error("a served engine stops: %s", error)
+    finally:
+        host.dismissed = True
+        engine.close()
+        host.close()
+
+
+class _Host(OfOneProcess):
+    """The loop around a served engine. `session` is the number of one that is to begin, None while one is under way;
+    `dismissed` means that nobody wants the engine any more."""
+
+    def __init__(
+        self, engine: PrefillEngine | DecodeEngine, connection: Connection | Listener, config: RemoteConfig
+    ) -> None:
+        self.engine = engine
+        self.config = config
+        self.inbox: Inbox[Command | Connection | None] = Inbox()
+        self.session: int | None = 0
+        self.has_begun = False
+        self.num_seen = 0
+        self.num_steps = 0
+        self.stepped_at = time.monotonic()
+        self.reported: Load | None = None
+        self.reported_at = 0.0
+        self.dismissed = False
+        self.links: dict[PeerAddress, threading.Thread] = {}
+        self.ended = threading.Event()
+        self.exits = threading.current_thread() is threading.main_thread()
+        self.is_armed = self.exits and orphan.arm()
+        self.mailman: Mailman[Command] | None = None
+        self.listener: Listener | None = None
+        engine.notify(self.inbox.wake)
+        if isinstance(connection, Listener):
+            self.listener = connection
+            _start(self.accept)
+        else:
+            self.meet(connection)
+        _start(self.watch)
+
+    def close(self) -> None:
+        """Ends the connection and our threads; the one that accepts ends with the next connection."""
+        self.ended.set()
+        if self.mailman is not None:
+            self.mailman.close()
+
+    # -- the client -------------------------------------------------------------------------------------------------
+
+    def meet(self, connection: Connection) -> None:
+        """Talks to whoever is at the other end of a new connection."""
+        if self.mailman is not None:
+            self.mailman.close()
+        self.mailman = Mailman(
+            connection,
+            messages.decode_command,
+            self.deliver,
+            self.beat,
+            silent_s=self.config.silent_s,
+            return_s=self.config.return_s,
+        )
+
+    def accept(self) -> None:
+        """Gets one connection."""
+        while not self.ended.is_set():
+            try:
+                connection = self.listener.accept()  # type: ignore[union-attr]
+            except (OSError, EOFError, AuthenticationError) as error:
+                _log.warning("a connection to a served engine was not made: %s", error)
+                self.ended.wait(ACCEPT_AGAIN_S)
+                continue
+            if self.ended.is_set():
+                connection.close()
+            self.inbox.put(connection)
+            return
+
+    def deliver(self, command: Command | None) -> None:
+        if isinstance(command, Close) or (command is None and not self.may_return):
+            self.dismissed = True  # seen by `watch` though the step should hang
+        if not isinstance(command, Beat):
+            self.inbox.put(command)
+
+    @property
+    def may_return(self) -> bool:
+        return self.listener is not None
+
+    def beat(self) -> Beat:
+        return Beat(time.monotonic() - self.stepped_at)
+
+    def watch(self) -> None:
+        """Counts for how long there has been no client, and how long a step has gone on since nobody wants the engine.
+        In ticks, as silence is counted: a process that was stopped has waited for nobody."""
+        ticked_at, away_s, stuck_s, num_steps = time.monotonic(), 0.0, 0.0, 0
+        while not self.ended.wait(TICK_S):
+            if self.is_armed:
+                orphan.disarm()
+            now = time.monotonic()
+            elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
+            is_away = self.may_return and self.mailman is not None and self.mailman.loss is not None
+            away_s = away_s + elapsed if is_away else 0.0
+            if away_s > self.config.return_s and not self.dismissed:
+                self.dismissed = True
+                self.inbox.wake()
+            if not self.dismissed or num_steps != self.num_steps:
+                num_steps, stuck_s = self.num_steps, 0.0
+                continue
+            stuck_s += elapsed
+            if stuck_s > self.config.exit_s:
+                what = "the process of a served engine exits" if self.exits else "a served engine hangs"
+                _log.critical("%s: its client is gone, and a step has not ended in the %.0f s since", what, stuck_s)
+                if self.exits:
+                    os._exit(1)
+                return
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Steps until nobody will want the engine any more."""
+        while True:
+            self.begin()
+            items = self.inbox.take()
+            for item in items:
+                if isinstance(item, Close):
+                    _log.info("a served engine stops: its client has closed it")
+                    return
+                self.obey(item)
+            if self.dismissed:
+                _log.info("a served engine stops: its client %s", self.mailman.loss if self.mailman else "never came")
+                return
+            if self.engine.closed:
+                _log.info("a served engine stops: it was closed on another of its ranks")
+                return
+            events = self.engine.step()
+            self.num_steps += 1
+            self.stepped_at = time.monotonic()
+            busy = self.engine.wait(0.0)
+            if self.session is None:
+                self.report(events, urgent=bool(events or items), busy=busy)
+            if not busy:
+                self.inbox.wait(IDLE_S)
+
+    def begin(self) -> None:
+        """Says Ready for a session that is to begin, once nothing of the last one is left: its ids may come again."""
+        if self.session is None:
+            return
+        engine = self.engine
+        if self.has_begun:
+            for request_id in engine.request_ids:
+                engine.cancel(request_id)
+        if self.mailman is None or self.mailman.loss is not None or (self.has_begun and engine.num_unfinished):
+            return
+        hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
+        self.mailman.post(
+            Ready(
+                engine.address,
+                engine.limits,
+                Load.of(engine),
+                engine.addresses,
+                messages.VERSION,
+                session=self.session,
+                hung_s=hung_s,
+            )
+        )
+        self.session, self.has_begun, self.num_seen = None, True, 0
+
+    def obey(self, item: Command | Connection | None) -> None:
+        if item is None:
+            self.session = 0
+            if self.may_return:
+                _log.warning("the client of a served engine %s; it may come back", self.mailman and self.mailman.loss)
+                _start(self.accept)
+        elif isinstance(item, Renew):
+            self.session = item.session
+        elif not isinstance(item, Command):
+            self.meet(item)
+        elif self.session is None:
+            self.act(item)
+
+    def act(self, command: Command) -> None:
+        """On a command of the session under way."""
+        engine = self.engine
+        if isinstance(command, Connect):
+            self.about(command.peer, self.connect, command, self.mailman)
+        elif isinstance(command, Disconnect):
+            self.about(command.peer, engine.disconnect, command.peer)
+        elif isinstance(command, Cancel):
+            engine.cancel(command.request_id)
+        elif isinstance(command, ChangeWriters) and isinstance(engine, DecodeEngine):
+            engine.change_writers(command.request_id, writers=command.writers)
+        elif isinstance(command, SubmitPrefill) and isinstance(engine, PrefillEngine):
+            engine.submit(command.request.unpack(), command.grant.unpack())
+            self.num_seen += 1
+        elif isinstance(command, SubmitDecode) and isinstance(engine, DecodeEngine):
+            engine.submit(command.request.unpack(), writers=command.writers)
+            self.num_seen += 1
+        else:
+            _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
+
+    def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
+        """In a thread of its own, since a peer that does not answer must not hold up the steps. In the order in which
+        it was asked for, since a link that is closed before it is opened would stay."""
+        self.links = {other: thread for other, thread in self.links.items() if thread.is_alive()}
+        before = self.links.get(peer)
+
+        def work_in_turn() -> None:
+            if before is not None:
+                before.join()
+            work(*arguments)
+
+        self.links[peer] = _start(work_in_turn)
+
+    def connect(self, command: Connect, mailman: Mailman[Command]) -> None:
+        """Answers, whatever comes of it."""
+        error: PDInferError | None = None
+        try:
+            self.engine.connect(command.peer, timeout_s=command.timeout_s)
+        except PDInferError as problem:
+            error = problem
+        except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
+            _log.exception("connecting to a peer failed")
+            error = TransferError(f"connecting failed: {type(problem).__name__}")
+        mailman.post(Connected(command.peer, error, getattr(error, "fields", ())))
+
+    def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
+        """Tells what a step gave; of one that gave nothing the new load, now and then."""
+        assert self.mailman is not None
+        report = _stepped(self.engine, events, self.num_seen)
+        now = time.monotonic()
+        load = report.load.ageless()
+        if urgent or (
+            load != self.reported and not self.mailman.is_behind and (not busy or now > self.reported_at + REPORT_S)
+        ):
+            self.mailman.post(report)
+            self.reported, self.reported_at = load, now
+
+
+def _start(work: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=arguments, name="pdinfer-served", daemon=True)
+    thread.start()
+    return thread
+
+
+def _stepped(engine: PrefillEngine | DecodeEngine, events: Sequence[Event], num_seen: int) -> Stepped:
+    report = Stepped(num_seen, Load.of(engine))
+    for event in events:
+        if isinstance(event, Granted):
+            report.granted.append((PackedGrant.of(event.grant), PackedRequest.of(event.request)))
+        elif isinstance(event, Refused):
+            report.refused.append(event)
+        else:
+            report.tokens.append(event)
+    return report

@@ -1,0 +1,227 @@
+"""Messages over a connection, carried by threads of their own: whoever has something to say never waits for the other
+process, and one that stands still is noticed.
+
+Three threads, because each may be stuck alone: one reads, one sends, one keeps time. A process that is alive sends a
+beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or its host is gone. A long
+message travels in pieces and each of them is a sign of life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from pdinfer.config import RemoteConfig
+from pdinfer.errors import TransferError
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.locks import new_lock
+from pdinfer.remote import messages
+from pdinfer.remote.messages import Beat, Command, Report
+
+TICK_S = 0.2
+BEAT_S = 0.4
+SILENT_S = RemoteConfig().silent_s
+"""An end that was not heard for so long is silent: known, with the tick that notices it, within 3 s."""
+MAX_UNSENT_BYTES = 256 << 20
+"""A process that lives empties its connection at once; so much is left only by one that does not read."""
+FLUSH_S = 0.2
+"""How long a last word may take to leave. Not longer: that the connection ends says the same."""
+
+_log = logging.getLogger("pdinfer")
+
+
+class Connection(Protocol):
+    """Whole messages over some byte stream; `recv_bytes` raises EOFError or OSError when the other end is gone."""
+
+    def send_bytes(self, buf: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+    def poll(self, timeout: float, /) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+M = TypeVar("M")
+
+
+class Mailman(OfOneProcess, Generic[M]):
+    """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
+    `silent_s` and another `return_s` since its first word, or not reading) or this one was closed. `beat` makes the
+    sign of life; `on_silence` is told when the other end falls silent, and when it is heard again. All are called from
+    our threads."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        decode: Callable[[bytes], M],
+        deliver: Callable[[M | None], None],
+        beat: Callable[[], Beat] = Beat,
+        *,
+        silent_s: float | None = None,
+        return_s: float = 0.0,
+        on_silence: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        self.connection = connection
+        self._silent_s = SILENT_S if silent_s is None else silent_s
+        self._return_s = return_s
+        self._on_silence = on_silence
+        self._decode = decode
+        self._deliver = deliver
+        self._beat = beat
+        self._changed = threading.Condition(new_lock())
+        self._outgoing: deque[bytes] = deque()
+        self._unsent_bytes = 0
+        self._num_heard = 0
+        self._closing = False
+        self._loss: str | None = None
+        self._broke = False
+        self._stopping = threading.Event()
+        self._reader, self._sender, timekeeper = (
+            threading.Thread(target=work, name="pdinfer-remote", daemon=True)
+            for work in (self._read, self._send, self._keep_time)
+        )
+        self._threads = (self._reader, self._sender, timekeeper)
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def loss(self) -> str | None:
+        """What became of the other end, once it is lost: "is gone"."""
+        return self._loss
+
+    @property
+    def broke(self) -> bool:
+        """Whether the connection itself ended: another one may lead to the same process."""
+        return self._broke
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._outgoing)
+
+    def forget(self) -> None:
+        """Drops what waits to be sent."""
+        with self._changed:
+            self._unsent_bytes -= sum(map(len, self._outgoing))
+            self._outgoing.clear()
+
+    def post(self, message: Command | Report) -> None:
+        """Queues a message; never blocks. Once the other end is lost it goes nowhere."""
+        data = messages.encode(message)
+        with self._changed:
+            if self._loss is None and not self._closing:
+                self._outgoing.append(data)
+                self._unsent_bytes += len(data)
+                self._changed.notify_all()
+            overfull = self._unsent_bytes > MAX_UNSENT_BYTES
+        if overfull:
+            self._give_up(f"does not read: {MAX_UNSENT_BYTES} bytes wait for it")
+
+    def close(self, *last_words: Command | Report) -> None:
+        """Says `last_words` instead of whatever still waits, and ends the connection: within a second, whatever the
+        other end does. A second call does nothing."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._outgoing = deque(map(messages.encode, last_words))
+            self._changed.notify_all()
+        self._sender.join(FLUSH_S)
+        self._stopping.set()
+        self._shut()
+        for thread in self._threads:
+            thread.join(FLUSH_S)
+        self.connection.close()
+        if self._loss is None:
+            self._loss = "is not listened to any more: its port was closed here"
+            self._deliver(None)
+
+    # -- our threads ------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        joiner = messages.Joiner()
+        broke = False
+        try:
+            while not self._stopping.is_set():
+                if self.connection.poll(TICK_S):
+                    data = self.connection.recv_bytes()
+                    self._num_heard += 1
+                    if (whole := joiner.add(data)) is not None:
+                        self._deliver(self._decode(whole))
+            return
+        except (OSError, EOFError):
+            reason, broke = "is gone", True
+        except TransferError as error:
+            reason = f"makes no sense: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever a connection raises, nobody reads it any more
+            _log.exception("reading a connection failed; the port is given up")
+            reason = f"is gone: {type(error).__name__}"
+        self._give_up(reason, broke=broke)
+
+    def _send(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._outgoing or self._closing or self._loss)
+                    if self._loss is not None or not self._outgoing:
+                        return
+                    data = self._outgoing.popleft()
+                for piece in messages.pieces(data):
+                    self.connection.send_bytes(piece)
+                with self._changed:
+                    self._unsent_bytes -= len(data)
+        except Exception as error:  # noqa: BLE001 - as for reading
+            # Its last words may still be on their way to the thread that reads, which ends on its own behind them.
+            self._reader.join(BEAT_S)
+            self._give_up(f"is gone: {error}", broke=True)
+
+    def _keep_time(self) -> None:
+        """Silence is counted in ticks that found it, not read off a clock: a process that was stopped itself has heard
+        nothing either, and reads what has arrived before it judges."""
+        num_heard, silent_s, since_beat_s, is_silent = 0, 0.0, BEAT_S, False
+        ticked_at = time.monotonic()
+        while not self._stopping.is_set() and self._loss is None:
+            if since_beat_s >= BEAT_S:
+                since_beat_s = 0.0
+                if not self._outgoing:  # what waits there is as good a sign
+                    self.post(self._beat())
+            self._stopping.wait(TICK_S)
+            now = time.monotonic()
+            elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
+            since_beat_s += elapsed
+            silent_s += elapsed
+            if self._num_heard != num_heard or not num_heard:
+                num_heard, silent_s = self._num_heard, 0.0
+            limit_s = self._silent_s + self._return_s
+            if silent_s >= limit_s:
+                self._give_up(f"was silent for {limit_s:g} s")
+            elif is_silent != (silent_s >= self._silent_s):
+                is_silent = not is_silent
+                self._on_silence(is_silent)
+
+    def _give_up(self, reason: str, *, broke: bool = False) -> None:
+        with self._changed:
+            if self._loss is not None or self._closing:
+                return
+            self._loss, self._broke = reason, broke
+            self._outgoing.clear()
+            self._changed.notify_all()
+        self._shut()
+        self._deliver(None)
+
+    def _shut(self) -> None:
+        """Ends a read or a send that is stuck in another thread, where the connection is a socket: closing alone does
+        not. It also tells the other process, though a forked child may still hold the descriptor."""
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            end = socket.socket(fileno=self.connection.fileno())  # type: ignore[attr-defined]
+            try:
+                end.shutdown(socket.SHUT_RDWR)
+            finally:
+                end.detach()
