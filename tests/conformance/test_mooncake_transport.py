@@ -34,7 +34,7 @@ from tests.conformance.transport_suite import (
     finished,
     wait_until,
 )
-from tests.unit.test_channel import Case, pool_of, settled, word
+from tests.unit.kv.channel.test_channel import Case, pool_of, settled, word
 
 SLOT_BYTES = 1 << 20
 MEMORY_BYTES = 16 << 20

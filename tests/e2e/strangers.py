@@ -25,7 +25,7 @@ from pdinfer.kv.transports.stream.framing import HEADER, Header, Kind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
-from tests.unit.channels import LAYERS, pool_of
+from tests.unit.kv.channel.channels import LAYERS, pool_of
 
 MIB = 1 << 20
 START_S = 120.0

@@ -15,7 +15,7 @@ import pdinfer as pd
 from pdinfer.kv.pool import PageState
 from pdinfer.kv.view import KVView
 from tests.e2e.setups import by_request, collect, greedy, model_of, pool_of, prompt_of, reference, tokens_of, wait_until
-from tests.unit.thread_groups import TIMEOUT_S, groups_of, on_ranks
+from tests.unit.parallel.thread_groups import TIMEOUT_S, groups_of, on_ranks
 
 PROMPT = prompt_of(9)
 

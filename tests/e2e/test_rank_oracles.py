@@ -1,5 +1,5 @@
 """Every kind of model through engines that run as ranks: 32 greedy tokens behind prompts of any length are those that
-`Model.logits` gives in float32, and that is compared with transformers in tests/unit/test_model.py."""
+`Model.logits` gives in float32, and that is compared with transformers in tests/unit/model/test_model.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import Header, Kind
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
 from pdinfer.types import PageGrant
-from tests.unit.channels import ABORTED, LAYERS, pool_of, word
+from tests.unit.kv.channel.channels import ABORTED, LAYERS, pool_of, word
 
 TOKENS = range(4, 7)
 

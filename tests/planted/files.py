@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-TRUST, HUB = "tests/e2e/test_trust.py::", "tests/unit/test_hub_cache.py::"
-BUILD, SCRATCH = "tests/unit/test_native_build.py::", "tests/unit/test_scratch.py::"
-HOSTILE = "tests/unit/test_hostile_files.py::"
+TRUST, HUB = "tests/e2e/test_trust.py::", "tests/unit/checkpoint/test_hub_cache.py::"
+BUILD, SCRATCH = "tests/unit/kernels/test_native.py::", "tests/unit/process/test_scratch.py::"
+HOSTILE = "tests/unit/checkpoint/test_hostile_files.py::"
 LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_another"
 
 MUTANTS = [
@@ -78,6 +78,6 @@ MUTANTS = [
         "src/pdinfer/kv/channel/greeting.py",
         "for name, theirs, ours in message.fields)",
         "for name, ours, theirs in message.fields)",
-        "tests/unit/test_channel.py::test_the_connecting_end_learns_every_difference",
+        "tests/unit/kv/channel/test_channel.py::test_the_connecting_end_learns_every_difference",
     ),
 ]

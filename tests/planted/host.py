@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-FORK, INTERRUPTS, POOL = "tests/e2e/test_fork.py::", "tests/e2e/test_interrupts.py::", "tests/unit/test_pool.py::"
+FORK, INTERRUPTS, POOL = "tests/e2e/test_fork.py::", "tests/e2e/test_interrupts.py::", "tests/unit/kv/test_pool.py::"
 REFUSED = FORK + "test_children_refuse_and_the_parent_goes_on[shared-2]"
 CALLS = INTERRUPTS + "test_the_first_call_of_every_method"
 REBUILT = POOL + "test_accounts_are_made_anew_from_what_engines_hold"

@@ -15,7 +15,7 @@ MUTANTS = [
         "src/pdinfer/remote/session.py",
         "                for piece in messages.pieces(data):",
         "                for piece in (data,):",
-        "tests/unit/test_mailman.py::test_a_message_that_takes_longer_than_the_silence_is_none",
+        "tests/unit/remote/test_session.py::test_a_message_that_takes_longer_than_the_silence_is_none",
     ),
     Mutant(
         "a served engine gives up a client that is silent at once",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 S = "src/pdinfer/execution/sampling.py"
-US = "tests/unit/test_sampling.py"
+US = "tests/unit/execution/test_sampling.py"
 C = "src/pdinfer/kernels/native/native.c"
 N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
@@ -252,14 +252,14 @@ MUTANTS = [
         "src/pdinfer/execution/sampling.py",
         "if not math.isfinite(normalizer):",
         "if normalizer != normalizer:",
-        "tests/unit/test_sampling.py::test_a_spoilt_logit_ends_its_request_whatever_else_is_asked tests/e2e/test_not_finite.py::test_a_logit_of_infinity_ends_a_request_that_may_not_take_it",
+        "tests/unit/execution/test_sampling.py::test_a_spoilt_logit_ends_its_request_whatever_else_is_asked tests/e2e/test_not_finite.py::test_a_logit_of_infinity_ends_a_request_that_may_not_take_it",
     ),
     Mutant(
         "a token that the model rules out is emitted",
         "src/pdinfer/execution/sampling.py",
         "elif error is None and not math.isfinite(logprob):",
         "elif error is None and logprob != logprob:",
-        "tests/unit/test_sampling.py::test_a_processor_cannot_bring_back_what_the_model_rules_out",
+        "tests/unit/execution/test_sampling.py::test_a_processor_cannot_bring_back_what_the_model_rules_out",
     ),
     Mutant(
         "pages of a failed request stay known to decode",
@@ -280,7 +280,7 @@ MUTANTS = [
         "src/pdinfer/execution/runner.py",
         "drawn[right].error is None and ",
         "",
-        "tests/unit/test_runner.py",
+        "tests/unit/execution/test_runner.py",
     ),
     Mutant(
         "native route divides by a sum that may be 0",

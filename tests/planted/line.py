@@ -70,14 +70,14 @@ MUTANTS = [
         "src/pdinfer/pairing/queue.py",
         "next(by_age, None) if is_turn_of_oldest(self._num_turns) else None",
         "None",
-        "tests/unit/test_line.py::test_the_oldest_has_one_turn_in_so_many_and_only_when_it_has_waited_long",
+        "tests/unit/pairing/test_queue.py::test_the_oldest_has_one_turn_in_so_many_and_only_when_it_has_waited_long",
     ),
     Mutant(
         "a tenant that was away has saved up",
         "src/pdinfer/pairing/queue.py",
         "self._least = min(map(self.of, tenants), default=self._least)",
         "self._least = 0",
-        "tests/unit/test_line.py::test_who_was_away_has_saved_up_nothing",
+        "tests/unit/pairing/test_queue.py::test_who_was_away_has_saved_up_nothing",
     ),
     Mutant(
         "a stream goes on as often as it likes",

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-PLACEMENT, BALANCE = "tests/unit/test_placement.py::", "tests/unit/test_balance.py::"
-MEMORY, CLUSTER, DEEP_EP = "tests/unit/test_memory.py::", "tests/unit/test_cluster.py::", "tests/unit/test_deep_ep.py::"
-REPLICAS, RANKS = "tests/unit/test_replicas.py::", "tests/e2e/test_expert_ranks.py::"
+PLACEMENT, BALANCE = "tests/unit/moe/test_placement.py::", "tests/unit/moe/test_balance.py::"
+MEMORY, CLUSTER, DEEP_EP = (
+    "tests/unit/process/test_memory.py::",
+    "tests/unit/planning/test_cluster.py::",
+    "tests/unit/moe/test_deep_ep.py::",
+)
+REPLICAS, RANKS = "tests/unit/moe/test_replicas.py::", "tests/e2e/test_expert_ranks.py::"
 FRACTION = MEMORY + "test_a_fraction_of_the_memory_is_for_what_is_in_use_and_for_pages"
 NEVER_TWICE = BALANCE + "test_an_expert_twice_on_a_rank_is_never_made_and_goes_as_moves_allow"
 ROOM = CLUSTER + "test_a_rank_needs_room_for_what_it_would_load"
@@ -288,76 +292,76 @@ MUTANTS = [
         "src/pdinfer/moe/placement/difference.py",
         "            sent[source // per_rank] += 1\n",
         "            pass\n",
-        "tests/unit/test_placement.py::test_holders_share_the_sending",
+        "tests/unit/moe/test_placement.py::test_holders_share_the_sending",
     ),
     Mutant(
         "all ranks begin with the same copy",
         "src/pdinfer/moe/placement/replicas.py",
         "* self.num_ranks + self.rank",
         "* self.num_ranks",
-        "tests/unit/test_replicas.py::test_ranks_with_one_token_each_use_all_copies",
+        "tests/unit/moe/test_replicas.py::test_ranks_with_one_token_each_use_all_copies",
     ),
     Mutant(
         "a low-latency batch lives for ever",
         "src/pdinfer/moe/dispatchers/deep_ep.py",
         "        self.live -= 1\n",
         "",
-        "tests/unit/test_deep_ep.py::test_a_batch_that_came_back_makes_room",
+        "tests/unit/moe/test_deep_ep.py::test_a_batch_that_came_back_makes_room",
     ),
     Mutant(
         "a tuned file is not used",
         "src/pdinfer/moe/dispatchers/choose.py",
         "DeepEPNormal.connect(group, sizes, ops, config)",
         "DeepEPNormal.connect(group, sizes, ops)",
-        "tests/unit/test_deep_ep.py::test_options_reach_the_dispatcher",
+        "tests/unit/moe/test_deep_ep.py::test_options_reach_the_dispatcher",
     ),
     Mutant(
         "the tokens per rank of a low-latency dispatcher are the default",
         "src/pdinfer/moe/dispatchers/choose.py",
         "DeepEPLowLatency.connect(group, sizes, options.num_max_dispatch_tokens_per_rank, device=device)",
         "DeepEPLowLatency.connect(group, sizes, 128, device=device)",
-        "tests/unit/test_deep_ep.py::test_options_reach_the_dispatcher",
+        "tests/unit/moe/test_deep_ep.py::test_options_reach_the_dispatcher",
     ),
     Mutant(
         "twins are parted without a look at home",
         "src/pdinfer/moe/balance/exchange.py",
         "np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts",
         "load / counts",
-        "tests/unit/test_balance.py::test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first",
+        "tests/unit/moe/test_balance.py::test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first",
     ),
     Mutant(
         "layers with most twins come first",
         "src/pdinfer/moe/balance/exchange.py",
         '    order = np.argsort(cost, kind="stable")\n    order = order[cost[order] > 0]',
         '    order = np.argsort(-cost, kind="stable")\n    order = order[cost[order] > 0]',
-        "tests/unit/test_balance.py::test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first",
+        "tests/unit/moe/test_balance.py::test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_first",
     ),
     Mutant(
         "the state of dense_tp is that of tp in a plan",
         "src/pdinfer/parallel/topology.py",
         'dense_tp=self._alone("dense_tp", self.moe_dense_tp_size),\n            ep=self._alone("ep", self.ep_size),\n        )\n\n    def connect',
         'dense_tp=self._alone("dense_tp", self.tp_size),\n            ep=self._alone("ep", self.ep_size),\n        )\n\n    def connect',
-        "tests/unit/test_topology.py::test_groups_of_a_plan_are_those_that_would_meet",
+        "tests/unit/parallel/test_topology.py::test_groups_of_a_plan_are_those_that_would_meet",
     ),
     Mutant(
         "cp ranks of a plan are adjacent",
         "src/pdinfer/parallel/topology.py",
         'cp=self._alone("cp", self.cp_size, stride=self.tp_size)',
         'cp=self._alone("cp", self.cp_size)',
-        "tests/unit/test_topology.py::test_groups_of_a_plan_are_those_that_would_meet",
+        "tests/unit/parallel/test_topology.py::test_groups_of_a_plan_are_those_that_would_meet",
     ),
     Mutant(
         "MTP is left out of a plan's bytes",
         "src/pdinfer/planning/cluster.py",
         "            mtp=self.mtp,\n            experts=self.experts,",
         "            mtp=False,\n            experts=self.experts,",
-        "tests/unit/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
+        "tests/unit/planning/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
     ),
     Mutant(
         "a planned checkpoint holds kv_b etc. as floats",
         "src/pdinfer/planning/rank_weights.py",
         'self.stored == "float" or not quantized_names(self.stored, self.config)(name)',
         'self.stored == "float"',
-        "tests/unit/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
+        "tests/unit/planning/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
     ),
 ]

@@ -10,7 +10,7 @@ MUTANTS = [
         "src/pdinfer/remote/session.py",
         "                    self._unsent_bytes -= len(data)",
         "                    pass",
-        "tests/unit/test_mailman.py::test_what_has_left_does_not_count_as_waiting",
+        "tests/unit/remote/test_session.py::test_what_has_left_does_not_count_as_waiting",
     ),
     Mutant(
         "the hand-off's token is not compared with the vocabulary",
@@ -158,7 +158,7 @@ MUTANTS = [
         "src/pdinfer/kv/channel/greeting.py",
         "    if peer_key(message.address) == peer_key(us):\n",
         "    if False:\n",
-        "tests/unit/test_peers.py::test_who_says_that_he_is_this_very_end_is_refused",
+        "tests/unit/kv/channel/test_links.py::test_who_says_that_he_is_this_very_end_is_refused",
     ),
     Mutant(
         "what a layout keeps of itself travels with it",
@@ -256,14 +256,14 @@ MUTANTS = [
         "src/pdinfer/engine/ranks/wakeup.py",
         "self._socket.bind((LOOPBACK if len(hosts) == 1 else own, 0))",
         'self._socket.bind(("", 0))',
-        "tests/unit/test_doorbell.py",
+        "tests/unit/engine/ranks/test_wakeup.py",
     ),
     Mutant(
         "the doorbell hears anybody",
         "src/pdinfer/engine/ranks/wakeup.py",
         "                    if hmac.compare_digest(secret, self._secret):\n                        self._heard(number)",
         "                    self._heard(number)",
-        "tests/unit/test_doorbell.py",
+        "tests/unit/engine/ranks/test_wakeup.py",
     ),
     Mutant(
         "a shared pool can be opened anew for writing",

@@ -20,7 +20,7 @@ from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
 from pdinfer.parallel.groups import Groups
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
-from tests.unit.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
+from tests.unit.parallel.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
 
 PEER = PeerAddress(b"peer", 1, 0, ("tcp://a:1",))
 

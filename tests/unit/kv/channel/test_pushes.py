@@ -17,8 +17,8 @@ from pdinfer.kv.channel import pushes
 from pdinfer.kv.channel.pushes import Group, Pushes
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, peer_key
-from tests.unit.by_hand import HandNet
-from tests.unit.channels import LAYERS, Case, SmallModel, word
+from tests.unit.engine.by_hand import HandNet
+from tests.unit.kv.channel.channels import LAYERS, Case, SmallModel, word
 
 PEERS = tuple(PeerAddress(b"engine", 1, rank) for rank in range(3))
 TOKENS = range(6)

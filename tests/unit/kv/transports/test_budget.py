@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.testing import VirtualClock
-from tests.unit.channels import Case, until, word
+from tests.unit.kv.channel.channels import Case, until, word
 
 
 def test_who_holds_little_or_moves_never_gives_way_first() -> None:

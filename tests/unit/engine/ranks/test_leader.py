@@ -16,7 +16,7 @@ from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.model.batch import Row
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
-from tests.unit.rank_fakes import (
+from tests.unit.engine.ranks.rank_fakes import (
     ABORTED,
     DECODE,
     OTHER,

@@ -28,8 +28,8 @@ from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES, TICK_S
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
-from tests.unit.by_hand import HandNet
-from tests.unit.channels import LAYERS, TIMEOUT_S, Case, pool_of, record, say, settled, until, word
+from tests.unit.engine.by_hand import HandNet
+from tests.unit.kv.channel.channels import LAYERS, TIMEOUT_S, Case, pool_of, record, say, settled, until, word
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 

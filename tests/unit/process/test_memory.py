@@ -17,7 +17,7 @@ from pdinfer.model import model as model_module
 from pdinfer.parallel.groups import Groups
 from pdinfer.process.memory import DeviceMemory, device_memory, main_memory, main_memory_bytes
 from pdinfer.testing import random_model, tiny_config
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

@@ -14,7 +14,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
 from pdinfer.testing import VirtualClock
-from tests.unit.channels import pool_of
+from tests.unit.kv.channel.channels import pool_of
 
 
 @attrs.define(eq=False)

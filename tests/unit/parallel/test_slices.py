@@ -18,7 +18,7 @@ from pdinfer.kv.layout import Fit
 from pdinfer.kv.pool import PagePool
 from pdinfer.parallel.slices import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
 from pdinfer.types import HandoffStatus, PageGrant
-from tests.unit.channels import LAYERS, SmallModel, word
+from tests.unit.kv.channel.channels import LAYERS, SmallModel, word
 
 spans = st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: range(pair[0], sum(pair)))
 sizes = st.integers(1, 9)

@@ -12,7 +12,7 @@ import pytest
 from pdinfer.engine.ranks import wakeup as doorbell
 from pdinfer.engine.ranks.wakeup import RING, Doorbell
 from pdinfer.parallel.groups import Groups
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
 TIMEOUT_S = 20.0
 

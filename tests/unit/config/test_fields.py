@@ -17,7 +17,7 @@ from pdinfer.config.families import FAMILIES, STRANGERS
 from pdinfer.config.fields import EXPERT_FIELDS, FIELDS, HARMLESS, INDEXER_FIELDS, OFF, SAME_AS
 from pdinfer.errors import ConfigError
 from pdinfer.testing import tiny_config_dict
-from tests.unit.published_configs import FP8, KIMI_K25, KIMI_TEXT, MOONLIGHT, PUBLISHED, V3, V32, YARN, YOUTU
+from tests.unit.config.published_configs import FP8, KIMI_K25, KIMI_TEXT, MOONLIGHT, PUBLISHED, V3, V32, YARN, YOUTU
 
 ALL_HARMLESS = frozenset[str]().union(*HARMLESS.values())
 KNOWN = FIELDS | EXPERT_FIELDS | INDEXER_FIELDS | ALL_HARMLESS | OFF.keys() | SAME_AS.keys()

@@ -25,7 +25,7 @@ from pdinfer.moe.placement.recorder import ExpertLoadRecorder
 from pdinfer.testing import random_model
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of
-from tests.unit.thread_groups import groups_of
+from tests.unit.parallel.thread_groups import groups_of
 
 LAYERS, EXPERTS, REDUNDANT, RANKS = 2, 4, 2, 3
 SIZE = 8

@@ -19,7 +19,7 @@ from pdinfer.model.batch import Row
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
-from tests.unit.rank_fakes import (
+from tests.unit.engine.ranks.rank_fakes import (
     ABORTED,
     DECODE,
     FOLLOWER,
@@ -34,7 +34,7 @@ from tests.unit.rank_fakes import (
     ready,
     word,
 )
-from tests.unit.thread_groups import groups_of, on_ranks
+from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
 GRANT = grant_of()
 ROOM = GRANT.room

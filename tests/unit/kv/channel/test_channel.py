@@ -28,7 +28,7 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.testing import VirtualClock
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
-from tests.unit.channels import (
+from tests.unit.kv.channel.channels import (
     ABORTED,
     LANDED,
     LAYERS,
