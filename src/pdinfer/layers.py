@@ -13,7 +13,7 @@ from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
 from pdinfer.parallel.groups import ALONE, Group
-from pdinfer.trace import Trace, part
+from pdinfer.trace import Trace, mark
 
 
 class WeightSource(Protocol):
@@ -135,7 +135,7 @@ class GatedMLP:
         return cls(gate_up, row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group), ops)
 
     def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
-        part(trace, "mlp")
+        mark(trace, "mlp")
         return self.down(self.ops.gated_silu(self.gate_up(x_TD)))
 
 

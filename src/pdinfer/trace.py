@@ -82,7 +82,7 @@ class Trace:
         short = engine_id[:4].hex()
         return cls(Path(folder) / f"{role}-{short}.json", f"{role} {short}", int(short, 16))
 
-    def part(self, name: str, **values: int) -> None:
+    def mark(self, name: str, **values: int) -> None:
         """From now on the innermost open span is at `name`; what it was at before ends."""
         now = self._clock_ns()
         self._end_part(now)
@@ -137,10 +137,10 @@ class Trace:
                 yield {"name": f"host_us, {self._name}", "ph": "C", "ts": start_us, **track, "args": event.values}
 
 
-def part(trace: Trace | None, name: str) -> None:
-    """`trace.part(name)`; nothing without a trace."""
+def mark(trace: Trace | None, name: str, **values: int) -> None:
+    """Mark where a step is (`Trace.mark`); nothing without a trace."""
     if trace is not None:
-        trace.part(name)
+        trace.mark(name, **values)
 
 
 def span(trace: Trace | None, name: str) -> contextlib.AbstractContextManager[None]:

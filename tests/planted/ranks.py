@@ -484,8 +484,8 @@ MUTANTS = [
     Mutant(
         "decode's steps are not counted",
         "src/pdinfer/execution/runner.py",
-        '        part(self._trace, "head")\n        model.experts.end_step()\n',
-        '        part(self._trace, "head")\n',
+        '        mark(self._trace, "head")\n        model.experts.end_step()\n',
+        '        mark(self._trace, "head")\n',
         "tests/unit/moe/test_rebalancing.py::test_what_is_recorded_is_told_without_the_warm_up",
     ),
     Mutant(

@@ -141,7 +141,7 @@ def test_drafts_are_a_span_in_their_step(tmp_path: Path) -> None:
 
 
 def test_without_a_trace_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trace, "part", lambda *_: pytest.fail("a part without a trace"))
+    monkeypatch.setattr(Trace, "mark", lambda *_: pytest.fail("a part without a trace"))
     monkeypatch.chdir(tmp_path)
     with pd.Pairing.local(random_model(), cache=pd.CacheConfig(page_size=4, num_pages=16)) as pairing:
         events = list(pairing.generate([pd.Request(prompt=(3,), sampling=pd.SamplingParams(max_new_tokens=2))]))
@@ -162,7 +162,7 @@ def run_step(trace: Trace, clock: Clock, *parts: str) -> None:
     with trace.span("step"):
         clock.pass_us(1)
         for name in parts:
-            trace.part(name)
+            trace.mark(name)
             clock.pass_us(10)
 
 
@@ -170,16 +170,16 @@ def test_host_parts_and_gaps_are_the_hosts(tmp_path: Path, clock: Clock) -> None
     trace = make(tmp_path, clock)
     with trace.span("step"):
         clock.pass_us(1)
-        trace.part("schedule")
+        trace.mark("schedule")
         clock.pass_us(2)
         with trace.span("draft"):
             clock.pass_us(4)
-            trace.part("attention")
+            trace.mark("attention")
             clock.pass_us(8)
         clock.pass_us(16)
-        trace.part("head")
+        trace.mark("head")
         clock.pass_us(32)
-        trace.part("emit")
+        trace.mark("emit")
         clock.pass_us(64)
     trace.write()
     events = events_of(tmp_path / "a.json")
@@ -199,7 +199,7 @@ def test_steps_that_run_no_model_are_kept_only_when_they_took_long(tmp_path: Pat
     run_step(trace, clock, *sorted(HOST_PARTS))
     with trace.span("step"):
         clock.pass_us(1)
-        trace.part("schedule")
+        trace.mark("schedule")
         clock.pass_us(IDLE_NS // 1000)
     run_step(trace, clock, *sorted(HOST_PARTS))
     run_step(trace, clock, "schedule", "embed")
@@ -226,7 +226,7 @@ def test_a_step_that_fails_ends_its_parts(tmp_path: Path, clock: Clock) -> None:
             clock.pass_us(1)
             with trace.span("draft"):
                 clock.pass_us(1)
-                trace.part("attention")
+                trace.mark("attention")
                 clock.pass_us(3)
                 raise ZeroDivisionError
 

@@ -32,7 +32,7 @@ from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.process.forked import begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
-from pdinfer.trace import STEP, Trace, part, span
+from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
 
 Submitted = TypeVar("Submitted")
@@ -201,7 +201,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         try:
             self._begin_call()
             with using_threads(self.config.num_threads), span(self._trace, STEP):
-                part(self._trace, "schedule")
+                mark(self._trace, "schedule")
                 self.channel.redial()
                 self._step_alone() if self._ranks is None else self._step_among(self._ranks)
         except PDInferError:

@@ -24,7 +24,7 @@ from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.stats import PrefillLoad
-from pdinfer.trace import part
+from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
 
 FIRST = (False, -math.inf, False)
@@ -323,14 +323,13 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if isinstance(self._ends, RankChannel):
             self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
-            if self._trace is not None:
-                self._trace.part("push", layer=layer)
+            mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
                     self._ends.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
-        part(self._trace, "emit")
+        mark(self._trace, "emit")
         whole = []
         for index, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
             prompt.num_computed += count
@@ -348,7 +347,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             for request, prompt in zip(requests, prompts, strict=True)
         ]
         drawn = self._runner.first_tokens(rows, draws)
-        part(self._trace, "emit")
+        mark(self._trace, "emit")
         for prompt, first, state in zip(prompts, drawn, self._runner.states(rows), strict=True):
             if first.error is None:
                 self._finish(prompt, first, state)

@@ -22,7 +22,7 @@ from pdinfer.kv.view import DTYPES, KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.model.mtp import MTP
-from pdinfer.trace import Trace, part
+from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState
 
 STATE, STATE_VERSION = "mtp.hidden", 1
@@ -120,9 +120,9 @@ class Drafter:
             if length:
                 chained = [Row(proposed[at][-1:], rows[at].start + length - 1, rows[at].pages) for at in going]
                 y_BD = self._run(y_BD, chained)
-            part(self._trace, "head")
+            mark(self._trace, "head")
             logits_BV = self._mtp.logits(y_BD)
-            part(self._trace, "sample")
+            mark(self._trace, "sample")
             drawn = self.sample(logits_BV, [after(draws[at], proposed[at]) for at in going])
             for at, new in zip(going, drawn, strict=True):
                 if new.error is None:
@@ -130,7 +130,7 @@ class Drafter:
             length += 1
 
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
-        part(self._trace, "batch")
+        mark(self._trace, "batch")
         self._num_passes += 1
         batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True, trace=self._trace)
         return self._mtp(state_TD, batch, self._view)

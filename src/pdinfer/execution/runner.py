@@ -16,7 +16,7 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
-from pdinfer.trace import Trace, part, span
+from pdinfer.trace import Trace, mark, span
 from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
@@ -77,13 +77,13 @@ class ModelRunner:
         """Nothing to do: there are no others."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
-        part(self._trace, "batch")
+        mark(self._trace, "batch")
         model, batch = self._model, self._batch(rows, absorbed=False)
         hidden_TD = torch.empty(0)
         for layer, layer_TD in model.stream_layers(batch, self._view):
             hidden_TD = layer_TD
             yield layer, _event(model.device)
-        part(self._trace, "head")
+        mark(self._trace, "head")
         state_TD = model.norm(hidden_TD)
         self._last_BD = batch.last_of(state_TD)
         if model.mtp is not None:
@@ -93,9 +93,9 @@ class ModelRunner:
         model.experts.end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        part(self._trace, "head")
+        mark(self._trace, "head")
         logits_BV = self._model.head(self._last_BD[list(rows)])
-        part(self._trace, "sample")
+        mark(self._trace, "sample")
         return sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
@@ -123,7 +123,7 @@ class ModelRunner:
         if self._drafter is not None:
             with span(self._trace, "draft"):
                 proposed = self._drafter.propose(rows, draws, drafts, num_passes)
-        part(self._trace, "batch")
+        mark(self._trace, "batch")
         if any(proposed):
             rows = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
             draws = [
@@ -131,13 +131,13 @@ class ModelRunner:
             ]
         batch = self._batch(rows, absorbed=True)
         hidden_TD = model.forward(batch, self._view)
-        part(self._trace, "head")
+        mark(self._trace, "head")
         model.experts.end_step()
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
-        part(self._trace, "sample")
+        mark(self._trace, "sample")
         drawn = iter(self._sample(logits_TV, draws))
-        part(self._trace, "emit")
+        mark(self._trace, "emit")
         kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
         first = 0
         for draft, more, new in zip(drafts, proposed, kept, strict=True):

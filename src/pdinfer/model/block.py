@@ -15,6 +15,7 @@ from pdinfer.model.mla import MLA
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
+from pdinfer.trace import mark
 
 
 @attrs.frozen
@@ -76,8 +77,7 @@ class Block:
         """(hidden [T, D], selected positions) after this layer, whose cache in `view` is written.
 
         `selected_TS` is what the last indexer of this step chose, None before the first and where all is read."""
-        if batch.trace is not None:
-            batch.trace.part("attention", layer=self.layer)
+        mark(batch.trace, "attention", layer=self.layer)
         x_TD = self.attention_norm(hidden_TD)
         query_TL = self.attention.query_latent(x_TD)
         if self.indexer is not None:

@@ -26,6 +26,7 @@ from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
+from pdinfer.trace import mark
 
 AUTO_POOL_SEQUENCES = 64
 """With neither `num_pages` nor `mem_fraction_static`, a pool holds this many sequences of full length, if they fit."""
@@ -110,8 +111,7 @@ class Model:
 
     def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
         """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
-        if batch.trace is not None:
-            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
+        mark(batch.trace, "embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
         angles = self.rotary(batch.positions_T)
         selected_TS = None

@@ -26,6 +26,7 @@ from pdinfer.model.batch import Batch
 from pdinfer.model.block import Block
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
+from pdinfer.trace import mark
 
 
 @attrs.frozen
@@ -81,8 +82,7 @@ class MTP:
     def __call__(self, state_TD: Tensor, batch: Batch, view: KVView) -> Tensor:
         """Y [T, D] of the batch's positions from their states; `batch.tokens_T` holds the token *behind* each position.
         Writes the layer's cache."""
-        if batch.trace is not None:
-            batch.trace.part("embed", num_tokens=len(batch.tokens_T))
+        mark(batch.trace, "embed", num_tokens=len(batch.tokens_T))
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
         angles = self.tied.rotary(batch.positions_T)

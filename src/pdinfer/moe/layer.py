@@ -17,7 +17,7 @@ from pdinfer.moe.experts import Experts
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement.replicas import LayerReplicas
 from pdinfer.moe.router import Router
-from pdinfer.trace import Trace, part
+from pdinfer.trace import Trace, mark
 
 
 @attrs.frozen
@@ -66,13 +66,13 @@ class MoE:
         return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
 
     def _dispatch(self, x_TD: Tensor, trace: Trace | None) -> Any:
-        part(trace, "router")
+        mark(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
         if self.record is not None:
             self.record(ids_TK)
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
-        part(trace, "experts")
+        mark(trace, "experts")
         return self.dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK)
 
     def _run(self, x_TD: Tensor, pending: Any) -> tuple[Any, Tensor | None]:
