@@ -77,7 +77,7 @@ MUTANTS = [
     ),
     Mutant(
         "the answer to an unknown room carries what the peer said",
-        "src/pdinfer/kv/channel/channel.py",
+        "src/pdinfer/kv/channel/sender.py",
         'TransferError("the room was aborted before its request came")',
         "error",
         "tests/unit/kv/channel/test_links.py::test_an_answer_does_not_carry_what_the_peer_said",
@@ -98,7 +98,7 @@ MUTANTS = [
     ),
     Mutant(
         "guests are as many as come",
-        "src/pdinfer/kv/channel/links.py",
+        "src/pdinfer/kv/channel/book.py",
         "if len(guests) > MAX_GUESTS else None",
         "if len(guests) > MAX_GUESTS + 1000 else None",
         "tests/unit/kv/channel/test_links.py::test_guests_are_few_and_who_has_something_to_do_is_none",
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "who has something to do is a guest all the same",
         "src/pdinfer/kv/channel/counters.py",
-        "if not traffic.granted and key in linked]",
+        "if not counters.granted and key in linked]",
         "if key in linked]",
         "tests/unit/kv/channel/test_links.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),

@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "what a layout keeps of itself travels with it",
-        "src/pdinfer/kv/channel/links.py",
+        "src/pdinfer/kv/channel/handshake.py",
         "self._layout = attrs.evolve(layout)",
         "self._layout = layout",
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",

@@ -18,12 +18,13 @@ import xxhash
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import pushes, wire
-from pdinfer.kv.channel.channel import ANSWER_S, KVChannel
-from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.peer import Peer
+from pdinfer.kv.channel.receiver import ANSWER_S
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transports.base import Link, Transfer
+from pdinfer.kv.transports.base import Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
 from pdinfer.testing import VirtualClock
@@ -35,12 +36,14 @@ from tests.unit.kv.channel.channels import (
     TIMEOUT_S,
     Case,
     SmallModel,
+    handoff,
+    link_to,
+    links,
     pool_of,
     record,
     say,
     settled,
     until,
-    word,
 )
 
 
@@ -60,12 +63,6 @@ def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
         yield made
     finally:
         made.close()
-
-
-def link_of(end: KVChannel, peer: KVChannel) -> Link:
-    link = end._peers.link_to(peer_key(peer.address))
-    assert link is not None
-    return link
 
 
 # -- the handshake -----------------------------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def test_a_refused_link_is_closed_at_both_ends(two_pools: Case) -> None:
         ours.connect(theirs.address)
     with pytest.raises(TransferError, match="was restarted"):
         ours.connect(attrs.evolve(two_pools.end().address, epoch=1))
-    until(lambda: not any(end._peers._by_link for end in two_pools.open))
+    until(lambda: not any(end.snapshot().links for end in two_pools.open))
 
 
 EARLY = (
@@ -120,21 +117,21 @@ EARLY = (
 
 
 @pytest.mark.parametrize(
-    ("message", "sealed"),
+    ("message", "tagged"),
     [*itertools.product(EARLY, [False, True]), (wire.Open((wire.MAJOR, 0), b"n" * 16, keyed=False), True)],
-    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else f"sealed_{value}",
+    ids=lambda value: type(value).__name__ if isinstance(value, msgspec.Struct) else f"tagged_{value}",
 )
 def test_what_comes_before_the_handshake_closes_the_link(
-    two_pools: Case, monkeypatch: pytest.MonkeyPatch, message: wire.Message, sealed: bool
+    two_pools: Case, monkeypatch: pytest.MonkeyPatch, message: wire.Message, tagged: bool
 ) -> None:
     stranger, decode = two_pools.end(), two_pools.end()
-    if sealed:
-        monkeypatch.setattr(stranger._peers, "_introduce", lambda peer: stranger._peers.post(peer, message))
+    if tagged:
+        monkeypatch.setattr(links(stranger).handshake, "introduce", lambda peer: peer.post(wire.encode(message)))
     else:
-        monkeypatch.setattr(stranger._peers, "open", lambda peer: peer.open(stranger.transport, wire.encode(message)))
+        monkeypatch.setattr(links(stranger).handshake, "open", lambda peer: peer.open(wire.encode(message)))
     with pytest.raises(TransferError):
         stranger.connect(decode.address)
-    until(lambda: not decode._peers._by_link)
+    until(lambda: not decode.snapshot().links)
     assert decode.stats.frames_dropped == 0
     assert not decode.has_news
 
@@ -143,7 +140,7 @@ def test_connecting_twice_makes_one_link(case: Case) -> None:
     prefill, decode = case.pair()
     prefill.connect(decode.address)
     decode.connect(prefill.address)
-    assert len(prefill._peers._by_link) == len(decode._peers._by_link) == 1
+    assert len(prefill.snapshot().links) == len(decode.snapshot().links) == 1
 
 
 def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
@@ -151,7 +148,7 @@ def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
     for restarted in (attrs.evolve(decode.address, epoch=1), attrs.evolve(decode.address, engine_id=b"x" * 16)):
         with pytest.raises(TransferError, match="was restarted"):
             prefill.connect(restarted)
-        assert prefill._peers.link_to(peer_key(restarted)) is None
+        assert not prefill.connected(restarted)
     prefill.connect(decode.address)
 
 
@@ -162,16 +159,16 @@ def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Cas
         # what it was before a restart, at the same endpoint
         prefill.connect(attrs.evolve(decode.address, epoch=1), timeout_s=0.2)
     impostor = case.end()
-    impostor._peers.us = prefill.address
+    links(impostor).book.us = prefill.address
     with pytest.raises(TransferError, match="open link already"):
         impostor.connect(decode.address, timeout_s=0.3)
     impostor.close()
-    until(lambda: len(decode._peers._by_link) == 1)
+    until(lambda: len(decode.snapshot().links) == 1)
     assert prefill.connected(decode.address)
     assert decode.connected(prefill.address)
     assert decode.poll() == []
     case.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
 
 
@@ -190,10 +187,10 @@ def test_nobody_there(case: Case) -> None:
 
 def test_a_silent_peer_is_given_up(monkeypatch: pytest.MonkeyPatch, two_pools: Case) -> None:
     prefill, decode = two_pools.end(), two_pools.end()
-    monkeypatch.setattr(decode._peers, "read", lambda *_: None)
+    monkeypatch.setattr(links(decode).handshake, "read", lambda *_: None)
     with pytest.raises(TransferError, match=r"did not answer the handshake within 0\.05 s"):
         prefill.connect(decode.address, timeout_s=0.05)
-    assert not prefill._peers._by_link
+    assert not prefill.snapshot().links
 
 
 @attrs.frozen(kw_only=True)
@@ -224,26 +221,26 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
         assert whole.startswith(f"{value.removesuffix(' …')},"), "cut between numbers"
 
 
-def opens_with(end: KVChannel, version: tuple[int, int]) -> Callable[[Peer], None]:
+def opens_with(version: tuple[int, int]) -> Callable[[Peer], None]:
     """What `end` says first when it is of another version."""
-    return lambda peer: peer.open(end.transport, wire.encode(wire.Open(version, peer.nonce, keyed=False)))
+    return lambda peer: peer.open(wire.encode(wire.Open(version, peer.nonce, keyed=False)))
 
 
 def test_another_major_version_is_refused_and_another_minor_is_not(
     two_pools: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill, decode = two_pools.end(), two_pools.end()
-    monkeypatch.setattr(decode._peers, "open", opens_with(decode, (wire.MAJOR + 1, 0)))
+    monkeypatch.setattr(links(decode).handshake, "open", opens_with((wire.MAJOR + 1, 0)))
     with pytest.raises(TransferError, match=f"speaks protocol {wire.MAJOR + 1}, this end speaks {wire.MAJOR}"):
         prefill.connect(decode.address)
-    monkeypatch.setattr(decode._peers, "open", opens_with(decode, (wire.MAJOR, wire.MINOR + 1)))
+    monkeypatch.setattr(links(decode).handshake, "open", opens_with((wire.MAJOR, wire.MINOR + 1)))
     prefill.connect(decode.address)
 
 
 def test_a_feature_that_is_required_and_unknown_is_refused(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = two_pools.end(), two_pools.end()
     hello = wire.Hello(prefill.address, prefill.pool.layout, required=("telepathy",))
-    monkeypatch.setattr(prefill._peers, "_introduce", lambda peer: prefill._peers.post(peer, hello))
+    monkeypatch.setattr(links(prefill).handshake, "introduce", lambda peer: peer.post(wire.encode(hello)))
     with pytest.raises(TransferError, match="requires features this end does not have: telepathy"):
         prefill.connect(decode.address)
 
@@ -256,7 +253,7 @@ def test_a_room_lands_byte_for_byte(case: Case, tokens: range) -> None:
     prefill, decode, grant, pages = case.room(tokens=tokens)
     case.push_all(prefill, grant, pages)
     expected = case.sent(prefill, tokens, pages)
-    prefill.finish(grant, word(grant, prefill, token=7, num_cached_tokens=3))
+    prefill.finish(grant, handoff(grant, prefill, token=7, num_cached_tokens=3))
     (landed,) = settled(decode)
     assert (landed.status, landed.token, landed.num_cached_tokens) == (LANDED, 7, 3)
     assert case.arrived(decode, grant) == expected
@@ -275,7 +272,7 @@ def test_page_sizes_may_differ(two_pools: Case, prefill_pages: int, decode_pages
     for tokens in (range(8, 13), range(13, 20), range(20, 21)):
         for layer in LAYERS:
             prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
     assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
     for offset, length in two_pools.at(decode, grant.tokens, grant.pages, grant.tokens.start):
@@ -291,7 +288,7 @@ def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
     pages = two_pools.source(prefill, grant)
     prefill.accept(grant)
     two_pools.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
     assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
 
@@ -334,7 +331,7 @@ def test_other_tokens_or_a_gap_start_a_new_group(
     prefill, decode, grant, pages = case.room(tokens=range(4, 8))
     for layer, tokens in steps:
         prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert prefill.stats.writes_sent == num_writes
     assert settled(decode)[0].status is LANDED
     assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
@@ -349,7 +346,7 @@ def test_pushes_out_of_other_pages_travel_alone(two_pools: Case) -> None:
     chosen = (first, second, first)
     for layer, pages in zip(LAYERS, chosen, strict=True):
         prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
     num_bytes = len(grant.tokens) * 4
     parts = [two_pools.sent(prefill, grant.tokens, pages)[layer * num_bytes :] for layer, pages in enumerate(chosen)]
@@ -402,7 +399,7 @@ def test_finish_sends_what_is_still_joined(case: Case) -> None:
     assert not transfer.done
     assert prefill.stats.writes_sent == 0
     assert prefill.unsent_bytes == transfer.num_bytes > 0
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     until(lambda: transfer.done)
     assert transfer.error is None
     assert prefill.unsent_bytes == 0
@@ -432,7 +429,7 @@ def test_pages_are_read_behind_ready_and_before_done(case: Case) -> None:
     if case.kind != "shared":
         for offset, length in case.at(prefill, grant.tokens, pages, 0):
             prefill.pool.memory.buffer[offset : offset + length] = 0  # done: the pages may be used again
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
     assert set(case.arrived(decode, grant)) == {77}
     assert seen == [False, False]
@@ -480,7 +477,7 @@ def test_finish_tells_when_nothing_reads_the_pages_any_more(
     def write_all() -> None:
         for layer in LAYERS:
             prefill.push(grant, layers=range(layer, layer + 1), tokens=grant.tokens, pages=pages, ready=wait)
-        finished.append(prefill.finish(grant, word(grant, prefill, status)))
+        finished.append(prefill.finish(grant, handoff(grant, prefill, status)))
 
     writing = threading.Thread(target=write_all)
     writing.start()
@@ -503,7 +500,7 @@ def test_finish_without_a_push_is_done(case: Case) -> None:
     for _ in range(2):
         grant = case.grant(decode, prefill)
         prefill.accept(grant)
-        assert prefill.finish(grant, word(grant, prefill, ABORTED)).done
+        assert prefill.finish(grant, handoff(grant, prefill, ABORTED)).done
         assert settled(decode)[0].status is ABORTED
 
 
@@ -520,7 +517,7 @@ def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
         transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
         until(lambda: transfer.done)  # noqa: B023  # asked at once
         assert "not connected" in str(transfer.error)
-        prefill.finish(grant, word(grant, prefill, ABORTED))
+        prefill.finish(grant, handoff(grant, prefill, ABORTED))
         settled(decode)
         prefill.pool.release(pages)
         prefill.connect(other.address)
@@ -534,7 +531,7 @@ def test_landed_without_its_bytes_is_aborted(case: Case, layers: range) -> None:
     prefill, decode, grant, pages = case.room()
     if layers:
         prefill.push(grant, layers=layers, tokens=grant.tokens, pages=pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     (aborted,) = settled(decode)
     assert aborted.status is ABORTED
     assert "not every granted token had arrived" in str(aborted.error)
@@ -544,7 +541,7 @@ def test_the_writers_own_reason_arrives(case: Case) -> None:
     prefill, decode = case.pair()
     grant = case.grant(decode, prefill)
     prefill.accept(grant)
-    prefill.finish(grant, word(grant, prefill, ABORTED))
+    prefill.finish(grant, handoff(grant, prefill, ABORTED))
     (aborted,) = settled(decode)
     assert (aborted.status, type(aborted.error), str(aborted.error)) == (ABORTED, TransferError, "gave up")
 
@@ -559,7 +556,7 @@ def test_two_writers_share_a_room(two_pools: Case) -> None:
         writer.accept(grant)
         writer.push(grant, layers=LAYERS, tokens=tokens, pages=pages)
         assert not decode.poll(), "the other writer has not spoken"
-        writer.finish(grant, word(grant, writer))
+        writer.finish(grant, handoff(grant, writer))
     assert [(w.writer, w.status) for w in settled(decode, 2)] == [
         (prefill.address, LANDED),
         (second.address, LANDED),
@@ -573,11 +570,11 @@ def test_one_writers_abort_stops_the_other(two_pools: Case) -> None:
     grant = two_pools.grant(decode, prefill, second)
     for writer in (prefill, second):
         writer.accept(grant)
-    prefill.finish(grant, word(grant, prefill, ABORTED))
+    prefill.finish(grant, handoff(grant, prefill, ABORTED))
     until(lambda: second.has_news)
     assert [room for room, _ in second.poll_stops()] == [grant.room]
     assert not decode.poll()
-    second.finish(grant, word(grant, second, ABORTED))
+    second.finish(grant, handoff(grant, second, ABORTED))
     assert [w.status for w in settled(decode, 2)] == [ABORTED, ABORTED]
 
 
@@ -671,7 +668,7 @@ def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case)
     prefill.accept(grant)
     packed = wire.encode(wire.Abort(grant.room, TransferError("R")))
     long = packed.replace(b"\xa1R", b"\xdb" + (1_048_500).to_bytes(4, "big") + b"R" * 1_048_500)
-    record(decode, prefill).post(decode.transport, long)
+    record(decode, prefill).post(long)
     until(lambda: prefill.has_news)
     ((_, error),) = prefill.poll_stops()
     prefill.finish(grant, Handoff(room=grant.room, writer=prefill.address, status=ABORTED, error=error))
@@ -682,7 +679,7 @@ def test_a_room_that_is_none_is_not_remembered(case: Case) -> None:
     prefill, decode = case.pair()
     say(decode, prefill, wire.Abort(b"r" * 100_000, TransferError("no")))
     until(lambda: not prefill.connected(decode.address))
-    assert not prefill._accepted.tombstones
+    assert not prefill.snapshot().accepted
 
 
 def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
@@ -694,7 +691,7 @@ def test_an_abort_in_the_middle_asks_the_writer_to_stop(case: Case) -> None:
     ((room, error),) = prefill.poll_stops()
     assert (room, type(error), str(error)) == (grant.room, TransferError, "cancelled")
     assert not decode.poll(), "the writer has not stopped yet"
-    prefill.finish(grant, word(grant, prefill, ABORTED))
+    prefill.finish(grant, handoff(grant, prefill, ABORTED))
     assert settled(decode)[0].status is ABORTED
     assert not prefill.poll_stops()
 
@@ -703,7 +700,7 @@ def test_a_landed_room_that_crossed_the_abort_lands(case: Case) -> None:
     prefill, decode, grant, pages = case.room()
     case.push_all(prefill, grant, pages)
     decode.abort(grant, PDInferError("cancelled"))
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
 
 
@@ -723,7 +720,7 @@ def test_a_foreign_write_and_word_are_dropped_and_counted(two_pools: Case) -> No
     pages = two_pools.source(thief, grant)
     thief.accept(grant)
     thief.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
-    thief.finish(grant, word(grant, prefill))
+    thief.finish(grant, handoff(grant, prefill))
     until(lambda: decode.stats.frames_dropped == 2)
     assert not decode.poll()
     assert decode.stats.bytes_received == 0
@@ -731,25 +728,25 @@ def test_a_foreign_write_and_word_are_dropped_and_counted(two_pools: Case) -> No
     case_pages = two_pools.source(prefill, grant)
     prefill.accept(grant)
     two_pools.push_all(prefill, grant, case_pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
 
 
 def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
     prefill, decode, grant, pages = two_pools.room()
     two_pools.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
     expected = two_pools.arrived(decode, grant)
     with pytest.raises(TransferError, match="not open for writing"):
         two_pools.push_all(prefill, grant, pages)
     prefill.pool.memory.buffer.zero_()
     say(prefill, decode, wire.Data(grant.room, LAYERS, grant.tokens), two_pools.at(prefill, grant.tokens, pages, 0))
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     until(lambda: decode.stats.frames_dropped == 2)
     assert two_pools.arrived(decode, grant) == expected
     assert not decode.poll()
-    assert link_of(decode, prefill)
+    assert decode.connected(prefill.address)
 
 
 @pytest.mark.parametrize("who", ["prefill drops", "decode drops", "prefill closes"])
@@ -764,13 +761,13 @@ def test_a_lost_peer_settles_its_rooms(case: Case, who: str) -> None:
         prefill.drop_peer(decode.address)
     else:
         decode.drop_peer(prefill.address)
-    words = settled(decode, 2)
-    assert {w.room for w in words} == {grant.room for grant in grants}
-    assert all(w.status is ABORTED and isinstance(w.error, TransferError) for w in words)
+    handoffs = settled(decode, 2)
+    assert {w.room for w in handoffs} == {grant.room for grant in grants}
+    assert all(w.status is ABORTED and isinstance(w.error, TransferError) for w in handoffs)
     until(lambda: prefill.has_news)
     assert {room for room, _ in prefill.poll_stops()} == {grant.room for grant in grants}
     for grant in grants:
-        prefill.finish(grant, word(grant, prefill, ABORTED))
+        prefill.finish(grant, handoff(grant, prefill, ABORTED))
     decode.drop_peer(prefill.address)
     assert not decode.poll()
 
@@ -785,19 +782,19 @@ def test_closing_decode_settles_its_own_rooms_and_tells_the_writer(case: Case) -
     assert transfer.done
     assert transfer.error is not None
     assert prefill.unsent_bytes == 0
-    prefill.finish(grant, word(grant, prefill, ABORTED))
+    prefill.finish(grant, handoff(grant, prefill, ABORTED))
 
 
 def test_a_dropped_peer_may_come_back(case: Case) -> None:
     prefill, decode = case.pair()
     prefill.drop_peer(decode.address)
-    until(lambda: decode._peers.link_to(peer_key(prefill.address)) is None)
+    until(lambda: not decode.connected(prefill.address))
     prefill.connect(decode.address)
     grant = case.grant(decode, prefill)
     pages = case.source(prefill, grant)
     prefill.accept(grant)
     case.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is LANDED
 
 
@@ -811,7 +808,7 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: 
     two_pools.push_all(prefill, grant, pages)
     until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     (aborted,) = settled(decode)
     assert (aborted.status, str(aborted.error)) == (ABORTED, "digest")
     assert decode.stats.writes_damaged == 1
@@ -871,12 +868,12 @@ def test_a_bit_that_flips_on_the_way_aborts_the_room_and_no_other() -> None:
         for grant in (damaged, empty):
             prefill.accept(grant)
         case.push_all(prefill, damaged, pages)
-        prefill.finish(damaged, word(damaged, prefill))
+        prefill.finish(damaged, handoff(damaged, prefill))
         (aborted,) = settled(decode)
         assert (aborted.room, aborted.status) == (damaged.room, ABORTED)
         assert "did not verify" in str(aborted.error)
         assert decode.stats.writes_damaged == 1
-        prefill.finish(empty, word(empty, prefill, ABORTED))
+        prefill.finish(empty, handoff(empty, prefill, ABORTED))
         (gave_up,) = settled(decode)
         assert (gave_up.room, str(gave_up.error)) == (empty.room, "gave up"), "the link goes on"
     serving.join(TIMEOUT_S)
@@ -891,7 +888,7 @@ class Hand:
     """A welcomed connection whose bytes are ours to make."""
 
     sock: socket.socket
-    seal: Seal
+    mac: FrameMac
 
     @classmethod
     def dial(cls, decode: KVChannel, identity: KVChannel) -> Hand:
@@ -900,7 +897,7 @@ class Hand:
         sock = socket.create_connection((host, int(port)), TIMEOUT_S)
         ours, theirs = b"n" * 16, cls.read(sock)
         assert isinstance(theirs, wire.Open)
-        hand = cls(sock, Seal(ours + theirs.nonce, from_dialler=True, key=None))
+        hand = cls(sock, FrameMac(ours + theirs.nonce, from_dialler=True, key=None))
         sock.sendall(hand.framed(wire.encode(wire.Open((wire.MAJOR, 0), ours, keyed=False))))
         hand.say(wire.Hello(identity.address, decode.pool.layout))
         return hand
@@ -915,10 +912,10 @@ class Hand:
         return Header(Kind.FRAME, len(frame), 0).packed() + frame
 
     def say(self, message: wire.Message) -> None:
-        self.sock.sendall(self.framed(self.seal.seal(wire.encode(message))))
+        self.sock.sendall(self.framed(self.mac.sign(wire.encode(message))))
 
     def hears(self) -> wire.Message:
-        return self.read(self.sock, self.seal.tag_bytes)
+        return self.read(self.sock, self.mac.tag_bytes)
 
 
 def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
@@ -929,7 +926,7 @@ def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
         assert isinstance(first.hears(), wire.Welcome)
         grant = case.grant(decode, writer)
         num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
-        frame = first.seal.seal(wire.encode(wire.Data(grant.room, LAYERS, grant.tokens)))
+        frame = first.mac.sign(wire.encode(wire.Data(grant.room, LAYERS, grant.tokens)))
         head = Header(Kind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
         payload = b"\x55" * num_bytes
         first.sock.sendall(head + payload[: num_bytes // 2])
@@ -937,9 +934,9 @@ def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
         second = Hand.dial(decode, writer)
         assert isinstance(second.hears(), wire.Reject)
         second.sock.close()
-        until(lambda: len(decode._peers._by_link) == 1)
+        until(lambda: len(decode.snapshot().links) == 1)
         first.sock.sendall(payload[num_bytes // 2 :] + digest_bytes(xxhash.xxh3_64(head + payload)))
-        first.say(wire.Finish(word(grant, writer)))
+        first.say(wire.Finish(handoff(grant, writer)))
         assert settled(decode)[0].status is LANDED
         assert case.arrived(decode, grant) == payload
         first.sock.close()
@@ -956,11 +953,11 @@ def says(make: Callable[[KVChannel, KVChannel], wire.Message]) -> Breach:
 
 
 def garbage(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
-    record(prefill, decode).post(prefill.transport, b"\x00garbage")
+    record(prefill, decode).post(b"\x00garbage")
 
 
-def an_unsealed_frame(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
-    prefill.transport.send(link_of(prefill, decode), wire.encode(wire.Finish(word(grant, prefill))))
+def a_frame_without_a_tag(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
+    prefill.transport.send(link_to(prefill, decode.address), wire.encode(wire.Finish(handoff(grant, prefill))))
 
 
 def write(case: Case, prefill: KVChannel, decode: KVChannel, grant: PageGrant, layers: range, tokens: range) -> None:
@@ -998,7 +995,7 @@ def a_write_announced_by_something_else(case: Case, prefill: KVChannel, decode: 
     ("breach", "reason"),
     [
         (garbage, "not a message"),
-        (an_unsealed_frame, "did not verify"),
+        (a_frame_without_a_tag, "did not verify"),
         pytest.param(says(lambda *_: wire.Data(b"r" * 16, LAYERS, LAYERS)), "a Data frame", id="data_without_payload"),
         pytest.param(says(lambda *_: wire.Reject(PDInferError("no"))), "a Reject frame", id="reject_on_an_open_link"),
         pytest.param(says(lambda p, d: wire.Hello(p.address, p.pool.layout)), "a Hello frame", id="hello_again"),
@@ -1021,7 +1018,7 @@ def test_a_breach_closes_the_link_and_aborts_the_room(two_pools: Case, breach: B
     (aborted,) = settled(decode)
     assert aborted.status is ABORTED
     assert re.search(reason, str(aborted.error))
-    assert decode._peers.link_to(peer_key(prefill.address)) is None
+    assert not decode.connected(prefill.address)
     until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room
 
@@ -1034,7 +1031,7 @@ def test_wait_ends_with_news_or_with_time(case: Case) -> None:
     assert not decode.wait(0.0)
     grant = case.grant(decode, prefill)
     prefill.accept(grant)
-    speaking = threading.Timer(0.02, lambda: prefill.finish(grant, word(grant, prefill, ABORTED)))
+    speaking = threading.Timer(0.02, lambda: prefill.finish(grant, handoff(grant, prefill, ABORTED)))
     speaking.start()
     assert decode.wait(TIMEOUT_S)
     speaking.join()
@@ -1052,7 +1049,7 @@ def test_listeners_hear_of_news_and_of_transfers(case: Case) -> None:
     prefill.accept(grant)
     prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     assert heard[prefill].wait(TIMEOUT_S)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert heard[decode].wait(TIMEOUT_S)
     assert settled(decode)
 
@@ -1066,7 +1063,7 @@ def closes(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
 
 
 def says_landed(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None:
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
 
 
 @pytest.mark.parametrize("what", [drops, closes, says_landed])
@@ -1139,7 +1136,7 @@ def test_a_writer_that_does_not_answer_an_abort_loses_its_link() -> None:
     assert not decode.poll()
     clock.advance(0.2)
     decode.tick()
-    (word,) = decode.poll()
-    assert word.status is ABORTED
-    assert "did not stop writing" in str(word.error)
+    (aborted,) = decode.poll()
+    assert aborted.status is ABORTED
+    assert "did not stop writing" in str(aborted.error)
     assert not decode.connected(prefill.address)

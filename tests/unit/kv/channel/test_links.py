@@ -16,20 +16,22 @@ from hypothesis import strategies as st
 
 from pdinfer.bounds import escaped
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
-from pdinfer.kv.channel import complaints, tombstones, wire
-from pdinfer.kv.channel import counters as traffic
-from pdinfer.kv.channel import links as peers
-from pdinfer.kv.channel import rooms as protocol
+from pdinfer.kv.channel import book, complaints, counters, tombstones, wire
+from pdinfer.kv.channel import links as linking
+from pdinfer.kv.channel.book import REDIAL_S
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import Seal
-from pdinfer.kv.channel.links import HANDSHAKE_S, REDIAL_S, RELINK_S, SILENT_S, Peers
+from pdinfer.kv.channel.frame_mac import FrameMac
+from pdinfer.kv.channel.handshake import Handshake
+from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, SILENT_S
 from pdinfer.kv.channel.peer import Peer
+from pdinfer.kv.channel.rooms import SenderRooms
+from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES, TICK_S
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.engine.by_hand import HandNet
-from tests.unit.kv.channel.channels import LAYERS, TIMEOUT_S, Case, pool_of, record, say, settled, until, word
+from tests.unit.kv.channel.channels import LAYERS, TIMEOUT_S, Case, handoff, links, pool_of, record, say, settled, until
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 
@@ -85,7 +87,7 @@ def test_ends_that_do_not_share_a_key_both_say_so(
     prefill, decode = case.end(key=ours), case.end(key=theirs)
     with caplog.at_level(logging.WARNING, "pdinfer"), pytest.raises(TransferError, match=at_ours):
         prefill.connect(decode.address)
-    until(lambda: not decode._peers._by_link)
+    until(lambda: not decode.snapshot().links)
     there = next(iter(decode.address.endpoints))
     said = [text.getMessage() for text in caplog.records if there not in text.getMessage()]
     assert [text for text in said if at_theirs in text], said
@@ -100,7 +102,7 @@ def test_ends_that_share_a_key_hand_rooms_over(case: Case) -> None:
     pages = case.source(prefill, grant)
     prefill.accept(grant)
     case.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     assert settled(decode)[0].status is HandoffStatus.LANDED
     assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
 
@@ -138,7 +140,7 @@ class Stranger:
         theirs = wire.decode(self.side.other.sent[0])
         assert isinstance(theirs, wire.Open)
         nonce = b"n" * 16
-        self.seal = Seal(nonce + theirs.nonce if dials else theirs.nonce + nonce, dials, None)
+        self.mac = FrameMac(nonce + theirs.nonce if dials else theirs.nonce + nonce, dials, None)
         self.open = wire.encode(wire.Open((wire.MAJOR, wire.MINOR), nonce, keyed=False))
 
     def send(self, *frames: bytes) -> None:
@@ -147,7 +149,7 @@ class Stranger:
         self.net.settle()
 
     def say(self, message: wire.Message) -> None:
-        self.send(self.seal.seal(wire.encode(message)))
+        self.send(self.mac.sign(wire.encode(message)))
 
     def hello(self) -> wire.Hello:
         return wire.Hello(self.channel.address, self.peer.pool.layout)
@@ -173,7 +175,7 @@ def test_yesterdays_session_cannot_be_replayed(net: HandNet, key: bytes | None) 
     assert not decode.connected(prefill.address)
     stranger.send(recorded[1])
     assert not stranger.side.open, "who goes on after a refusal loses the link"
-    assert not decode._peers._by_link
+    assert not decode.snapshot().links
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -183,8 +185,7 @@ def test_what_an_end_says_cannot_be_sent_back_to_it(net: HandNet, key: bytes | N
     for _ in range(3):
         mirror.send(*mirror.side.other.sent)
     assert not mirror.side.open
-    assert not decode._peers._by_link
-    assert not decode._peers._links
+    assert not decode.snapshot().links
 
 
 @pytest.mark.parametrize("dials", [True, False])
@@ -236,7 +237,7 @@ def test_a_stranger_gets_no_further_than_one_frame_beyond_the_limit(net: HandNet
     stranger = Stranger(net, net.end())
     stranger.send(b"x" * (MAX_UNTRUSTED_FRAME_BYTES + 1))
     assert not stranger.side.open
-    assert not stranger.peer._peers._by_link
+    assert not stranger.peer.snapshot().links
 
 
 @example(layers=1, names=1, reason="𝄞" * 500)
@@ -246,8 +247,8 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
     plain = escaped("the two ends' KV layouts differ")
     for error in (LayoutMismatch(reason, fields=fields), TransferError(reason)):
         for key in (None, KEY):
-            sealed = Seal(bytes(32), False, key).seal(wire.rejection(error, again=False))
-            assert len(sealed) <= MAX_UNTRUSTED_FRAME_BYTES
+            tagged = FrameMac(bytes(32), False, key).sign(wire.rejection(error, again=False))
+            assert len(tagged) <= MAX_UNTRUSTED_FRAME_BYTES
             decoded = wire.decode(wire.rejection(error, again=True))
             assert isinstance(decoded, wire.Reject)
             assert type(decoded.error) is type(error)
@@ -258,13 +259,14 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
 def test_nothing_that_another_thread_says_overtakes_the_welcome(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
     """As soon as a peer is admitted the stepping thread may push to it; a frame before Welcome closes the link."""
     prefill, decode = net.end(), net.end()
-    admit = decode._peers._admit
+    book = links(decode).book
+    admit = book.admit
 
-    def admit_and_push(peer: object, message: object) -> None:
-        admit(peer, message)  # type: ignore[arg-type]
+    def admit_and_push(peer: Peer, address: PeerAddress, layout_id: bytes) -> None:
+        admit(peer, address, layout_id)
         say(decode, prefill, wire.Beat(0.0))
 
-    monkeypatch.setattr(decode._peers, "_admit", admit_and_push)
+    monkeypatch.setattr(book, "admit", admit_and_push)
     prefill.connect(decode.address, timeout_s=0)
     net.settle()
     assert are_linked(prefill, decode)
@@ -309,7 +311,7 @@ def test_of_two_crossing_links_exactly_one_stays(data: st.DataObject) -> None:
     assert are_linked(*ends)
     assert len(net.dials) <= 2, "somebody had to dial again"
     assert len([side for side in net.sides if side.open]) == 2
-    assert all(len(end._peers._by_link) == 1 for end in ends)
+    assert all(len(end.snapshot().links) == 1 for end in ends)
     net.pass_time(RELINK_S, *ends)
     assert are_linked(*ends)
     assert len(net.dials) <= 2
@@ -332,24 +334,24 @@ def test_a_dial_that_finds_a_link_adds_none(net: HandNet, lesser_dials_first: bo
     assert are_linked(*ends)
     net.pass_time(2 * TICK_S, *ends)
     assert are_linked(*ends)
-    assert all(len(end._peers._by_link) == 1 for end in ends)
+    assert all(len(end.snapshot().links) == 1 for end in ends)
 
 
 def test_both_calls_end_well_when_two_ends_dial_each_other(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     ends, both_dial, problems = (case.end(), case.end()), threading.Barrier(2), list[PDInferError]()
     lesser = min(ends, key=lambda end: peer_key(end.address))
-    introduce = Peers._introduce
+    introduce = Handshake.introduce
 
-    def introduce_together(peers: Peers, peer: Peer) -> None:
+    def introduce_together(handshake: Handshake, peer: Peer) -> None:
         if not both_dial.broken:
             with contextlib.suppress(threading.BrokenBarrierError):
                 both_dial.wait(1.0)
             both_dial.abort()
-            if peers is lesser._peers:
+            if handshake is links(lesser).handshake:
                 time.sleep(0.1)  # so that the other end is refused before it knows of this link
-        introduce(peers, peer)
+        introduce(handshake, peer)
 
-    monkeypatch.setattr(Peers, "_introduce", introduce_together)
+    monkeypatch.setattr(Handshake, "introduce", introduce_together)
 
     def dial(one: KVChannel, other: KVChannel) -> None:
         try:
@@ -363,7 +365,7 @@ def test_both_calls_end_well_when_two_ends_dial_each_other(case: Case, monkeypat
     for thread in dialling:
         thread.join(TIMEOUT_S)
     assert not problems
-    until(lambda: all(len(end._peers._by_link) == 1 for end in ends))
+    until(lambda: all(len(end.snapshot().links) == 1 for end in ends))
     assert are_linked(*ends)
 
 
@@ -374,7 +376,7 @@ def test_a_dropped_peer_can_be_dialled_at_once(case: Case) -> None:
         prefill.drop_peer(decode.address)
         prefill.connect(decode.address)
     late = threading.Timer(0.3, decode.drop_peer, (prefill.address,))
-    prefill._peers._links.clear()  # as if this end alone knew that the link is broken
+    links(prefill).book.close(record(prefill, decode).link, None)  # as if this end alone knew that the link is broken
     late.start()
     prefill.connect(decode.address)
     late.join()
@@ -438,7 +440,7 @@ def test_a_handshake_that_stands_still_is_given_up(net: HandNet) -> None:
     net.pass_time(2.0, stranger.peer)
     net.settle()
     assert not stranger.side.open
-    assert not stranger.peer._peers._by_link
+    assert not stranger.peer.snapshot().links
 
 
 def test_beats_say_how_long_ago_the_engine_looked(net: HandNet) -> None:
@@ -503,7 +505,7 @@ def test_a_peer_that_is_not_there_yet_is_found_when_it_is(net: HandNet) -> None:
     net.down.clear()
     net.pass_time(REDIAL_S[1] + TICK_S, prefill, decode)
     assert are_linked(prefill, decode)
-    assert len(prefill._peers._by_link) == 1
+    assert len(prefill.snapshot().links) == 1
 
 
 def test_a_peer_that_takes_its_time_is_dialled_once(net: HandNet) -> None:
@@ -513,7 +515,7 @@ def test_a_peer_that_takes_its_time_is_dialled_once(net: HandNet) -> None:
     net.pass_time(HANDSHAKE_S - 1.0, prefill)
     assert len(net.dials) == 1
     net.pass_time(RELINK_S, prefill)
-    assert not prefill._peers._by_link
+    assert not prefill.snapshot().links
     assert len(net.dials) <= 1 + RELINK_S / HANDSHAKE_S
 
 
@@ -532,8 +534,8 @@ def test_drop_peer_ends_the_dialling(net: HandNet, when: str) -> None:
     net.pass_time(10.0, prefill, decode)
     assert not are_linked(prefill, decode)
     assert len(net.dials) == num_dials
-    assert not prefill._peers._wanted
-    assert not prefill._peers._by_link
+    assert not prefill.snapshot().wanted
+    assert not prefill.snapshot().links
 
 
 def test_other_layouts_are_not_asked_twice(net: HandNet) -> None:
@@ -541,8 +543,8 @@ def test_other_layouts_are_not_asked_twice(net: HandNet) -> None:
     prefill.connect(decode.address, timeout_s=0)
     net.pass_time(20.0, prefill, decode)
     assert len(net.dials) == 1
-    assert not prefill._peers._wanted
-    assert not any(end._peers._by_link for end in (prefill, decode))
+    assert not prefill.snapshot().wanted
+    assert not any(end.snapshot().links for end in (prefill, decode))
 
 
 def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
@@ -558,7 +560,7 @@ def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
     net.pass_time(1.0, prefill, decode)
     assert are_linked(prefill, decode)
     case.push_all(prefill, old, pages)  # prefill has not looked yet
-    prefill.finish(old, word(old, prefill))
+    prefill.finish(old, handoff(old, prefill))
     net.settle()
     assert not decode.poll()
     assert decode.stats.frames_dropped == 2
@@ -567,7 +569,7 @@ def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
     pages = case.source(prefill, new)
     prefill.accept(new)
     case.push_all(prefill, new, pages)
-    prefill.finish(new, word(new, prefill))
+    prefill.finish(new, handoff(new, prefill))
     net.settle()
     assert decode.poll()[0].status is HandoffStatus.LANDED
     assert case.arrived(decode, new) == case.sent(prefill, new.tokens, pages)
@@ -576,16 +578,16 @@ def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
 def test_a_link_that_breaks_while_a_grant_is_accepted_stops_it(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = linked(net)
     grant = Case("hand").grant(decode, prefill)
-    accept, breaking = protocol.Accepted.accept, list[threading.Thread]()
+    accept, breaking = SenderRooms.accept, list[threading.Thread]()
 
-    def accept_late(accepted: protocol.Accepted, grant: PageGrant) -> None:
+    def accept_late(accepted: SenderRooms, grant: PageGrant) -> None:
         thread = threading.Thread(target=lambda: net.cut(net.side(prefill)))
         thread.start()
         thread.join(0.2)
         breaking.append(thread)
         accept(accepted, grant)
 
-    monkeypatch.setattr(protocol.Accepted, "accept", accept_late)
+    monkeypatch.setattr(SenderRooms, "accept", accept_late)
     prefill.accept(grant)
     breaking[0].join(TIMEOUT_S)
     assert [room for room, _ in prefill.poll_stops()] == [grant.room]
@@ -596,17 +598,17 @@ def test_a_link_that_breaks_while_a_grant_is_accepted_stops_it(net: HandNet, mon
 
 def footprint(end: KVChannel) -> int:
     """Everything that a peer's frames could make longer."""
-    peers, expected, accepted = end._peers, end._expected, end._accepted
+    held = end.snapshot()
     return (
-        sum(len(part) for part in (peers._by_link, peers._links, peers._wanted, peers._ledger))
-        + sum(len(peer.placing) + len(peer._outbox) for peer in peers._by_link.values())
-        + len(expected._rooms)
-        + len(expected._settled)
-        + sum(len(ranges) for room in expected._rooms.values() for ranges in room.coverage._announced.values())
-        + len(accepted._rooms)
-        + len(accepted._stops)
-        + len(accepted.tombstones)
-        + len(end._pushes._open)
+        len(held.links)
+        + len(held.wanted)
+        + len(end.stats.peers)
+        + sum(link.num_frames_waiting + link.num_writes_arriving for link in held.links)
+        + len(held.expected)
+        + sum(room.num_pieces for room in held.expected.values())
+        + len(held.accepted)
+        + held.num_settled
+        + held.num_stops
     )
 
 
@@ -646,21 +648,21 @@ def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
 def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else everything that it makes us answer would wait for it."""
     monkeypatch.setattr(stream, "MAX_WAITING_BYTES", 100_000)
-    monkeypatch.setattr(peers, "SILENT_S", 60.0)  # nothing is sent here, and silence is not what this is about
+    monkeypatch.setattr(linking, "SILENT_S", 60.0)  # nothing is sent here, and silence is not what this is about
     case = Case("tcp")
     deaf, victim = case.pair()
     grant = case.grant(victim, deaf)
-    monkeypatch.setattr(deaf, "_aborted", lambda *_: None)
+    monkeypatch.setattr(HandoffSender, "stop", lambda *_: None)
     monkeypatch.setattr(connection.Connection, "transmit", lambda _: False)
     monkeypatch.setattr(connection.Connection, "_leaves", lambda *_: False)
     reason, num_sent = TransferError("no" * 1000), 0
-    there, words = record(victim, deaf), list[Handoff]()
-    while not words:
-        there.post(victim.transport, wire.encode(wire.Abort(num_sent.to_bytes(16, "big"), reason)))
+    there, handoffs = record(victim, deaf), list[Handoff]()
+    while not handoffs:
+        there.post(wire.encode(wire.Abort(num_sent.to_bytes(16, "big"), reason)))
         num_sent += 1
         assert num_sent < 100_000
-        words = victim.poll()
-    (aborted,) = words
+        handoffs = victim.poll()
+    (aborted,) = handoffs
     assert aborted.room == grant.room
     assert "does not read" in str(aborted.error)
     monkeypatch.undo()
@@ -685,20 +687,20 @@ def test_peers_that_come_and_go_are_forgotten(net: HandNet, by: str) -> None:
     decode, stays = net.end(), net.end()
     stays.connect(decode.address, timeout_s=0)
     net.settle()
-    for _ in range(2 * traffic.MAX_PAST if by == "count" else 3):
+    for _ in range(2 * counters.MAX_PAST if by == "count" else 3):
         prefill = net.end()
         prefill.connect(decode.address, timeout_s=0)
         net.settle()
         prefill.close()
         net.settle()
-    assert len(decode.stats.peers) == 1 + (traffic.MAX_PAST if by == "count" else 3)
-    net.pass_time(traffic.PAST_S + 1.0, decode, stays)
+    assert len(decode.stats.peers) == 1 + (counters.MAX_PAST if by == "count" else 3)
+    net.pass_time(counters.PAST_S + 1.0, decode, stays)
     assert [stats.address for stats in decode.stats.peers] == [stays.address]
-    assert len(decode._peers._by_link) == 1
+    assert len(decode.snapshot().links) == 1
 
 
 def test_a_peer_that_is_dialled_is_not_past(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traffic, "PAST_S", 1.0)
+    monkeypatch.setattr(counters, "PAST_S", 1.0)
     prefill, decode = linked(net)
     net.down.add(*decode.address.endpoints)
     net.cut(net.side(prefill))
@@ -709,7 +711,7 @@ def test_a_peer_that_is_dialled_is_not_past(net: HandNet, monkeypatch: pytest.Mo
 
 def test_guests_are_few_and_who_has_something_to_do_is_none(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Welcome peers that this host neither dialled nor gave anything to do make room for each other."""
-    monkeypatch.setattr(peers, "MAX_GUESTS", 4)
+    monkeypatch.setattr(book, "MAX_GUESTS", 4)
     decode, dialled, writer = net.end(), net.end(), net.end()
     decode.connect(dialled.address, timeout_s=0)
     writer.connect(decode.address, timeout_s=0)
@@ -722,7 +724,7 @@ def test_guests_are_few_and_who_has_something_to_do_is_none(net: HandNet, monkey
     assert are_linked(decode, dialled)
     assert are_linked(decode, writer)
     assert [guest for guest in guests if decode.connected(guest.address)] == guests[-4:]
-    assert len(decode._peers._by_link) == 6
+    assert len(decode.snapshot().links) == 6
 
 
 def test_an_answer_does_not_carry_what_the_peer_said(net: HandNet) -> None:

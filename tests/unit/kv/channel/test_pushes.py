@@ -18,7 +18,7 @@ from pdinfer.kv.channel.pushes import Group, Pushes
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.engine.by_hand import HandNet
-from tests.unit.kv.channel.channels import LAYERS, Case, SmallModel, word
+from tests.unit.kv.channel.channels import LAYERS, Case, SmallModel, handoff
 
 PEERS = tuple(PeerAddress(b"engine", 1, rank) for rank in range(3))
 TOKENS = range(6)
@@ -211,7 +211,7 @@ def test_a_write_that_cannot_be_posted_completes_and_closes_the_link(
     assert repr(error) in str(transfers[0].error) or "not connected" in str(transfers[0].error)
     assert prefill.unsent_bytes == 0
     assert [room for room, _ in prefill.poll_stops()] == [grant.room]
-    end = prefill.finish(grant, word(grant, prefill, HandoffStatus.ABORTED))
+    end = prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED))
     assert end.done
     net.settle()
     assert decode.poll()[0].status is HandoffStatus.ABORTED
@@ -233,7 +233,7 @@ def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkey
     with pytest.raises(KeyboardInterrupt):
         prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     assert prefill.unsent_bytes == 0
-    assert prefill.finish(grant, word(grant, prefill, HandoffStatus.ABORTED)).done
+    assert prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED)).done
 
 
 def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) -> None:
@@ -248,7 +248,7 @@ def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) ->
     assert prefill.unsent_bytes == 0
     pages = case.source(prefill, grant)
     case.push_all(prefill, grant, pages)
-    prefill.finish(grant, word(grant, prefill))
+    prefill.finish(grant, handoff(grant, prefill))
     net.settle()
     assert decode.poll()[0].status is HandoffStatus.LANDED
 
@@ -261,13 +261,13 @@ def test_a_hand_off_too_long_to_travel_leaves_its_room_open(net: HandNet) -> Non
     net.settle()
     grant = case.grant(decode, prefill)
     prefill.accept(grant)
-    too_long = word(grant, prefill, top_logprobs=((1, 0.5),) * 200_000)
+    too_long = handoff(grant, prefill, top_logprobs=((1, 0.5),) * 200_000)
     with pytest.raises(ConfigError, match="too long to travel"):
         prefill.finish(grant, too_long)
     decode.abort(grant, TransferError("not wanted"))
     net.settle()
     assert [room for room, _ in prefill.poll_stops()] == [grant.room]
-    assert prefill.finish(grant, word(grant, prefill, HandoffStatus.ABORTED)).done
+    assert prefill.finish(grant, handoff(grant, prefill, HandoffStatus.ABORTED)).done
     net.settle()
     assert decode.poll()[0].status is HandoffStatus.ABORTED
 
