@@ -17,14 +17,14 @@ MUTANTS = [
         "src/pdinfer/kv/channel/sender.py",
         "                self.answer_turned_away(peer)\n            raise",
         "                pass\n            raise",
-        "tests/unit/kv/channel/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+        "tests/unit/kv/channel/test_sender.py::test_every_destination_of_a_refused_grant_is_told",
     ),
     Mutant(
         "a room that one destination aborted is refused without a word to the others",
         "src/pdinfer/kv/channel/rooms.py",
         'raise StaleFrame(f"room {grant.room.hex()} was aborted before its request arrived")',
         'raise TransferError(f"room {grant.room.hex()} was aborted before its request arrived")',
-        "tests/unit/kv/channel/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+        "tests/unit/kv/channel/test_sender.py::test_every_destination_of_a_refused_grant_is_told",
     ),
     Mutant(
         "what a follower lost counts as landed",
@@ -87,7 +87,7 @@ MUTANTS = [
         "src/pdinfer/kv/channel/rooms.py",
         "if any(self.tombstones.has(peer, grant.room) for peer in destinations):",
         "if all(self.tombstones.has(peer, grant.room) for peer in destinations):",
-        "tests/unit/kv/channel/test_channel.py::test_every_destination_of_a_refused_grant_is_told",
+        "tests/unit/kv/channel/test_sender.py::test_every_destination_of_a_refused_grant_is_told",
     ),
     Mutant(
         "prefill hears of a room before followers expect it",

@@ -158,7 +158,7 @@ MUTANTS = [
         "src/pdinfer/kv/channel/greeting.py",
         "    if peer_key(message.address) == peer_key(us):\n",
         "    if False:\n",
-        "tests/unit/kv/channel/test_links.py::test_who_says_that_he_is_this_very_end_is_refused",
+        "tests/unit/kv/channel/test_handshake.py::test_who_says_that_he_is_this_very_end_is_refused",
     ),
     Mutant(
         "what a layout keeps of itself travels with it",
