@@ -110,9 +110,13 @@ class Case:
         """A pair, a room between them that prefill has accepted, and prefill's pages with what is to be pushed."""
         prefill, decode = self.pair(prefill_pages, decode_pages)
         grant = self.grant(decode, prefill, tokens=tokens)
+        return prefill, decode, grant, self.accept(prefill, grant)
+
+    def accept(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
+        """Accepts a room; prefill's pages with what is to be pushed into it."""
         pages = self.source(prefill, grant)
         prefill.accept(grant)
-        return prefill, decode, grant, pages
+        return pages
 
     def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
         """Prefill's pages for every token up to the grant's end, random where they will be read."""
@@ -138,6 +142,12 @@ class Case:
     def push_all(self, prefill: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> list[Transfer]:
         tokens = grant.tokens
         return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
+
+    def hand_over(self, prefill: KVChannel, decode: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> None:
+        """Pushes and finishes a room that prefill has accepted; it must land."""
+        self.push_all(prefill, grant, pages)
+        prefill.finish(grant, handoff(grant, prefill))
+        assert settled(decode)[0].status is LANDED
 
 
 def handoff(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:

@@ -60,11 +60,8 @@ def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
     for end in (prefill, decode):
         end.pool.memory._host = None  # as it is where the pool is on a device
     grant = two_pools.grant(decode, prefill, tokens=range(6, 17))
-    pages = two_pools.source(prefill, grant)
-    prefill.accept(grant)
-    two_pools.push_all(prefill, grant, pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is LANDED
+    pages = two_pools.accept(prefill, grant)
+    two_pools.hand_over(prefill, decode, grant, pages)
     assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
 
 
@@ -117,11 +114,8 @@ def test_a_dropped_peer_may_come_back(case: Case) -> None:
     until(lambda: not decode.connected(prefill.address))
     prefill.connect(decode.address)
     grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
-    case.push_all(prefill, grant, pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is LANDED
+    pages = case.accept(prefill, grant)
+    case.hand_over(prefill, decode, grant, pages)
 
 
 def test_wait_ends_with_news_or_with_time(case: Case) -> None:
@@ -143,8 +137,7 @@ def test_listeners_hear_of_news_and_of_transfers(case: Case) -> None:
     for end, event in heard.items():
         end.notify(event.set)
     grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    pages = case.accept(prefill, grant)
     prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     assert heard[prefill].wait(TIMEOUT_S)
     prefill.finish(grant, handoff(grant, prefill))
@@ -168,9 +161,7 @@ def says_landed(prefill: KVChannel, decode: KVChannel, grant: PageGrant) -> None
 def test_a_decode_that_sleeps_hears_at_once(
     case: Case, what: Callable[[KVChannel, KVChannel, PageGrant], None]
 ) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    prefill.accept(grant)
+    prefill, decode, grant, _ = case.room()
     heard = threading.Event()
     decode.notify(heard.set)
     later = threading.Timer(0.02, what, (prefill, decode, grant))
@@ -185,9 +176,7 @@ def test_a_decode_that_sleeps_hears_at_once(
 
 @pytest.mark.parametrize("what", ["abort", "drop", "close"])
 def test_a_prefill_that_sleeps_hears_at_once(case: Case, what: str) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    prefill.accept(grant)
+    prefill, decode, grant, _ = case.room()
     heard = threading.Event()
     prefill.notify(heard.set)
     does = {

@@ -22,7 +22,7 @@ from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES
-from pdinfer.types import Handoff, HandoffStatus, PeerAddress, peer_key
+from pdinfer.types import Handoff, PeerAddress, peer_key
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import Stranger, are_linked, linked
 from tests.unit.kv.channel.channels import (
@@ -31,7 +31,6 @@ from tests.unit.kv.channel.channels import (
     LAYERS,
     Case,
     SmallModel,
-    handoff,
     links,
     pool_of,
     say,
@@ -141,9 +140,7 @@ def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Cas
     assert prefill.connected(decode.address)
     assert decode.connected(prefill.address)
     assert decode.poll() == []
-    case.push_all(prefill, grant, pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is LANDED
+    case.hand_over(prefill, decode, grant, pages)
 
 
 def test_every_channel_is_a_new_peer(case: Case) -> None:
@@ -250,11 +247,8 @@ def test_ends_that_share_a_key_hand_rooms_over(two_pools: Case) -> None:
     assert prefill.authenticates
     prefill.connect(decode.address)
     grant = two_pools.grant(decode, prefill)
-    pages = two_pools.source(prefill, grant)
-    prefill.accept(grant)
-    two_pools.push_all(prefill, grant, pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is HandoffStatus.LANDED
+    pages = two_pools.accept(prefill, grant)
+    two_pools.hand_over(prefill, decode, grant, pages)
     assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
 
 

@@ -163,9 +163,7 @@ def a_write_announced_by_something_else(case: Case, prefill: KVChannel, decode: 
     ],
 )
 def test_a_breach_closes_the_link_and_aborts_the_room(two_pools: Case, breach: Breach, reason: str) -> None:
-    prefill, decode = two_pools.pair()
-    grant = two_pools.grant(decode, prefill)
-    prefill.accept(grant)
+    prefill, decode, grant, _ = two_pools.room()
     with contextlib.suppress(TransferError):
         breach(two_pools, prefill, decode, grant)
     (aborted,) = settled(decode)

@@ -277,8 +277,7 @@ def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
     case = Case("hand")
     prefill, decode = linked(net)
     old, new = case.grant(decode, prefill), None
-    pages = case.source(prefill, old)
-    prefill.accept(old)
+    pages = case.accept(prefill, old)
     case.push_all(prefill, old, pages)
     net.cut(net.side(prefill))
     assert [aborted.room for aborted in decode.poll()] == [old.room]
@@ -291,8 +290,7 @@ def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
     assert decode.stats.frames_dropped == 2
     assert not any(case.arrived(decode, old))
     new = case.grant(decode, prefill)
-    pages = case.source(prefill, new)
-    prefill.accept(new)
+    pages = case.accept(prefill, new)
     case.push_all(prefill, new, pages)
     prefill.finish(new, handoff(new, prefill))
     net.settle()

@@ -46,9 +46,7 @@ def test_landed_without_its_bytes_is_aborted(case: Case, layers: range) -> None:
 
 
 def test_the_writers_own_reason_arrives(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    prefill.accept(grant)
+    prefill, decode, grant, _ = case.room()
     prefill.finish(grant, handoff(grant, prefill, ABORTED))
     (aborted,) = settled(decode)
     assert (aborted.status, type(aborted.error), str(aborted.error)) == (ABORTED, TransferError, "gave up")
@@ -60,8 +58,7 @@ def test_two_writers_share_a_room(two_pools: Case) -> None:
     second.connect(decode.address)
     grant = two_pools.grant(decode, prefill, second, tokens=range(4, 12))
     for writer, tokens in ((prefill, range(4, 7)), (second, range(7, 12))):
-        pages = two_pools.source(writer, grant)
-        writer.accept(grant)
+        pages = two_pools.accept(writer, grant)
         writer.push(grant, layers=LAYERS, tokens=tokens, pages=pages)
         assert not decode.poll(), "the other writer has not spoken"
         writer.finish(grant, handoff(grant, writer))
@@ -140,26 +137,20 @@ def test_a_foreign_write_and_handoff_are_dropped_and_counted(two_pools: Case) ->
     thief = two_pools.end()
     thief.connect(decode.address)
     grant = two_pools.grant(decode, prefill)
-    pages = two_pools.source(thief, grant)
-    thief.accept(grant)
+    pages = two_pools.accept(thief, grant)
     thief.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
     thief.finish(grant, handoff(grant, prefill))
     until(lambda: decode.stats.frames_dropped == 2)
     assert not decode.poll()
     assert decode.stats.bytes_received == 0
     assert not any(two_pools.arrived(decode, grant))
-    case_pages = two_pools.source(prefill, grant)
-    prefill.accept(grant)
-    two_pools.push_all(prefill, grant, case_pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is LANDED
+    case_pages = two_pools.accept(prefill, grant)
+    two_pools.hand_over(prefill, decode, grant, case_pages)
 
 
 def test_a_write_after_finish_is_dropped_and_counted(two_pools: Case) -> None:
     prefill, decode, grant, pages = two_pools.room()
-    two_pools.push_all(prefill, grant, pages)
-    prefill.finish(grant, handoff(grant, prefill))
-    assert settled(decode)[0].status is LANDED
+    two_pools.hand_over(prefill, decode, grant, pages)
     expected = two_pools.arrived(decode, grant)
     with pytest.raises(TransferError, match="not open for writing"):
         two_pools.push_all(prefill, grant, pages)
@@ -177,8 +168,7 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: 
     placed = decode.placed
     monkeypatch.setattr(decode, "placed", lambda link, frame, error: placed(link, frame, TransferError("digest")))
     grant = two_pools.grant(decode, prefill)
-    pages = two_pools.source(prefill, grant)
-    prefill.accept(grant)
+    pages = two_pools.accept(prefill, grant)
     two_pools.push_all(prefill, grant, pages)
     until(lambda: prefill.has_news)
     assert prefill.poll_stops()[0][0] == grant.room

@@ -240,8 +240,7 @@ def test_a_lost_destination_shows_in_the_transfer(two_pools: Case) -> None:
     for order in ((decode, other), (other, decode)):
         mine = two_pools.grant(decode, prefill)
         grant = attrs.evolve(mine, destinations=tuple(end.address for end in order))
-        pages = two_pools.source(prefill, grant)
-        prefill.accept(grant)
+        pages = two_pools.accept(prefill, grant)
         prefill.drop_peer(other.address)
         transfer = prefill.push(grant, layers=LAYERS, tokens=grant.tokens, pages=pages)
         until(lambda: transfer.done)  # noqa: B023  # asked at once
@@ -310,9 +309,7 @@ def test_an_abort_before_accept_is_answered_and_remembered(case: Case) -> None:
 
 
 def test_a_reason_as_long_as_a_frame_may_be_does_not_stop_the_writer(case: Case) -> None:
-    prefill, decode = case.pair()
-    grant = case.grant(decode, prefill)
-    prefill.accept(grant)
+    prefill, decode, grant, _ = case.room()
     packed = wire.encode(wire.Abort(grant.room, TransferError("R")))
     long = packed.replace(b"\xa1R", b"\xdb" + (1_048_500).to_bytes(4, "big") + b"R" * 1_048_500)
     record(decode, prefill).post(long)
@@ -383,12 +380,9 @@ def test_a_write_that_cannot_be_posted_completes_and_closes_the_link(
 ) -> None:
     """Behind a missing frame nothing verifies: the room could never land, and who waits must hear of it."""
     case = Case("hand")
-    prefill, decode = net.end(), net.end()
-    prefill.connect(decode.address, timeout_s=0)
-    net.settle()
+    prefill, decode = linked(net)
     grant = case.grant(decode, prefill)
-    pages = case.source(prefill, grant)
-    prefill.accept(grant)
+    pages = case.accept(prefill, grant)
     transfers = []
 
     def push() -> None:
@@ -415,12 +409,9 @@ def test_a_write_that_cannot_be_posted_completes_and_closes_the_link(
 
 def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("hand")
-    prefill, decode = net.end(), net.end()
-    prefill.connect(decode.address, timeout_s=0)
-    net.settle()
+    prefill, decode = linked(net)
     grant = case.grant(decode, prefill)
-    prefill.accept(grant)
-    pages = case.source(prefill, grant)
+    pages = case.accept(prefill, grant)
 
     def interrupt(*_: object, **__: object) -> Transfer:
         raise KeyboardInterrupt
@@ -434,9 +425,7 @@ def test_an_interrupt_while_sending_leaves_no_transfer_open(net: HandNet, monkey
 
 def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) -> None:
     case = Case("hand")
-    prefill, decode = net.end(), net.end()
-    prefill.connect(decode.address, timeout_s=0)
-    net.settle()
+    prefill, decode = linked(net)
     grant = case.grant(decode, prefill)
     prefill.accept(grant)
     with pytest.raises(ConfigError, match="not in a pool"):
@@ -452,9 +441,7 @@ def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) ->
 def test_a_hand_off_too_long_to_travel_leaves_its_room_open(net: HandNet) -> None:
     """So that its engine can still end it."""
     case = Case("hand")
-    prefill, decode = net.end(), net.end()
-    prefill.connect(decode.address, timeout_s=0)
-    net.settle()
+    prefill, decode = linked(net)
     grant = case.grant(decode, prefill)
     prefill.accept(grant)
     too_long = handoff(grant, prefill, top_logprobs=((1, 0.5),) * 200_000)
