@@ -188,6 +188,7 @@ class KVChannel(OfOneProcess):
                 wanted=tuple(wanted.address for wanted in book.wanted()),
                 expected=receiving.snapshot(),
                 accepted=sending.snapshot(),
+                pushing=self._sender.pushing(),
                 num_settled=receiving.num_settled,
                 num_stops=sending.num_stops,
             )

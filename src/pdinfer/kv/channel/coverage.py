@@ -29,7 +29,11 @@ class Coverage:
     @property
     def num_pieces(self) -> int:
         """How many ranges have been announced, over all layers."""
-        return sum(map(len, self._announced.values()))
+        return sum(len(self.pieces(layer)) for layer in self.layers)
+
+    def pieces(self, layer: int) -> tuple[range, ...]:
+        """Return the ranges of tokens that were announced for a layer, in order."""
+        return tuple(self._announced.get(layer, ()))
 
     @property
     def complete(self) -> bool:

@@ -142,6 +142,10 @@ class HandoffSender:
         """To be read under the lock."""
         return self._rooms
 
+    def pushing(self) -> frozenset[bytes]:
+        """The rooms that this end still reads pages for."""
+        return self._pushes.rooms()
+
     @property
     def unsent_bytes(self) -> int:
         """Bytes pushed and not yet out of our pages."""

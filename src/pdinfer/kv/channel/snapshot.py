@@ -52,11 +52,13 @@ class ExpectedRoom:
 @attrs.frozen(kw_only=True)
 class ChannelSnapshot:
     """The links and rooms of one end. `wanted` are the peers that it dials whenever there is no link to them,
-    `num_settled` the hand-offs that `poll` would give."""
+    `pushing` the rooms that it still reads pages for, `num_settled` the hand-offs that `poll` would give and `num_stops`
+    the rooms that `poll_stops` would."""
 
     links: tuple[LinkSnapshot, ...]
     wanted: tuple[PeerAddress, ...]
     expected: Mapping[bytes, ExpectedRoom]
     accepted: Mapping[bytes, AcceptedState]
+    pushing: frozenset[bytes]
     num_settled: int
     num_stops: int

@@ -185,6 +185,7 @@ def footprint(end: KVChannel) -> int:
         + len(held.expected)
         + sum(room.num_pieces for room in held.expected.values())
         + len(held.accepted)
+        + len(held.pushing)
         + held.num_settled
         + held.num_stops
     )
