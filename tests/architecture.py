@@ -85,13 +85,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv": (("channel",), ("transports",), ("pool", "view"), ("memory", "prefix", "memfd"), ("layout",)),
     "kv.channel": (
         ("channel",),
-        ("recovery",),
-        ("links",),
-        ("greeting",),
-        ("peer",),
-        ("wire", "pushes", "counters"),
-        ("frame_mac", "rooms", "complaints"),
-        ("tombstones",),
+        ("links", "sender", "receiver"),
+        ("handshake", "pushes"),
+        ("greeting", "book"),
+        ("peer", "counters", "rooms"),
+        ("wire", "snapshot", "coverage", "tombstones", "complaints"),
+        ("frame_mac",),
     ),
     "kv.transports": (("mooncake", "shm"), ("socket", "one_sided"), ("stream", "loopback"), ("base", "budget")),
     "kv.transports.stream": (
@@ -151,6 +150,8 @@ HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",)
 # Accounting and decisions hold no tensor, so they run in a simulator and are tested without one.
 FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "kv.channel.rooms": frozenset({"torch", "socket", "threading", "time", "os"}),
+    "kv.channel.coverage": frozenset({"torch", "socket", "threading", "time", "os"}),
+    "kv.channel.tombstones": frozenset({"torch", "socket", "threading", "time", "os"}),
     "kv.pool": frozenset({"torch"}),
     "kv.prefix": frozenset({"torch", "threading", "time", "os"}),
     "moe.balance": frozenset({"torch"}),
@@ -198,9 +199,7 @@ LONGER = {
     "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
     "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
-    "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
     "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",
-    "kv.channel.channel": "one object: both ends of a hand-off share their links and their lock",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
 MAX_LONGER_LINES = 500

@@ -34,7 +34,7 @@ from tests.conformance.transport_suite import (
     finished,
     wait_until,
 )
-from tests.unit.kv.channel.test_channel import Case, pool_of, settled, word
+from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
 
 SLOT_BYTES = 1 << 20
 MEMORY_BYTES = 16 << 20
@@ -92,7 +92,7 @@ def test_a_channel_hands_over_pages_of_any_size(
         prefill.accept(grant)
         pages = case.source(prefill, grant)
         case.push_all(prefill, grant, pages)
-        finished(prefill.finish(grant, word(grant, prefill)))
+        finished(prefill.finish(grant, handoff(grant, prefill)))
         assert [handoff.error for handoff in settled(decode)] == [None]
         assert case.arrived(decode, grant) == case.sent(prefill, grant.tokens, pages)
     for end in case.open:

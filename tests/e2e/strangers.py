@@ -19,13 +19,13 @@ import pdinfer as pd
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES, Seal
+from pdinfer.kv.channel.frame_mac import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.stream.framing import HEADER, Header, Kind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
-from tests.unit.kv.channel.channels import LAYERS, pool_of
+from tests.unit.kv.channel.channels import LAYERS, link_to, pool_of
 
 MIB = 1 << 20
 START_S = 120.0
@@ -144,8 +144,7 @@ class Victim:
 
     def relink(self) -> float:
         """Breaks the honest link; how many seconds later it is back."""
-        link = self.honest._peers.link_to((self.address.engine_id, self.address.epoch, self.address.rank))
-        assert link is not None
+        link = link_to(self.honest, self.address)
         began = time.monotonic()
         self.honest.transport.fence(link)
         while not self.honest.connected(self.address):
@@ -193,12 +192,12 @@ class Identity:
         self.sock.sendall(opening())
         theirs = wire.decode(self._frame())
         assert isinstance(theirs, wire.Open)
-        self.seal = Seal(b"n" * NONCE_BYTES + theirs.nonce, True, None)
+        self.mac = FrameMac(b"n" * NONCE_BYTES + theirs.nonce, True, None)
         self.sock.sendall(self.said(wire.Hello(self.address, layout)))
         self._frame()
 
     def said(self, message: wire.Message) -> bytes:
-        return framed(self.seal.seal(wire.encode(message)))
+        return framed(self.mac.sign(wire.encode(message)))
 
     def aborts(self, first: int, count: int, text: str = "no") -> bytes:
         """So many rooms that nobody heard of."""

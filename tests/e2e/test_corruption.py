@@ -13,7 +13,7 @@ import pytest
 
 import pdinfer as pd
 from pdinfer.kv import ShmTransport, SocketTransport, Transport
-from pdinfer.kv.channel import links as peers
+from pdinfer.kv.channel import book, links
 from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.testing import random_model
@@ -156,9 +156,9 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr(dial, "dial", flipping)
     # a damaged length is noticed when the rest never comes: sooner here than in earnest
-    monkeypatch.setattr(peers, "SILENT_S", 0.3)
+    monkeypatch.setattr(links, "SILENT_S", 0.3)
     monkeypatch.setattr(stream, "TICK_S", 0.05)
-    monkeypatch.setattr(peers, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
+    monkeypatch.setattr(book, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
     model = random_model()
     pools = [pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2)]
     for pool in pools:

@@ -10,7 +10,6 @@ import pdinfer as pd
 from pdinfer.engine.decode import WRITER_GRACE_S
 from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.testing import VirtualClock
-from pdinfer.types import peer_key
 from tests.e2e.setups import (
     PROMPT,
     Setup,
@@ -27,6 +26,7 @@ from tests.e2e.setups import (
     wait_until,
     watch,
 )
+from tests.unit.kv.channel.channels import link_to
 
 EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
@@ -47,8 +47,7 @@ def cut(prefill: pd.PrefillEngine, decode: pd.DecodeEngine) -> Callable[[], None
         return dial(endpoints, timeout_s=timeout_s)
 
     transport.connect = refuse  # type: ignore[method-assign,assignment]
-    link = prefill.channel._peers.link_to(peer_key(decode.address))
-    assert link is not None
+    link = link_to(prefill.channel, decode.address)
     transport.fence(link)
     wait_until(lambda: not decode.channel.connected(prefill.address))
     time.sleep(LOOK_S)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.links import MAX_GUESTS
+from pdinfer.kv.channel.book import MAX_GUESTS
 from pdinfer.kv.transports.stream.framing import Header, Kind
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers

@@ -1,4 +1,4 @@
-"""A welcome peer that says anything: frames of its choice reach a channel behind a good handshake and good seals."""
+"""A welcome peer that says anything: frames of its choice reach a channel behind a good handshake and good tags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pdinfer as pd
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES, Seal
+from pdinfer.kv.channel.frame_mac import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer
@@ -71,8 +71,8 @@ class Stranger:
         channel.opened(link)
         nonce = bytes(NONCE_BYTES)
         channel.received(link, wire.encode(wire.Open((wire.MAJOR, wire.MINOR), nonce, keyed=False)))
-        seal = Seal(nonce + bytes(NONCE_BYTES), from_dialler=True, key=None)
-        channel.received(link, seal.seal(wire.encode(wire.Hello(me, self.layout))))
+        mac = FrameMac(nonce + bytes(NONCE_BYTES), from_dialler=True, key=None)
+        channel.received(link, mac.sign(wire.encode(wire.Hello(me, self.layout))))
         grant = PageGrant(
             room=b"r" * 16,
             request_id="a",
@@ -86,7 +86,7 @@ class Stranger:
         channel.expect(grant)
         error: TransferError | None = None
         try:
-            self._say(link, seal, data)
+            self._say(link, mac, data)
         except TransferError as raised:
             error = raised
         finally:
@@ -95,21 +95,21 @@ class Stranger:
         assert len(words) == 1, words  # however it went, the room has one end
         assert not channel.has_news
 
-    def _say(self, link: Link, seal: Seal, data: bytes) -> None:
+    def _say(self, link: Link, mac: FrameMac, data: bytes) -> None:
         for _ in range(MAX_FRAMES):
             if len(data) < 3:
                 return
             length, is_write = int.from_bytes(data[:2], "little"), data[2] & 1
             frame, data = data[3 : 3 + length], data[3 + length :]
-            sealed = seal.seal(frame)
+            tagged = mac.sign(frame)
             if not is_write:
-                self.channel.received(link, sealed)
+                self.channel.received(link, tagged)
                 continue
             message = wire.decode(frame)
             num_bytes = 0
             if isinstance(message, wire.Data):
                 num_bytes = self.layout.payload_bytes(message.layers, message.tokens)
-            spans = self.channel.place(link, sealed, num_bytes)
+            spans = self.channel.place(link, tagged, num_bytes)
             if spans is not None:
                 assert sum(length for _, length in spans) == num_bytes
-                self.channel.placed(link, sealed, None)
+                self.channel.placed(link, tagged, None)

@@ -100,7 +100,7 @@ def _stranger() -> Stranger:
 
 
 def session(data: bytes) -> None:
-    """Any sequence of frames, sealed as they must be, on a link that is open: each is u16 length, u8 write?, frame."""
+    """Any sequence of frames, each with its tag, on a link that is open: each is u16 length, u8 write?, frame."""
     with ends.no_logged_bugs():
         _stranger().talk(data)
 

@@ -14,7 +14,7 @@ from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.stream.framing import Header, Kind
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
 from pdinfer.types import PageGrant
-from tests.unit.kv.channel.channels import ABORTED, LAYERS, pool_of, word
+from tests.unit.kv.channel.channels import ABORTED, LAYERS, handoff, pool_of
 
 TOKENS = range(4, 7)
 
@@ -78,11 +78,11 @@ def record(key: bytes | None) -> dict[str, list[str]]:
         prefill.accept(grant)
         if room == b"room that aborts":
             decode.abort(grant, TransferError("not wanted any more"))
-            prefill.finish(grant, word(grant, prefill, ABORTED))
+            prefill.finish(grant, handoff(grant, prefill, ABORTED))
         else:
             for layer in LAYERS:
                 prefill.push(grant, layers=range(layer, layer + 1), tokens=TOKENS, pages=pages)
-            prefill.finish(grant, word(grant, prefill, token=7, logprob=-0.5))
+            prefill.finish(grant, handoff(grant, prefill, token=7, logprob=-0.5))
     statuses = [settled.status.value for settled in decode.poll()]
     assert statuses == ["landed", "aborted"], statuses
     prefill.close()

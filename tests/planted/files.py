@@ -78,6 +78,6 @@ MUTANTS = [
         "src/pdinfer/kv/channel/greeting.py",
         "for name, theirs, ours in message.fields)",
         "for name, ours, theirs in message.fields)",
-        "tests/unit/kv/channel/test_channel.py::test_the_connecting_end_learns_every_difference",
+        "tests/unit/kv/channel/test_handshake.py::test_the_connecting_end_learns_every_difference",
     ),
 ]

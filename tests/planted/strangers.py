@@ -59,7 +59,7 @@ MUTANTS = [
         "src/pdinfer/kv/transports/budget.py",
         "            if self._num_bytes <= self._limit_bytes:\n",
         "            if self._num_bytes <= 1 << 60:\n",
-        "tests/unit/kv/channel/test_links.py::test_a_peer_that_lives_and_does_not_read_loses_its_link",
+        "tests/unit/kv/channel/test_hostile_peers.py::test_a_peer_that_lives_and_does_not_read_loses_its_link",
     ),
     Mutant(
         "what has left still counts as waiting",
@@ -77,10 +77,10 @@ MUTANTS = [
     ),
     Mutant(
         "the answer to an unknown room carries what the peer said",
-        "src/pdinfer/kv/channel/channel.py",
+        "src/pdinfer/kv/channel/sender.py",
         'TransferError("the room was aborted before its request came")',
         "error",
-        "tests/unit/kv/channel/test_links.py::test_an_answer_does_not_carry_what_the_peer_said",
+        "tests/unit/kv/channel/test_hostile_peers.py::test_an_answer_does_not_carry_what_the_peer_said",
     ),
     Mutant(
         "tombstones stay for ever",
@@ -98,17 +98,17 @@ MUTANTS = [
     ),
     Mutant(
         "guests are as many as come",
-        "src/pdinfer/kv/channel/links.py",
+        "src/pdinfer/kv/channel/book.py",
         "if len(guests) > MAX_GUESTS else None",
         "if len(guests) > MAX_GUESTS + 1000 else None",
-        "tests/unit/kv/channel/test_links.py::test_guests_are_few_and_who_has_something_to_do_is_none",
+        "tests/unit/kv/channel/test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),
     Mutant(
         "who has something to do is a guest all the same",
         "src/pdinfer/kv/channel/counters.py",
-        "if not traffic.granted and key in linked]",
+        "if not counters.granted and key in linked]",
         "if key in linked]",
-        "tests/unit/kv/channel/test_links.py::test_guests_are_few_and_who_has_something_to_do_is_none",
+        "tests/unit/kv/channel/test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),
     Mutant(
         "peers of the past are told for ever",

@@ -158,11 +158,11 @@ MUTANTS = [
         "src/pdinfer/kv/channel/greeting.py",
         "    if peer_key(message.address) == peer_key(us):\n",
         "    if False:\n",
-        "tests/unit/kv/channel/test_links.py::test_who_says_that_he_is_this_very_end_is_refused",
+        "tests/unit/kv/channel/test_handshake.py::test_who_says_that_he_is_this_very_end_is_refused",
     ),
     Mutant(
         "what a layout keeps of itself travels with it",
-        "src/pdinfer/kv/channel/links.py",
+        "src/pdinfer/kv/channel/handshake.py",
         "self._layout = attrs.evolve(layout)",
         "self._layout = layout",
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",

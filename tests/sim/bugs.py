@@ -17,11 +17,11 @@ from pdinfer.engine import prefill
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.kv.channel import channel as channels
+from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.pushes import Pushes
-from pdinfer.kv.channel.rooms import Accepted, Expected
+from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms
 from pdinfer.kv.channel.tombstones import Tombstones
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
@@ -120,13 +120,13 @@ def digests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
 @bug(rare=True, armed={"drop": 1.0, "duplicate": 1.0, "reorder": 1.0, "flip_frame": 1.0}, ports=("piped", "local"))
 def frames_are_not_verified(patch: pytest.MonkeyPatch) -> None:
     """Frames that were lost, doubled or altered go unseen."""
-    patch.setattr(Seal, "open", lambda self, sealed: sealed[: -self.tag_bytes])
+    patch.setattr(FrameMac, "verify", lambda self, tagged: tagged[: -self.tag_bytes])
 
 
 @bug(armed={"cut": 1.0, "crash": 0.9}, ports=("piped", "local"))
 def a_lost_writer_settles_nothing(patch: pytest.MonkeyPatch) -> None:
     """Rooms whose writer is gone wait for its word (sglang#28236, vllm#35943)."""
-    patch.setattr(Expected, "lost", lambda self, peer, error: {})
+    patch.setattr(ReceiverRooms, "lost", lambda self, peer, error: {})
 
 
 @bug(rare=True, armed={"cut": 1.0, "crash": 0.9, "freeze": 0.9}, ports=("piped",))
@@ -144,15 +144,15 @@ def a_failed_transfer_never_ends(patch: pytest.MonkeyPatch) -> None:
 @bug(rare=True, armed={"slow": 1.0, "stall": 0.5}, ports=("piped",), cancel_share=0.8)
 def an_unknown_room_is_not_answered(patch: pytest.MonkeyPatch) -> None:
     """An abort that comes before its request is forgotten, and nobody else ends the room (vllm#50754)."""
-    stop = Accepted.stop
-    patch.setattr(Accepted, "stop", lambda self, *stopped: stop(self, *stopped) and False)
-    patch.setattr(channels, "ANSWER_S", 1e9)
+    stop = SenderRooms.stop
+    patch.setattr(SenderRooms, "stop", lambda self, *stopped: stop(self, *stopped) and False)
+    patch.setattr(receiver, "ANSWER_S", 1e9)
 
 
 @bug(rare=True, armed={"cut": 1.0, "slow": 1.0}, ports=("piped",))
 def a_request_before_its_link_is_dropped(patch: pytest.MonkeyPatch) -> None:
     """Decode sees a new link first and grants; prefill drops the request unanswered."""
-    patch.setattr(Accepted, "turn_away", lambda self, grant: None)
+    patch.setattr(SenderRooms, "turn_away", lambda self, grant: None)
 
 
 @bug(armed=SLOW, ports=("piped", "local"), tight=1.0)
@@ -197,7 +197,7 @@ def prefill_gives_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
         return finish(self, grant, handoff) if handoff.error is None else Transfer(0, done=True)
 
     patch.setattr(KVChannel, "finish", mute)
-    patch.setattr(channels, "ANSWER_S", 1e9)
+    patch.setattr(receiver, "ANSWER_S", 1e9)
 
 
 @bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped", "local"))
@@ -283,27 +283,27 @@ def a_failed_write_lands_in_pages(patch: pytest.MonkeyPatch) -> None:
 @bug(armed={"slow": 0.8}, cancel_share=0.6)
 def a_second_word_is_news(patch: pytest.MonkeyPatch) -> None:
     """What a writer says of a room that is over settles it once more (sglang#9817)."""
-    said = Expected.said
+    finished = ReceiverRooms.finished
 
-    def said_again(self: Expected, peer: Any, word: Any) -> Any:
-        if word.room in self._rooms:
-            return said(self, peer, word)
-        self._settled.append(word)
+    def finished_again(self: ReceiverRooms, peer: Any, handoff: Any) -> Any:
+        if handoff.room in self._rooms:
+            return finished(self, peer, handoff)
+        self._settled.append(handoff)
         return []
 
-    patch.setattr(Expected, "said", said_again)
+    patch.setattr(ReceiverRooms, "finished", finished_again)
 
 
 @bug(rare=True, armed={"slow": 0.8, "stall": 0.8}, ports=("piped",), cancel_share=0.6)
 def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
     """A request that comes after its room was aborted is run (vllm#25067)."""
-    accept = Accepted.accept
+    accept = SenderRooms.accept
 
-    def accept_anything(self: Accepted, grant: Any) -> None:
+    def accept_anything(self: SenderRooms, grant: Any) -> None:
         self.tombstones = Tombstones()
         accept(self, grant)
 
-    patch.setattr(Accepted, "accept", accept_anything)
+    patch.setattr(SenderRooms, "accept", accept_anything)
 
 
 @bug(tight=1.0)

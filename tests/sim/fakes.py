@@ -344,8 +344,7 @@ class CellRunner(ModelRunner):
         return drawn
 
     def _expected_pages(self) -> set[int]:
-        rooms = self._channel._expected._rooms.values()
-        return {page for room in rooms for page in room.grant.pages}
+        return {page for room in self._channel.snapshot().expected.values() for page in room.pages}
 
     def _cells(self, pages: Sequence[int], length: int, layers: range) -> bytes:
         memory = self._memory

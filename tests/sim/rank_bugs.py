@@ -11,9 +11,11 @@ from pdinfer.engine.ranks import leader as leaders
 from pdinfer.engine.ranks import messages as say
 from pdinfer.engine.ranks.follower import Follower
 from pdinfer.engine.ranks.leader import RankChannel
-from pdinfer.kv.channel import channel as channels
+from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.rooms import Coverage, Expected
+from pdinfer.kv.channel.coverage import Coverage
+from pdinfer.kv.channel.rooms import ReceiverRooms
+from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import HandoffStatus
 from tests.sim.bugs import IN_PLACE, SLOW, TROUBLED, bug
@@ -23,17 +25,17 @@ RANKS: dict[str, Any] = {"ports": ("piped",), "ranked": 1.0, "num_ranks": (2, 3)
 
 def _settle_early(patch: pytest.MonkeyPatch, status: HandoffStatus) -> None:
     """The first word of this status speaks for all writers."""
-    said = Expected.said
+    finished = ReceiverRooms.finished
 
-    def speak_for_all(self: Expected, peer: Any, word: Any) -> Any:
-        state = self._rooms.get(word.room)
-        told = said(self, peer, word)
-        if state is not None and word.room in self._rooms and word.status is status:
-            state.words |= dict.fromkeys(state.silent(), word)
+    def finish_for_all(self: ReceiverRooms, peer: Any, handoff: Any) -> Any:
+        state = self._rooms.get(handoff.room)
+        told = finished(self, peer, handoff)
+        if state is not None and handoff.room in self._rooms and handoff.status is status:
+            state.handoffs |= dict.fromkeys(state.owing(), handoff)
             self._settle(state)
         return told
 
-    patch.setattr(Expected, "said", speak_for_all)
+    patch.setattr(ReceiverRooms, "finished", finish_for_all)
 
 
 @bug(**RANKS)
@@ -59,9 +61,9 @@ def the_share_of_a_writer_is_not_checked(patch: pytest.MonkeyPatch) -> None:
 @bug(rare=True, **RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
 def an_abort_reaches_one_writer_only(patch: pytest.MonkeyPatch) -> None:
     """The others, which may never have heard of the room, are not asked to stop."""
-    stop = Expected.stop
-    patch.setattr(Expected, "stop", lambda self, room: stop(self, room)[:1])
-    patch.setattr(channels, "ANSWER_S", 1e9)
+    stop = ReceiverRooms.stop
+    patch.setattr(ReceiverRooms, "stop", lambda self, room: stop(self, room)[:1])
+    patch.setattr(receiver, "ANSWER_S", 1e9)
 
 
 @bug(**RANKS)
@@ -124,7 +126,7 @@ def a_refused_request_is_answered_to_no_link_that_is_there(patch: pytest.MonkeyP
 
     def mute(self: KVChannel, grant: Any) -> None:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(KVChannel, "_answer_turned_away", lambda self, peer: None)
+            inner.setattr(HandoffSender, "answer_turned_away", lambda self, peer: None)
             accept(self, grant)
 
     patch.setattr(KVChannel, "accept", mute)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
@@ -17,7 +16,7 @@ DECODE = ("waiting", "granted", "orphaned", "running", "granted again", "gone")
 PREFILL = ("absent", "queued", "active", "sending")
 EXPECTED = ("absent", "open", "stopped", "damaged")
 ACCEPTED = ("absent", "open", "stopping", "tombstone", "turned away")
-WORDS = ("silent", "landed", "aborted")
+HANDOFFS = ("silent", "landed", "aborted")
 
 NEVER = {
     ("gone", "absent"),  # nobody knows of it
@@ -89,29 +88,19 @@ def rank_states(leader: KVChannel, followers: Sequence[KVChannel], seen: Counter
 def writer_states(ends: Iterable[KVChannel], seen: Counter[str]) -> None:
     """Counts the states of rooms with several writers, and what those that have spoken said."""
     for end in ends:
-        for room in end._expected._rooms.values():
-            if len(room.writers) > 1:
-                said = {word.status for word in room.words.values()}
-                words = "aborted" if HandoffStatus.ABORTED in said else "landed" if said else "silent"
-                seen[f"writers: {_state(room)} x {words}"] += 1
+        for room in end.snapshot().expected.values():
+            if room.num_writers > 1:
+                aborted = HandoffStatus.ABORTED in room.handoffs
+                handoffs = "aborted" if aborted else "landed" if room.handoffs else "silent"
+                seen[f"writers: {room.state.value} x {handoffs}"] += 1
 
 
 def _expected(end: KVChannel) -> dict[bytes, str]:
-    return {room: _state(state) for room, state in end._expected._rooms.items()}
-
-
-def _state(room: Any) -> str:
-    return "damaged" if room.fault else "stopped" if room.stopped else "open"
+    return {room: held.state.value for room, held in end.snapshot().expected.items()}
 
 
 def _accepted(end: KVChannel) -> dict[bytes, str]:
-    side = end._accepted
-    accepted = dict.fromkeys(
-        (room for tombstones in side.tombstones._rooms.values() for room in tombstones), "tombstone"
-    )
-    accepted.update(dict.fromkeys((room for room, _ in side._owed), "turned away"))
-    accepted.update((room, "stopping" if room in side._stops else "open") for room in side._rooms)
-    return accepted
+    return {room: state.value for room, state in end.snapshot().accepted.items()}
 
 
 def _count(what: str, ones: dict[bytes, str], others: dict[bytes, str], seen: Counter[str]) -> None:
@@ -126,7 +115,7 @@ def missing(seen: Counter[str]) -> list[str]:
         ("room", EXPECTED, ACCEPTED),
         ("decode ranks", EXPECTED, EXPECTED),
         ("prefill ranks", ACCEPTED, ACCEPTED),
-        ("writers", EXPECTED[1:], WORDS),
+        ("writers", EXPECTED[1:], HANDOFFS),
     ):
         wanted += [f"{what}: {one} x {other}" for one in ones for other in others if (what, one, other) not in NEVER]
     return [name for name in wanted if not seen[name]]

@@ -8,7 +8,6 @@ healed, and within HEAL_S of virtual time every request must have ended and ever
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.ranks import lockstep
 from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
 from pdinfer.kv.channel import pushes
+from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.pairing.tracked_request import MAX_DECODES_LOST, Ticket
@@ -63,24 +63,27 @@ class Brain(Protocol):
 
 
 class WatchedChannel(SimChannel):
-    """A channel that holds its engine to its last words."""
+    """A channel that holds its engine to its hand-offs, also to those that it gives without the engine."""
+
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self._finished: set[bytes] = set()
+        say_aborted = self._sender.say_aborted
+
+        def finish(peer, room, error):
+            self._finished.add(room)
+            say_aborted(peer, room, error)
+
+        self._sender.say_aborted = finish
 
     def push(self, grant, **more):
-        if grant.room in self._spoken:
-            raise Violation("a room is written after its writer's last word")
+        if grant.room in self._finished:
+            raise Violation("a room is written after its writer's hand-off")
         return super().push(grant, **more)
 
     def finish(self, grant, handoff):
-        self._spoken.add(grant.room)
+        self._finished.add(grant.room)
         return super().finish(grant, handoff)
-
-    def _say_aborted(self, peer, room, error):
-        self._spoken.add(room)
-        super()._say_aborted(peer, room, error)
-
-    @functools.cached_property
-    def _spoken(self) -> set[bytes]:
-        return set()
 
 
 @attrs.define(eq=False)
@@ -468,7 +471,9 @@ class World:
         for one in self.following[name]:
             follower = one.engine._ranks.follower
             kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
-            kept += [one.engine.channel._expected._rooms, one.engine.channel._accepted._rooms]
+            held = one.engine.channel.snapshot()
+            written = (AcceptedState.OPEN, AcceptedState.STOPPING)
+            kept += [held.expected, [room for room, state in held.accepted.items() if state in written]]
         return f"{name}: its ranks keep {[what for what in kept if what]}" if any(kept) else ""
 
     def _unrest(self) -> str:

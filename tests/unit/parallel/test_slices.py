@@ -18,7 +18,7 @@ from pdinfer.kv.layout import Fit
 from pdinfer.kv.pool import PagePool
 from pdinfer.parallel.slices import Plan, Push, Slices, context_parallel_slices, even_slices, plan_writers
 from pdinfer.types import HandoffStatus, PageGrant
-from tests.unit.kv.channel.channels import LAYERS, SmallModel, word
+from tests.unit.kv.channel.channels import LAYERS, SmallModel, handoff
 
 spans = st.tuples(st.integers(0, 300), st.integers(0, 300)).map(lambda pair: range(pair[0], sum(pair)))
 sizes = st.integers(1, 9)
@@ -188,7 +188,7 @@ def test_every_writer_pushes_its_slice_and_the_bytes_are_those_of_a_gather(
                 some = LAYERS[first : first + layers_at_once]
                 writer.push(grant, layers=some, tokens=push.tokens, pages=source)
         assert not decode.poll()
-        writer.finish(grant, word(grant, writer))
+        writer.finish(grant, handoff(grant, writer))
     assert [settled.status for settled in decode.poll()] == [HandoffStatus.LANDED] * cp_size
     there = decode.pool.layout.spans(
         decode.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=tokens.start
@@ -223,5 +223,5 @@ def test_a_plan_with_a_hole_does_not_land() -> None:
         writer.accept(grant)
         for push in (*plan.of(index)[:-1], plan.of(0)[-1] if index == 0 else short):
             writer.push(grant, layers=push.layers, tokens=push.tokens, pages=source)
-        writer.finish(grant, word(grant, writer))
+        writer.finish(grant, handoff(grant, writer))
     assert {settled.status for settled in decode.poll()} == {HandoffStatus.ABORTED}

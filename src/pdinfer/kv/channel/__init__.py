@@ -1,17 +1,22 @@
 """The rules of a hand-off: who may write which pages, when they have landed, and what follows when a peer is lost.
 
     channel.py      one end of a channel: what engines call
-    rooms.py        a hand-off's two state machines: no I/O, no clock, no tensor
-    pushes.py       what was pushed, and what still reads our pages
-    links.py        who is linked: dialled, greeted, heard, closed
-    peer.py         the other end of one link
+    sender.py       prefill's side: accepts, pushes, finishes
+    receiver.py     decode's side: expects, places, settles
+    links.py        links to peers: dialled, kept alive, dialled again, dropped
+    handshake.py    how a link opens
     greeting.py     what the messages of a handshake must say
+    book.py         which links there are, and who is at the other end of each
+    peer.py         the other end of one link
+    rooms.py        a hand-off's two state machines: no I/O, no clock, no tensor
+    coverage.py     which of a room's tokens were announced, and which have arrived
+    tombstones.py   rooms that were aborted before their request came
+    pushes.py       what was pushed, and what still reads our pages
     wire.py         the messages between two ends, and their bytes
     frame_mac.py    the tag behind each frame, without which none is taken
     counters.py     what moved between this end and each peer
-    tombstones.py   rooms that were aborted before their request came
+    snapshot.py     what a channel holds at one moment
     complaints.py   warnings that a stranger can cause, and only so many of them
-    recovery.py     how a channel goes on after an interrupt
 
-May import: kv.layout, kv.pool, kv.transports, process, the ground.
+May import: kv.layout, kv.memory, kv.pool, kv.transports, process, the ground.
 """

@@ -10,13 +10,13 @@ from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 MAX_PAST = 32
-"""Peers without a link whose traffic is still told, those that went last: each step's report carries them."""
+"""Peers without a link whose counts are still told, those that went last: each step's report carries them."""
 PAST_S = 120.0
 """For how long it is: twice what a lost peer is dialled for."""
 
 
 @attrs.define(eq=False)
-class Traffic:
+class PeerCounters:
     """The counts of one peer. `granted` once a room was made for it or of it: until then it is a guest, whom this host
     has given nothing to do."""
 
@@ -62,18 +62,18 @@ class Totals:
         return ChannelStats(**attrs.asdict(self), peers=peers)
 
 
-class Ledger(dict[PeerKey, Traffic]):
-    """The traffic of every peer that is welcome or was lately, in the order in which they were last met."""
+class Ledger(dict[PeerKey, PeerCounters]):
+    """The counts of every peer that is welcome or was lately, in the order in which they were last met."""
 
     def meet(self, address: PeerAddress) -> None:
         """A peer has a link, for the first time or again."""
         key = peer_key(address)
-        traffic = self.pop(key, None)
-        if traffic is None:
-            traffic = Traffic(address)
+        counters = self.pop(key, None)
+        if counters is None:
+            counters = PeerCounters(address)
         else:
-            traffic.retries += 1
-        self[key] = traffic
+            counters.retries += 1
+        self[key] = counters
 
     def grant(self, key: PeerKey) -> None:
         """This host has given the peer something to do."""
@@ -94,4 +94,4 @@ class Ledger(dict[PeerKey, Traffic]):
 
     def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
         """Those of `linked` that were given nothing to do yet, the one met first in front."""
-        return [key for key, traffic in self.items() if not traffic.granted and key in linked]
+        return [key for key, counters in self.items() if not counters.granted and key in linked]

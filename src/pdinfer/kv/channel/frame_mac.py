@@ -27,7 +27,7 @@ def check_key(key: bytes | None) -> None:
 
 
 @attrs.define
-class Seal:
+class FrameMac:
     """One direction of one session. Used for sending or for receiving, by one thread at a time."""
 
     session: bytes
@@ -39,13 +39,13 @@ class Seal:
     def tag_bytes(self) -> int:
         return 8 if self.key is None else MAX_TAG_BYTES
 
-    def seal(self, frame: bytes) -> bytes:
+    def sign(self, frame: bytes) -> bytes:
         """The frame with its tag behind it."""
         return frame + self._next_tag(frame)
 
-    def open(self, sealed: bytes) -> bytes:
+    def verify(self, tagged: bytes) -> bytes:
         """The frame without its tag; TransferError when it is not the next one of this session."""
-        frame, tag = sealed[: -self.tag_bytes], sealed[-self.tag_bytes :]
+        frame, tag = tagged[: -self.tag_bytes], tagged[-self.tag_bytes :]
         if not hmac.compare_digest(tag, self._next_tag(frame)):
             what = "the peer's key differs, or " if self.key is not None else ""
             raise TransferError(f"frame {self._number - 1} of a link did not verify: {what}it was lost or altered")

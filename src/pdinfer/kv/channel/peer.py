@@ -1,4 +1,4 @@
-"""The other end of one link: the session's seals and what waits to be sent. And that it is wanted."""
+"""The other end of one link: the session's tags and what waits to be sent. And that it is wanted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attrs
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.frame_mac import Seal
+from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
@@ -50,14 +50,24 @@ class Wanted:
 
 
 @attrs.define(eq=False)
+class Arriving:
+    """A payload that was announced and is on its way into our pages, of `num_bytes`, since `since`."""
+
+    data: wire.Data
+    num_bytes: int
+    since: float
+
+
+@attrs.define(eq=False)
 class Peer:
     """What is known of the other end of `link`: its `address` once it is welcome, else why it is not (`refusal`).
     `stepped_at` is when, by our clock, the engine behind it last looked at its channel.
 
-    `post` may be called from any thread, the rest belongs to `Peers`, under its lock.
+    `post` may be called from any thread, the rest belongs to the book of links, under its lock.
     """
 
     link: Link
+    transport: Transport
     nonce: bytes
     dialled: bool
     since: float
@@ -68,9 +78,9 @@ class Peer:
     refusal: PDInferError | None = None
     asked_for: PeerAddress | None = None
     stepped_at: float | None = None
-    placing: dict[bytes, tuple[wire.Data, int, float]] = attrs.field(factory=dict)
-    _ours: Seal | None = None
-    _theirs: Seal | None = None
+    arriving: dict[bytes, Arriving] = attrs.field(factory=dict)
+    _ours: FrameMac | None = None
+    _theirs: FrameMac | None = None
     _lock: threading.RLock = attrs.field(factory=new_lock)
     _outbox: deque[tuple[bytes, Write | None]] = attrs.field(factory=deque)
     _posting: bool = False
@@ -78,7 +88,8 @@ class Peer:
     _broken: TransferError | None = None
 
     @property
-    def is_sealed(self) -> bool:
+    def has_session(self) -> bool:
+        """Whether the peer's first frame came, so that every later one carries a tag."""
         return self._theirs is not None
 
     @property
@@ -92,43 +103,48 @@ class Peer:
         """Whether this end dialled, and has no answer yet."""
         return self.asked_for is not None and self.address is None and self.refusal is None
 
+    @property
+    def num_waiting(self) -> int:
+        """How many frames wait to be handed to the transport."""
+        return len(self._outbox)
+
     def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
         """Both nonces are known: every frame from now on carries a tag."""
         session = self.nonce + their_nonce if self.dialled else their_nonce + self.nonce
-        self._ours, self._theirs = Seal(session, self.dialled, key), Seal(session, not self.dialled, key)
+        self._ours, self._theirs = FrameMac(session, self.dialled, key), FrameMac(session, not self.dialled, key)
 
-    def unseal(self, sealed: bytes) -> bytes:
+    def verify(self, tagged: bytes) -> bytes:
         """The frame in what arrived; TransferError when it is not the next one of the session."""
         if self._theirs is None:
-            raise TransferError(f"{self.link.endpoint} sent a sealed frame before its first one")
-        return self._theirs.open(sealed)
+            raise TransferError(f"{self.link.endpoint} sent a tagged frame before its first one")
+        return self._theirs.verify(tagged)
 
-    def open(self, transport: Transport, frame: bytes) -> None:
+    def open(self, frame: bytes) -> None:
         """Sends this end's first frame, the one without a tag, unless that was done."""
         with self._lock:
             if self._opened:
                 return
             self._opened = True
             self._outbox.append((frame, None))
-        self.flush(transport)
+        self.flush()
 
     def queue(self, frame: bytes, write: Write | None = None) -> None:
-        """Seals. Frames leave in the order in which they were queued, whatever threads flush them."""
+        """Adds the tag. Frames leave in the order in which they were queued, whatever threads flush them."""
         with self._lock:
             if self._ours is None:
                 raise TransferError(f"nothing can be sent to {self.link.endpoint} before its first frame came")
             broken = self._broken
             if broken is None:
-                self._outbox.append((self._ours.seal(frame), write))
+                self._outbox.append((self._ours.sign(frame), write))
         if broken is not None and write is not None:
             write.complete(Transfer(0, done=True, error=broken))
 
-    def post(self, transport: Transport, frame: bytes, write: Write | None = None) -> None:
+    def post(self, frame: bytes, write: Write | None = None) -> None:
         """Queues and flushes."""
         self.queue(frame, write)
-        self.flush(transport)
+        self.flush()
 
-    def flush(self, transport: Transport) -> None:
+    def flush(self) -> None:
         """Sends what is queued, unless another thread is doing so. No lock is held while the transport is called: it
         may call back, or deliver to an end that posts to this one. What the transport cannot send closes the link,
         since nothing behind a missing frame verifies."""
@@ -138,20 +154,24 @@ class Peer:
             self._posting = True
         while (item := self._next()) is not None:
             try:
-                self._send(transport, *item)
+                self._send(*item)
             except MemoryError as error:  # it may have hit anything, so whoever steps the engine has to know
-                self._break_off(transport, item, error)
+                self._break_off(item, error)
                 raise
             except Exception as error:  # noqa: BLE001 - what a third party's transport raises must not stop an engine
                 is_bug = not isinstance(error, TransferError)
                 self.complaints.warn(
                     "a frame could not be sent, %s is given up: %s", self.link.endpoint, error, exc_info=is_bug
                 )
-                self._break_off(transport, item, error)
+                self._break_off(item, error)
                 return
             except BaseException as error:
-                self._break_off(transport, item, error)
+                self._break_off(item, error)
                 raise
+
+    def fence(self) -> None:
+        """Closes the link."""
+        self.transport.fence(self.link)
 
     def _next(self) -> tuple[bytes, Write | None] | None:
         with self._lock:
@@ -160,13 +180,13 @@ class Peer:
             self._posting = False
             return None
 
-    def _send(self, transport: Transport, sealed: bytes, write: Write | None) -> None:
+    def _send(self, tagged: bytes, write: Write | None) -> None:
         if write is None:
-            transport.send(self.link, sealed)
+            self.transport.send(self.link, tagged)
         else:
-            transport.write(self.link, sealed, write.source, ready=write.ready, then=write.complete)
+            self.transport.write(self.link, tagged, write.source, ready=write.ready, then=write.complete)
 
-    def _break_off(self, transport: Transport, item: tuple[bytes, Write | None], error: BaseException) -> None:
+    def _break_off(self, item: tuple[bytes, Write | None], error: BaseException) -> None:
         with self._lock:
             self._broken = TransferError(f"the link to {self.link.endpoint} was closed: a frame failed: {error!r}")
             self.refusal = self.refusal or self._broken
@@ -176,4 +196,4 @@ class Peer:
         for _, write in lost:
             if write is not None:
                 write.complete(Transfer(0, done=True, error=self._broken))
-        transport.fence(self.link)
+        self.fence()

@@ -117,6 +117,11 @@ class Pushes:
                     self._ended.pop(room).complete()
             self._changed.notify_all()
 
+    def rooms(self) -> frozenset[bytes]:
+        """The rooms whose pushes wait for more layers, or are still being read."""
+        with self._changed:
+            return frozenset((*self._open, *self._writing, *self._ended))
+
     @property
     def unsent_bytes(self) -> int:
         """Bytes pushed and not yet out of our pages."""

@@ -1,13 +1,13 @@
 """The rules of a hand-off as two plain state machines: no I/O, no clock, no tensors.
 
-Decode's side is `Expected`: rooms it has granted, what has arrived for each, and each writer's last word. A room is
-*settled* once every writer has spoken or is proven gone; only then may its pages be adopted or returned.
+Decode's side is `ReceiverRooms`: rooms it has granted, what has arrived for each, and each writer's hand-off. A room is
+*settled* once every writer has finished or is proven gone; only then may its pages be adopted or returned.
 
-    EXPECTED ──all words LANDED, coverage whole──► settled LANDED
-        └────any word ABORTED, writer lost, bytes did not verify, coverage short──► settled ABORTED
+    EXPECTED ──all hand-offs LANDED, coverage whole──► settled LANDED
+        └────any hand-off ABORTED, writer lost, bytes did not verify, coverage short──► settled ABORTED
 
-Prefill's side is `Accepted`: rooms it may write. A room it never heard of and is asked to stop becomes a tombstone, so
-that a late submit with it is refused.
+Prefill's side is `SenderRooms`: rooms it may write. A room it never heard of and is asked to stop becomes a tombstone,
+so that a late submit with it is refused.
 
     (unknown) ──accept──► OPEN ──finish──► (forgotten)        (unknown) ──stop──► tombstone
                             └──stop──► STOPPING ──finish──► (forgotten)
@@ -15,14 +15,14 @@ that a late submit with it is refused.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 import attrs
 
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel.coverage import Coverage
+from pdinfer.kv.channel.snapshot import AcceptedState, ExpectedRoom, ExpectedState
 from pdinfer.kv.channel.tombstones import Tombstones
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
@@ -40,73 +40,6 @@ class StaleFrame(TransferError):
 
 
 @attrs.define
-class Coverage:
-    """Which tokens of which layers a room's writers have announced, and how many of them have arrived and verified.
-
-    Per layer the announced tokens are sorted, disjoint ranges, at most `max_pieces`; neighbours are joined.
-    """
-
-    layers: range
-    tokens: range
-    max_pieces: float = math.inf
-    _announced: dict[int, list[range]] = attrs.field(factory=dict)
-    _num_missing: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        self._num_missing = len(self.layers) * len(self.tokens)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every token of every layer has arrived."""
-        return self._num_missing == 0
-
-    def announce(self, layers: range, tokens: range) -> None:
-        """A rectangle is about to arrive; TransferError when it leaves the grant or overlaps what came before."""
-        inside = _within(layers, self.layers) and _within(tokens, self.tokens)
-        if not inside or not layers or not tokens:
-            raise TransferError(
-                f"layers {_text(layers)} x tokens {_text(tokens)} is outside the grant's layers {_text(self.layers)} "
-                f"x tokens {_text(self.tokens)}"
-            )
-        places = []
-        for layer in layers:
-            ranges = self._announced.setdefault(layer, [])
-            at = bisect(ranges, tokens.start, key=lambda span: span.start)
-            if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
-                raise TransferError(f"tokens {_text(tokens)} of layer {layer} were announced twice")
-            if len(ranges) >= self.max_pieces:
-                raise TransferError(
-                    f"layer {layer} was announced in more than {self.max_pieces} pieces with gaps between them; "
-                    f"tokens are sent in order"
-                )
-            places.append((ranges, at))
-        for ranges, at in places:
-            _insert(ranges, at, tokens)
-
-    def arrive(self, layers: range, tokens: range) -> None:
-        """An announced rectangle is here and verified."""
-        self._num_missing -= len(layers) * len(tokens)
-
-
-def _insert(ranges: list[range], at: int, tokens: range) -> None:
-    """Puts `tokens` between its neighbours, joined to those it touches."""
-    first, last, start, stop = at, at, tokens.start, tokens.stop
-    if at and ranges[at - 1].stop == start:
-        first, start = at - 1, ranges[at - 1].start
-    if at < len(ranges) and ranges[at].start == stop:
-        last, stop = at + 1, ranges[at].stop
-    ranges[first:last] = [range(start, stop)]
-
-
-def _within(inner: range, outer: range) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
-
-
-def _text(span: range) -> str:
-    return f"[{span.start}, {span.stop})"
-
-
-@attrs.define
 class _Room:
     grant: PageGrant
     writers: dict[PeerKey, PeerAddress]
@@ -114,17 +47,29 @@ class _Room:
     expected_at: float
     first_byte_at: float | None = None
     last_byte_at: float | None = None
-    words: dict[PeerKey, Handoff] = attrs.field(factory=dict)
+    handoffs: dict[PeerKey, Handoff] = attrs.field(factory=dict)
     fault: TransferError | None = None
     stopped: bool = False
     stopping_since: float | None = None
 
-    def silent(self) -> list[PeerKey]:
-        return [writer for writer in self.writers if writer not in self.words]
+    def owing(self) -> list[PeerKey]:
+        """The writers that have not finished."""
+        return [writer for writer in self.writers if writer not in self.handoffs]
+
+    def snapshot(self) -> ExpectedRoom:
+        """The room as it is now."""
+        stopped = ExpectedState.STOPPED if self.stopped else ExpectedState.OPEN
+        return ExpectedRoom(
+            state=stopped if self.fault is None else ExpectedState.DAMAGED,
+            pages=self.grant.pages,
+            num_writers=len(self.writers),
+            handoffs=tuple(handoff.status for handoff in self.handoffs.values()),
+            num_pieces=self.coverage.num_pieces,
+        )
 
 
 @attrs.define
-class Expected:
+class ReceiverRooms:
     """Decode's side. Methods return the peers to be told to stop, if any."""
 
     layers: range
@@ -145,7 +90,7 @@ class Expected:
     def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
         """A writer announces a payload: the grant that says where it goes. StaleFrame when it may not write."""
         state = self._rooms.get(room)
-        if state is None or peer not in state.writers or peer in state.words:
+        if state is None or peer not in state.writers or peer in state.handoffs:
             raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
         state.coverage.announce(layers, tokens)
         if state.first_byte_at is None:
@@ -166,21 +111,21 @@ class Expected:
         state.fault = state.fault or error
         return self.stop(room)
 
-    def said(self, peer: PeerKey, word: Handoff) -> list[PeerKey]:
+    def finished(self, peer: PeerKey, handoff: Handoff) -> list[PeerKey]:
         """A writer's last word. StaleFrame when it is not the room's writer or has spoken before."""
-        state = self._rooms.get(word.room)
-        if state is None or peer not in state.writers or peer in state.words:
-            raise StaleFrame(f"a hand-off for room {word.room.hex()} that this peer does not owe")
-        num_bytes = _state_bytes(word)
+        state = self._rooms.get(handoff.room)
+        if state is None or peer not in state.writers or peer in state.handoffs:
+            raise StaleFrame(f"a hand-off for room {handoff.room.hex()} that this peer does not owe")
+        num_bytes = _state_bytes(handoff)
         if self._state_bytes + num_bytes > MAX_STATE_BYTES:
             error = TransferError(f"hand-offs brought more than {MAX_STATE_BYTES} bytes of state that nobody has taken")
-            word, num_bytes = attrs.evolve(word, status=HandoffStatus.ABORTED, error=error, state=()), 0
+            handoff, num_bytes = attrs.evolve(handoff, status=HandoffStatus.ABORTED, error=error, state=()), 0
         self._state_bytes += num_bytes
-        state.words[peer] = word
-        if len(state.words) == len(state.writers):
+        state.handoffs[peer] = handoff
+        if len(state.handoffs) == len(state.writers):
             self._settle(state)
-        elif word.status is HandoffStatus.ABORTED:
-            return self.stop(word.room)
+        elif handoff.status is HandoffStatus.ABORTED:
+            return self.stop(handoff.room)
         return []
 
     def stop(self, room: bytes) -> list[PeerKey]:
@@ -189,7 +134,7 @@ class Expected:
         if state is None or state.stopped:
             return []
         state.stopped = True
-        return state.silent()
+        return state.owing()
 
     def unanswered(self, now: float, patience_s: float) -> list[PeerKey]:
         """Writers that were asked to stop `patience_s` ago, as far as calls to this have seen, and have not spoken:
@@ -200,16 +145,16 @@ class Expected:
                 if state.stopping_since is None:
                     state.stopping_since = now
                 if now - state.stopping_since >= patience_s:
-                    peers += state.silent()
+                    peers += state.owing()
         return list(dict.fromkeys(peers))
 
     def lost(self, peer: PeerKey, error: TransferError) -> dict[bytes, list[PeerKey]]:
         """The peer can write no more: it counts as having said ABORTED in every room it still owes a word. Per room
         the other writers, to be told to stop."""
         to_stop: dict[bytes, list[PeerKey]] = {}
-        for state in [state for state in self._rooms.values() if peer in state.silent()]:
+        for state in [state for state in self._rooms.values() if peer in state.owing()]:
             room, writer = state.grant.room, state.writers[peer]
-            to_stop[room] = self.said(
+            to_stop[room] = self.finished(
                 peer, Handoff(room=room, writer=writer, status=HandoffStatus.ABORTED, error=error)
             )
         return to_stop
@@ -222,37 +167,42 @@ class Expected:
         return settled
 
     @property
-    def has_settled(self) -> bool:
-        return bool(self._settled)
+    def num_settled(self) -> int:
+        """How many hand-offs `take_settled` would give."""
+        return len(self._settled)
+
+    def snapshot(self) -> dict[bytes, ExpectedRoom]:
+        """The rooms that have not settled."""
+        return {room: state.snapshot() for room, state in self._rooms.items()}
 
     def _settle(self, state: _Room) -> None:
         del self._rooms[state.grant.room]
-        whole = all(word.status is HandoffStatus.LANDED for word in state.words.values())
+        whole = all(handoff.status is HandoffStatus.LANDED for handoff in state.handoffs.values())
         if whole and state.fault is None and not state.coverage.complete:
             state.fault = TransferError("a hand-off said LANDED but not every granted token had arrived")
         first_s, last_s = (
             None if at is None else at - state.expected_at for at in (state.first_byte_at, state.last_byte_at)
         )
         for key, writer in state.writers.items():
-            word = state.words[key]
+            handoff = state.handoffs[key]
             self._settled.append(
                 attrs.evolve(
-                    word,
-                    writer=writer,  # whoever the word says it is from
-                    status=word.status if state.fault is None else HandoffStatus.ABORTED,
-                    error=word.error if state.fault is None else state.fault,
+                    handoff,
+                    writer=writer,  # whatever the hand-off itself says
+                    status=handoff.status if state.fault is None else HandoffStatus.ABORTED,
+                    error=handoff.error if state.fault is None else state.fault,
                     first_byte_s=first_s,
                     last_byte_s=last_s,
                 )
             )
 
 
-def _state_bytes(word: Handoff) -> int:
-    return sum(len(state.data) for state in word.state)
+def _state_bytes(handoff: Handoff) -> int:
+    return sum(len(state.data) for state in handoff.state)
 
 
 @attrs.define
-class Accepted:
+class SenderRooms:
     """Prefill's side: the rooms it may write, and per decode the rooms it must never write."""
 
     tombstones: Tombstones = attrs.field(factory=Tombstones)
@@ -316,19 +266,29 @@ class Accepted:
         return list(stops.items())
 
     @property
-    def has_stops(self) -> bool:
-        return bool(self._stops)
+    def num_stops(self) -> int:
+        """How many rooms `take_stops` would give."""
+        return len(self._stops)
+
+    def snapshot(self) -> dict[bytes, AcceptedState]:
+        """What each room is to this end."""
+        states = dict.fromkeys(self.tombstones.rooms(), AcceptedState.TOMBSTONE)
+        states.update(dict.fromkeys((room for room, _ in self._owed), AcceptedState.TURNED_AWAY))
+        stopping, is_open = AcceptedState.STOPPING, AcceptedState.OPEN
+        states.update((room, stopping if room in self._stops else is_open) for room in self._rooms)
+        return states
 
 
-def by_room(words: Iterable[Handoff]) -> dict[bytes, list[Handoff]]:
-    """The words of each room, rooms and words in the order in which they came."""
+def by_room(handoffs: Iterable[Handoff]) -> dict[bytes, list[Handoff]]:
+    """The hand-offs of each room, rooms and hand-offs in the order in which they came."""
     rooms: dict[bytes, list[Handoff]] = {}
-    for word in words:
-        rooms.setdefault(word.room, []).append(word)
+    for handoff in handoffs:
+        rooms.setdefault(handoff.room, []).append(handoff)
     return rooms
 
 
-def first_error(words: Sequence[Handoff]) -> PDInferError:
+def first_error(handoffs: Sequence[Handoff]) -> PDInferError:
     """Why a room did not land."""
-    errors = [word.error for word in words if word.status is HandoffStatus.ABORTED and word.error is not None]
+    aborted = [handoff for handoff in handoffs if handoff.status is HandoffStatus.ABORTED]
+    errors = [handoff.error for handoff in aborted if handoff.error is not None]
     return errors[0] if errors else TransferError("the writer aborted without saying why")

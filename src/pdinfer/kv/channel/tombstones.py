@@ -7,7 +7,7 @@ So what is kept is bounded over all peers together, by count and by time.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import attrs
 
@@ -28,6 +28,11 @@ class Tombstones:
 
     def __len__(self) -> int:
         return self._num
+
+    def rooms(self) -> Iterator[bytes]:
+        """Every room that some peer has aborted."""
+        for rooms in self._rooms.values():
+            yield from rooms
 
     def has(self, peer: Hashable, room: bytes) -> bool:
         """Whether the peer has aborted the room."""

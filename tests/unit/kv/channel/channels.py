@@ -13,14 +13,15 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.links import Links
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transports.base import Transfer, Transport
+from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.view import PageMemory
-from pdinfer.types import Handoff, HandoffStatus, PageGrant, peer_key
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 
 LANDED, ABORTED = HandoffStatus.LANDED, HandoffStatus.ABORTED
 LAYERS = range(3)
@@ -109,9 +110,13 @@ class Case:
         """A pair, a room between them that prefill has accepted, and prefill's pages with what is to be pushed."""
         prefill, decode = self.pair(prefill_pages, decode_pages)
         grant = self.grant(decode, prefill, tokens=tokens)
+        return prefill, decode, grant, self.accept(prefill, grant)
+
+    def accept(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
+        """Accepts a room; prefill's pages with what is to be pushed into it."""
         pages = self.source(prefill, grant)
         prefill.accept(grant)
-        return prefill, decode, grant, pages
+        return pages
 
     def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
         """Prefill's pages for every token up to the grant's end, random where they will be read."""
@@ -138,14 +143,33 @@ class Case:
         tokens = grant.tokens
         return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
 
+    def hand_over(self, prefill: KVChannel, decode: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> None:
+        """Pushes and finishes a room that prefill has accepted; it must land."""
+        self.push_all(prefill, grant, pages)
+        prefill.finish(grant, handoff(grant, prefill))
+        assert settled(decode)[0].status is LANDED
 
-def word(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:
+
+def handoff(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED, **more: object) -> Handoff:
     error = TransferError("gave up") if status is ABORTED else None
     return Handoff(room=grant.room, writer=writer.address, status=status, error=error, **more)  # type: ignore[arg-type]
 
 
+def links(end: KVChannel) -> Links:
+    """The part of an end that says what a peer must say, for tests of peers that do not."""
+    return end._links
+
+
+def link_to(end: KVChannel, address: PeerAddress) -> Link:
+    """The open link to a peer."""
+    link = links(end).book.link_to(peer_key(address))
+    assert link is not None
+    return link
+
+
 def record(end: KVChannel, peer: KVChannel) -> Peer:
-    there = end._peers.peer_at(peer_key(peer.address))
+    """What an end knows of a peer that it is linked to."""
+    there = links(end).book.peer_at(peer_key(peer.address))
     assert there is not None
     return there
 
@@ -153,11 +177,11 @@ def record(end: KVChannel, peer: KVChannel) -> Peer:
 def say(end: KVChannel, peer: KVChannel, message: wire.Message, source: Spans | None = None) -> None:
     """Sends a frame of our making, and a payload, past the rules of the end that says it."""
     write = None if source is None else Write(source, None, lambda _: None)
-    record(end, peer).post(end.transport, wire.encode(message), write)
+    record(end, peer).post(wire.encode(message), write)
 
 
 def settled(decode: KVChannel, count: int = 1) -> list[Handoff]:
-    words: list[Handoff] = []
-    until(lambda: words.extend(decode.poll()) or len(words) >= count)
-    assert len(words) == count
-    return words
+    handoffs: list[Handoff] = []
+    until(lambda: handoffs.extend(decode.poll()) or len(handoffs) >= count)
+    assert len(handoffs) == count
+    return handoffs

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.channel import rooms as protocol
-from pdinfer.kv.channel import tombstones
-from pdinfer.kv.channel.rooms import MAX_PIECES, Accepted, Coverage, Expected, StaleFrame, first_error
+from pdinfer.kv.channel import coverage as coverages
+from pdinfer.kv.channel import rooms, tombstones
+from pdinfer.kv.channel.coverage import Coverage
+from pdinfer.kv.channel.rooms import MAX_PIECES, ReceiverRooms, SenderRooms, StaleFrame, first_error
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
 
 LAYERS = range(2, 5)
@@ -40,7 +41,7 @@ def grant_of(room: bytes, writers: tuple[PeerAddress, ...] = PEERS[:1], tokens: 
     )
 
 
-def word_of(room: bytes, writer: PeerAddress, status: HandoffStatus = LANDED) -> Handoff:
+def handoff_of(room: bytes, writer: PeerAddress, status: HandoffStatus = LANDED) -> Handoff:
     error = TransferError("gave up") if status is ABORTED else None
     return Handoff(room=room, writer=writer, status=status, error=error)
 
@@ -99,18 +100,18 @@ class CoverageMachine(RuleBasedStateMachine):
         for layer in LAYERS:
             tokens = [token for token in TOKENS if (layer, token) in self.announced]
             runs = [token for token in tokens if token - 1 not in tokens]
-            held = self.coverage._announced.get(layer, [])
+            held = self.coverage.pieces(layer)
             assert [span.start for span in held] == runs
             assert sorted(token for span in held for token in span) == tokens
 
 
 @attrs.define
 class ModelRoom:
-    """What must be known of a room: who owes a word, what was announced and what arrived, whether it is spoilt."""
+    """What must be known of a room: who owes a handoff, what was announced and what arrived, whether it is spoilt."""
 
     writers: tuple[PeerAddress, ...]
     expected_at: float
-    spoken: dict[PeerAddress, HandoffStatus] = attrs.field(factory=dict)
+    finished: dict[PeerAddress, HandoffStatus] = attrs.field(factory=dict)
     announced: set[tuple[int, int]] = attrs.field(factory=set)
     coming: list[tuple[range, range]] = attrs.field(factory=list)
     arrived: set[tuple[int, int]] = attrs.field(factory=set)
@@ -121,26 +122,26 @@ class ModelRoom:
 
     @property
     def silent(self) -> list[PeerAddress]:
-        return [writer for writer in self.writers if writer not in self.spoken]
+        return [writer for writer in self.writers if writer not in self.finished]
 
     @property
     def whole(self) -> bool:
         return not self.damaged and self.arrived == cells(LAYERS, TOKENS)
 
     def verdict(self) -> list[HandoffStatus]:
-        """The final status of every word: the writers' own, unless the room did not verify."""
-        landed = all(status is LANDED for status in self.spoken.values())
+        """The final status of every handoff: the writers' own, unless the room did not verify."""
+        landed = all(status is LANDED for status in self.finished.values())
         if self.damaged or (landed and not self.whole):
             return [ABORTED] * len(self.writers)
-        return [self.spoken[writer] for writer in self.writers]
+        return [self.finished[writer] for writer in self.writers]
 
 
-class ExpectedMachine(RuleBasedStateMachine):
+class ReceiverMachine(RuleBasedStateMachine):
     """Decode's side with several rooms, up to three writers each, and one peer that writes none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.expected = Expected(LAYERS)
+        self.receiver = ReceiverRooms(LAYERS)
         self.rooms: dict[bytes, ModelRoom] = {}
         self.due: list[tuple[bytes, ModelRoom, list[HandoffStatus]]] = []
         self.settled: Counter[bytes] = Counter()
@@ -156,9 +157,9 @@ class ExpectedMachine(RuleBasedStateMachine):
         return self.count.to_bytes(16, "big")
 
     def spoke(self, room: bytes, writer: PeerAddress, status: HandoffStatus) -> list[PeerAddress]:
-        """The model's side of a word; gives who must be told to stop."""
+        """The model's side of a handoff; gives who must be told to stop."""
         state = self.rooms[room]
-        state.spoken[writer] = status
+        state.finished[writer] = status
         if not state.silent:
             del self.rooms[room]
             self.due.append((room, state, state.verdict()))
@@ -177,7 +178,7 @@ class ExpectedMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def expect(self, count: int) -> None:
         room = self.new_room()
-        self.expected.expect(grant_of(room, PEERS[:count]), self.now)
+        self.receiver.expect(grant_of(room, PEERS[:count]), self.now)
         self.rooms[room] = ModelRoom(PEERS[:count], self.now)
 
     @rule(data=st.data())
@@ -185,7 +186,7 @@ class ExpectedMachine(RuleBasedStateMachine):
     def expect_twice(self, data: st.DataObject) -> None:
         room, state = self.draw_room(data)
         with pytest.raises(TransferError, match=f"room {room.hex()} is expected already"):
-            self.expected.expect(grant_of(room, state.writers), self.now)
+            self.receiver.expect(grant_of(room, state.writers), self.now)
 
     @rule(data=st.data(), layers=ranges(LAYERS), tokens=ranges(TOKENS))
     @precondition(lambda self: self.rooms)
@@ -195,16 +196,16 @@ class ExpectedMachine(RuleBasedStateMachine):
         new = cells(layers, tokens)
         if writer not in state.silent:
             with pytest.raises(StaleFrame):
-                self.expected.place(peer_key(writer), room, layers, tokens, self.now)
+                self.receiver.place(peer_key(writer), room, layers, tokens, self.now)
         elif new and new <= cells(LAYERS, TOKENS) and not new & state.announced:
             self.announced(room, writer, layers, tokens)
         else:
             with pytest.raises(TransferError, match=r"outside the grant|announced twice"):
-                self.expected.place(peer_key(writer), room, layers, tokens, self.now)
+                self.receiver.place(peer_key(writer), room, layers, tokens, self.now)
 
     def announced(self, room: bytes, writer: PeerAddress, layers: range, tokens: range) -> None:
         state = self.rooms[room]
-        assert self.expected.place(peer_key(writer), room, layers, tokens, self.now).room == room
+        assert self.receiver.place(peer_key(writer), room, layers, tokens, self.now).room == room
         state.announced |= cells(layers, tokens)
         state.coming.append((layers, tokens))
         if state.first_byte_s is None:
@@ -226,7 +227,7 @@ class ExpectedMachine(RuleBasedStateMachine):
         state = self.rooms[room]
         for _ in range(min(count, len(state.coming))):
             layers, tokens = state.coming.pop(data.draw(st.integers(0, len(state.coming) - 1)))
-            assert self.expected.placed(room, layers, tokens, None, self.now) == []
+            assert self.receiver.placed(room, layers, tokens, None, self.now) == []
             state.arrived |= cells(layers, tokens)
             state.last_byte_s = self.now - state.expected_at
 
@@ -237,27 +238,27 @@ class ExpectedMachine(RuleBasedStateMachine):
         writer = data.draw(st.sampled_from(PEERS))
         if writer not in state.silent:
             with pytest.raises(StaleFrame):
-                self.expected.said(peer_key(writer), word_of(room, writer, status))
+                self.receiver.finished(peer_key(writer), handoff_of(room, writer, status))
             return
-        told = self.expected.said(peer_key(writer), word_of(room, writer, status))
+        told = self.receiver.finished(peer_key(writer), handoff_of(room, writer, status))
         assert told == [peer_key(peer) for peer in self.spoke(room, writer, status)]
 
     @rule(writer=st.sampled_from(PEERS), data=st.data())
     def speak_of_an_unknown_room(self, writer: PeerAddress, data: st.DataObject) -> None:
         room = data.draw(st.sampled_from([b"?" * 16, *self.settled]))
         with pytest.raises(StaleFrame):
-            self.expected.said(peer_key(writer), word_of(room, writer))
+            self.receiver.finished(peer_key(writer), handoff_of(room, writer))
         with pytest.raises(StaleFrame):
-            self.expected.place(peer_key(writer), room, LAYERS, TOKENS, self.now)
-        assert not self.expected.stop(room)
-        assert not self.expected.placed(room, LAYERS, TOKENS, TransferError("digest"), self.now)
-        assert not self.expected.placed(room, LAYERS, TOKENS, None, self.now)
+            self.receiver.place(peer_key(writer), room, LAYERS, TOKENS, self.now)
+        assert not self.receiver.stop(room)
+        assert not self.receiver.placed(room, LAYERS, TOKENS, TransferError("digest"), self.now)
+        assert not self.receiver.placed(room, LAYERS, TOKENS, None, self.now)
 
     @rule(data=st.data())
     @precondition(lambda self: self.rooms)
     def stop_room(self, data: st.DataObject) -> None:
         room, state = self.draw_room(data)
-        assert self.expected.stop(room) == [peer_key(peer) for peer in self.stop(state)]
+        assert self.receiver.stop(room) == [peer_key(peer) for peer in self.stop(state)]
 
     @rule(data=st.data())
     @precondition(lambda self: any(state.coming for state in self.rooms.values()))
@@ -266,7 +267,7 @@ class ExpectedMachine(RuleBasedStateMachine):
         state = self.rooms[room]
         layers, tokens = state.coming.pop()
         state.damaged = True
-        told = self.expected.placed(room, layers, tokens, TransferError("digest"), self.now)
+        told = self.receiver.placed(room, layers, tokens, TransferError("digest"), self.now)
         assert told == [peer_key(peer) for peer in self.stop(state)]
 
     @rule(peer=st.sampled_from(PEERS))
@@ -274,60 +275,62 @@ class ExpectedMachine(RuleBasedStateMachine):
         told = {}
         for room in [room for room, state in self.rooms.items() if peer in state.silent]:
             told[room] = [peer_key(other) for other in self.spoke(room, peer, ABORTED)]
-        assert self.expected.lost(peer_key(peer), TransferError("lost")) == told
+        assert self.receiver.lost(peer_key(peer), TransferError("lost")) == told
 
     @rule()
     def take(self) -> None:
-        words = self.expected.take_settled()
+        handoffs = self.receiver.take_settled()
         for room, state, verdict in self.due:
-            mine, words = words[: len(verdict)], words[len(verdict) :]
-            assert [word.room for word in mine] == [room] * len(verdict)
-            assert [word.status for word in mine] == verdict
-            assert [word.writer for word in mine] == list(PEERS[: len(verdict)])
-            assert {(word.first_byte_s, word.last_byte_s) for word in mine} == {(state.first_byte_s, state.last_byte_s)}
-            assert all((word.error is None) == (word.status is LANDED) for word in mine)
+            mine, handoffs = handoffs[: len(verdict)], handoffs[len(verdict) :]
+            assert [handoff.room for handoff in mine] == [room] * len(verdict)
+            assert [handoff.status for handoff in mine] == verdict
+            assert [handoff.writer for handoff in mine] == list(PEERS[: len(verdict)])
+            assert {(handoff.first_byte_s, handoff.last_byte_s) for handoff in mine} == {
+                (state.first_byte_s, state.last_byte_s)
+            }
+            assert all((handoff.error is None) == (handoff.status is LANDED) for handoff in mine)
             self.settled[room] += 1
-        assert not words
+        assert not handoffs
         self.due = []
 
     @invariant()
     def settles_exactly_once(self) -> None:
-        assert self.expected.has_settled == bool(self.due)
+        assert bool(self.receiver.num_settled) == bool(self.due)
         assert all(count == 1 for count in self.settled.values())
         assert not self.rooms.keys() & self.settled.keys()
 
 
-class AcceptedMachine(RuleBasedStateMachine):
+class SenderMachine(RuleBasedStateMachine):
     """Prefill's side: rooms that are unknown, open, or must never be opened."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.accepted = Accepted()
+        self.sender = SenderRooms()
         self.open: dict[bytes, list[PeerAddress]] = {}
         self.buried: set[tuple[PeerAddress, bytes]] = set()
         self.stops: list[bytes] = []
 
     @initialize()
     def begins_empty(self) -> None:
-        assert not self.accepted.has_stops
-        assert self.accepted.take_stops() == []
+        assert not self.sender.num_stops
+        assert self.sender.take_stops() == []
 
     @rule(room=st.sampled_from(ROOMS), destination=st.sampled_from(PEERS[:2]))
     def accept(self, room: bytes, destination: PeerAddress) -> None:
         grant = attrs.evolve(grant_of(room), destinations=(destination,))
         if (destination, room) in self.buried:
             with pytest.raises(TransferError, match="was aborted before its request arrived"):
-                self.accepted.accept(grant)
+                self.sender.accept(grant)
         elif room in self.open:
             with pytest.raises(TransferError, match="was submitted twice"):
-                self.accepted.accept(grant)
+                self.sender.accept(grant)
         else:
-            self.accepted.accept(grant)
+            self.sender.accept(grant)
             self.open[room] = [destination]
 
     @rule(room=st.sampled_from(ROOMS), peer=st.sampled_from(PEERS[:3]))
     def stop(self, room: bytes, peer: PeerAddress) -> None:
-        unheard_of = self.accepted.stop(peer_key(peer), room, TransferError("stop"), 0.0)
+        unheard_of = self.sender.stop(peer_key(peer), room, TransferError("stop"), 0.0)
         assert unheard_of == (room not in self.open)
         if unheard_of:
             self.buried.add((peer, room))
@@ -336,33 +339,33 @@ class AcceptedMachine(RuleBasedStateMachine):
 
     @rule(peer=st.sampled_from(PEERS[:3]))
     def lose(self, peer: PeerAddress) -> None:
-        self.accepted.lost(peer_key(peer), TransferError("lost"))
+        self.sender.lost(peer_key(peer), TransferError("lost"))
         self.stops += [room for room, destinations in self.open.items() if peer in destinations]
 
     @rule(room=st.sampled_from(ROOMS))
     def finish(self, room: bytes) -> None:
-        self.accepted.finish(room)
+        self.sender.finish(room)
         self.open.pop(room, None)
         self.stops = [stopped for stopped in self.stops if stopped != room]
 
     @rule()
     def take(self) -> None:
-        assert {room for room, _ in self.accepted.take_stops()} == set(self.stops)
+        assert {room for room, _ in self.sender.take_stops()} == set(self.stops)
         self.stops = []
 
     @invariant()
     def only_open_rooms_are_written(self) -> None:
         for room in ROOMS:
-            assert self.accepted.writable(room) == (room in self.open)
-        assert self.accepted.has_stops == bool(self.stops)
+            assert self.sender.writable(room) == (room in self.open)
+        assert bool(self.sender.num_stops) == bool(self.stops)
 
 
 TestCoverage = CoverageMachine.TestCase
-TestExpected = ExpectedMachine.TestCase
-TestAccepted = AcceptedMachine.TestCase
+TestReceiverRooms = ReceiverMachine.TestCase
+TestSenderRooms = SenderMachine.TestCase
 TestCoverage.settings = settings(max_examples=60, stateful_step_count=25)
-TestExpected.settings = settings(max_examples=120, stateful_step_count=40)
-TestAccepted.settings = settings(max_examples=60, stateful_step_count=30)
+TestReceiverRooms.settings = settings(max_examples=120, stateful_step_count=40)
+TestSenderRooms.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @given(st.permutations(range(TOKENS.start, TOKENS.stop)))
@@ -387,7 +390,7 @@ def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch:
 
         return bisect.bisect(ranges, start, key=counted)
 
-    monkeypatch.setattr(protocol, "bisect", counting_bisect)
+    monkeypatch.setattr(coverages, "bisect", counting_bisect)
     coverage = Coverage(range(1), range(count))
     order = list(range(count))
     random.Random(5).shuffle(order)
@@ -395,7 +398,7 @@ def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch:
         coverage.announce(range(1), range(token, token + 1))
         coverage.arrive(range(1), range(token, token + 1))
     assert coverage.complete
-    assert coverage._announced == {0: [range(count)]}
+    assert coverage.pieces(0) == (range(count),)
     assert looked_at["ranges"] <= count * math.log2(count)
 
 
@@ -415,91 +418,91 @@ def test_a_refused_announcement_names_both_rectangles() -> None:
 
 
 def test_a_landed_word_without_its_bytes_is_aborted() -> None:
-    expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]), 0.0)
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(grant_of(ROOMS[0]), 0.0)
     for span in (TOKENS[:-1], TOKENS[-1:]):
-        expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
-    expected.placed(ROOMS[0], LAYERS, TOKENS[:-1], None, 0.0)  # the last token was announced and is not here
-    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
-    (word,) = expected.take_settled()
-    assert word.status is ABORTED
-    assert "not every granted token had arrived" in str(word.error)
+        receiver.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
+    receiver.placed(ROOMS[0], LAYERS, TOKENS[:-1], None, 0.0)  # the last token was announced and is not here
+    receiver.finished(peer_key(PEERS[0]), handoff_of(ROOMS[0], PEERS[0]))
+    (handoff,) = receiver.take_settled()
+    assert handoff.status is ABORTED
+    assert "not every granted token had arrived" in str(handoff.error)
 
 
 def test_a_room_without_writers_is_refused() -> None:
     """It could never settle, and its pages never come back."""
-    expected = Expected(LAYERS)
+    receiver = ReceiverRooms(LAYERS)
     with pytest.raises(TransferError, match=f"room {ROOMS[0].hex()} has no writer"):
-        expected.expect(grant_of(ROOMS[0], ()), 0.0)
-    expected.expect(grant_of(ROOMS[0]), 0.0)
+        receiver.expect(grant_of(ROOMS[0], ()), 0.0)
+    receiver.expect(grant_of(ROOMS[0]), 0.0)
 
 
-def test_a_word_is_its_speakers_whatever_it_says() -> None:
-    expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0], PEERS[:2]), 0.0)
-    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[1], ABORTED))
-    assert not expected.has_settled, "the second writer has not spoken"
-    expected.said(peer_key(PEERS[1]), word_of(ROOMS[0], PEERS[3], ABORTED))
-    assert [word.writer for word in expected.take_settled()] == list(PEERS[:2])
+def test_a_handoff_is_its_writers_whatever_it_says() -> None:
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(grant_of(ROOMS[0], PEERS[:2]), 0.0)
+    receiver.finished(peer_key(PEERS[0]), handoff_of(ROOMS[0], PEERS[1], ABORTED))
+    assert not receiver.num_settled, "the second writer has not finished"
+    receiver.finished(peer_key(PEERS[1]), handoff_of(ROOMS[0], PEERS[3], ABORTED))
+    assert [handoff.writer for handoff in receiver.take_settled()] == list(PEERS[:2])
 
 
 def test_the_first_damage_is_the_reason() -> None:
-    expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]), 0.0)
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(grant_of(ROOMS[0]), 0.0)
     for reason, span in (("first", TOKENS[:1]), ("second", TOKENS[1:])):
-        expected.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
-        expected.placed(ROOMS[0], LAYERS, span, TransferError(reason), 0.0)
-    expected.said(peer_key(PEERS[0]), word_of(ROOMS[0], PEERS[0]))
-    assert str(expected.take_settled()[0].error) == "first"
+        receiver.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
+        receiver.placed(ROOMS[0], LAYERS, span, TransferError(reason), 0.0)
+    receiver.finished(peer_key(PEERS[0]), handoff_of(ROOMS[0], PEERS[0]))
+    assert str(receiver.take_settled()[0].error) == "first"
 
 
 def test_one_writer_lost_tells_the_others_to_stop() -> None:
-    expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0], PEERS[:3]), 0.0)
-    told = expected.lost(peer_key(PEERS[1]), TransferError("lost"))
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(grant_of(ROOMS[0], PEERS[:3]), 0.0)
+    told = receiver.lost(peer_key(PEERS[1]), TransferError("lost"))
     assert told == {ROOMS[0]: [peer_key(PEERS[0]), peer_key(PEERS[2])]}
-    assert not expected.has_settled
+    assert not receiver.num_settled
 
 
 def test_a_restarted_peer_is_a_stranger() -> None:
-    expected = Expected(LAYERS)
-    expected.expect(grant_of(ROOMS[0]), 0.0)
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(grant_of(ROOMS[0]), 0.0)
     restarted = attrs.evolve(PEERS[0], epoch=2)
     with pytest.raises(StaleFrame):
-        expected.place(peer_key(restarted), ROOMS[0], LAYERS, TOKENS, 0.0)
+        receiver.place(peer_key(restarted), ROOMS[0], LAYERS, TOKENS, 0.0)
     moved = attrs.evolve(PEERS[0], endpoints=("tcp://elsewhere:1",))
-    expected.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS, 0.0)
+    receiver.place(peer_key(moved), ROOMS[0], LAYERS, TOKENS, 0.0)
 
 
 def test_a_flood_of_tombstones_pushes_out_those_of_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
-    accepted = Accepted()
+    sender = SenderRooms()
     decode, other = PEERS[3], PEERS[0]
     rooms = [bytes([n]) * 16 for n in range(5)]
-    assert accepted.stop(peer_key(other), rooms[4], TransferError("stop"), 0.0)
+    assert sender.stop(peer_key(other), rooms[4], TransferError("stop"), 0.0)
     for room in rooms:
-        assert accepted.stop(peer_key(decode), room, TransferError("stop"), 0.0)
-    assert len(accepted.tombstones) == 4
+        assert sender.stop(peer_key(decode), room, TransferError("stop"), 0.0)
+    assert len(sender.tombstones) == 4
     for room in rooms[:2]:
-        accepted.accept(grant_of(room))
+        sender.accept(grant_of(room))
     for room in rooms[2:]:
         with pytest.raises(TransferError, match="was aborted before"):
-            accepted.accept(grant_of(room))
+            sender.accept(grant_of(room))
     with pytest.raises(TransferError, match="was aborted before"):
-        accepted.accept(attrs.evolve(grant_of(rooms[4]), destinations=(other,)))
+        sender.accept(attrs.evolve(grant_of(rooms[4]), destinations=(other,)))
 
 
 def test_tombstones_are_kept_for_a_while() -> None:
-    accepted = Accepted()
+    sender = SenderRooms()
     for at, room in enumerate(ROOMS):
-        accepted.stop(peer_key(PEERS[3]), room, TransferError("stop"), float(at))
-    accepted.tombstones.decay(tombstones.TOMBSTONE_S + 0.5)
-    assert len(accepted.tombstones) == len(ROOMS) - 1
-    accepted.accept(grant_of(ROOMS[0]))
+        sender.stop(peer_key(PEERS[3]), room, TransferError("stop"), float(at))
+    sender.tombstones.decay(tombstones.TOMBSTONE_S + 0.5)
+    assert len(sender.tombstones) == len(ROOMS) - 1
+    sender.accept(grant_of(ROOMS[0]))
     with pytest.raises(TransferError, match="was aborted before"):
-        accepted.accept(grant_of(ROOMS[1]))
-    accepted.tombstones.decay(2 * tombstones.TOMBSTONE_S)
-    assert len(accepted.tombstones) == 0
+        sender.accept(grant_of(ROOMS[1]))
+    sender.tombstones.decay(2 * tombstones.TOMBSTONE_S)
+    assert len(sender.tombstones) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=80))
@@ -511,67 +514,70 @@ def test_tombstones_count_themselves(buried: list[tuple[int, int]]) -> None:
         for now, (peer, room) in enumerate(buried):
             graves.bury((bytes([peer]), 0, 0), bytes([room]), now)
             assert graves.has((bytes([peer]), 0, 0), bytes([room])) or len(graves) == 12
-            assert len(graves) == sum(map(len, graves._rooms.values())) <= 12
+            assert len(graves) == len(list(graves.rooms())) <= 12
             graves.decay(now + tombstones.TOMBSTONE_S - 30)
-            assert len(graves) == sum(map(len, graves._rooms.values()))
+            assert len(graves) == len(list(graves.rooms()))
 
 
 def test_a_layer_in_too_many_pieces_is_no_honest_writers() -> None:
     """Each piece costs memory for as long as the room is open."""
     tokens = range(4 * MAX_PIECES)
-    expected = Expected(LAYERS)
-    expected.expect(attrs.evolve(grant_of(ROOMS[0]), tokens=tokens), 0.0)
+    receiver = ReceiverRooms(LAYERS)
+    receiver.expect(attrs.evolve(grant_of(ROOMS[0]), tokens=tokens), 0.0)
     writer = peer_key(PEERS[0])
     for start in tokens[: 2 * MAX_PIECES : 2]:
-        expected.place(writer, ROOMS[0], LAYERS, range(start, start + 1), 0.0)
+        receiver.place(writer, ROOMS[0], LAYERS, range(start, start + 1), 0.0)
     with pytest.raises(TransferError, match="sent in order"):
-        expected.place(writer, ROOMS[0], LAYERS, range(tokens.stop - 1, tokens.stop), 0.0)
+        receiver.place(writer, ROOMS[0], LAYERS, range(tokens.stop - 1, tokens.stop), 0.0)
 
 
 def test_state_that_nobody_takes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "MAX_STATE_BYTES", 100)
-    expected = Expected(LAYERS)
+    monkeypatch.setattr(rooms, "MAX_STATE_BYTES", 100)
+    receiver = ReceiverRooms(LAYERS)
     state = (NamedState(name="mtp.hidden", version=1, dtype="f", shape=(15,), data=bytes(60)),)
 
-    def word_with_state(room: bytes) -> HandoffStatus:
-        expected.expect(attrs.evolve(grant_of(room), tokens=range(0)), 0.0)
-        expected.said(peer_key(PEERS[0]), attrs.evolve(word_of(room, PEERS[0]), state=state))
-        return expected._settled[-1].status
+    def finish_with_state(room: bytes) -> None:
+        receiver.expect(attrs.evolve(grant_of(room), tokens=range(0)), 0.0)
+        receiver.finished(peer_key(PEERS[0]), attrs.evolve(handoff_of(room, PEERS[0]), state=state))
 
-    assert [word_with_state(room) for room in ROOMS[:2]] == [LANDED, ABORTED]
-    assert "more than 100 bytes" in str(expected.take_settled()[1].error)
-    assert word_with_state(ROOMS[0]) is LANDED
+    for room in ROOMS[:2]:
+        finish_with_state(room)
+    landed, aborted = receiver.take_settled()
+    assert (landed.status, aborted.status) == (LANDED, ABORTED)
+    assert "more than 100 bytes" in str(aborted.error)
+    finish_with_state(ROOMS[0])
+    assert receiver.take_settled()[0].status is LANDED
 
 
 def test_one_peers_tombstone_is_none_of_anothers_business() -> None:
-    accepted = Accepted()
-    assert accepted.stop(peer_key(PEERS[0]), ROOMS[0], TransferError("stop"), 0.0)
-    accepted.accept(grant_of(ROOMS[0]))
+    sender = SenderRooms()
+    assert sender.stop(peer_key(PEERS[0]), ROOMS[0], TransferError("stop"), 0.0)
+    sender.accept(grant_of(ROOMS[0]))
 
 
-def test_the_first_error_of_aborted_words() -> None:
-    words = [
-        word_of(ROOMS[0], PEERS[0]),
-        attrs.evolve(word_of(ROOMS[0], PEERS[1], ABORTED), error=ConfigError("mine")),
-        word_of(ROOMS[0], PEERS[2], ABORTED),
+def test_the_first_error_of_aborted_handoffs() -> None:
+    handoffs = [
+        handoff_of(ROOMS[0], PEERS[0]),
+        attrs.evolve(handoff_of(ROOMS[0], PEERS[1], ABORTED), error=ConfigError("mine")),
+        handoff_of(ROOMS[0], PEERS[2], ABORTED),
     ]
-    assert str(first_error(words)) == "mine"
-    silent = [attrs.evolve(words[1], error=None)]
+    assert str(first_error(handoffs)) == "mine"
+    silent = [attrs.evolve(handoffs[1], error=None)]
     assert isinstance(first_error(silent), TransferError)
 
 
 def test_a_tombstone_outlives_the_link_over_which_the_abort_came() -> None:
-    accepted = Accepted()
+    sender = SenderRooms()
     decode = peer_key(PEERS[3])
-    assert accepted.stop(decode, ROOMS[0], TransferError("stop"), 0.0)
-    accepted.lost(decode, TransferError("the link broke, and is dialled again"))
+    assert sender.stop(decode, ROOMS[0], TransferError("stop"), 0.0)
+    sender.lost(decode, TransferError("the link broke, and is dialled again"))
     with pytest.raises(TransferError, match="was aborted before"):
-        accepted.accept(grant_of(ROOMS[0]))
+        sender.accept(grant_of(ROOMS[0]))
 
 
 def test_tombstones_of_so_many_peers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tombstones, "MAX_TOMBSTONE_PEERS", 2)
-    accepted = Accepted()
+    sender = SenderRooms()
     for peer, room in zip(PEERS, (*ROOMS, bytes(16)), strict=True):
-        accepted.stop(peer_key(peer), room, TransferError("stop"), 0.0)
-    assert list(accepted.tombstones._rooms) == [peer_key(peer) for peer in PEERS[2:]]
+        sender.stop(peer_key(peer), room, TransferError("stop"), 0.0)
+    assert list(sender.tombstones.rooms()) == [*ROOMS, bytes(16)][2:]

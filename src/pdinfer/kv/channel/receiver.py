@@ -1,0 +1,151 @@
+"""Decode's side of a channel: it expects what it granted, places what arrives, and settles rooms.
+
+expect ──► place, placed … place, placed ──► finished by every writer ──► settled: `take_settled`
+    └──► abort, or bytes that do not verify: the writers are told to stop, and finish all the same
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.book import LinkBook
+from pdinfer.kv.channel.counters import Totals
+from pdinfer.kv.channel.peer import Arriving, Peer
+from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.pool import PagePool
+from pdinfer.types import Handoff, PageGrant, PeerKey, peer_key
+
+ANSWER_S = 10.0
+"""A writer's answer to an abort; it may be inside a long step. Then its link is closed, which frees the pages too."""
+
+
+class HandoffReceiver:
+    """The rooms that others write into `pool`. `changed` is the channel's condition, whose lock guards them; `notify`
+    tells who waits for news, and is called without that lock."""
+
+    def __init__(
+        self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
+    ) -> None:
+        self._pool = pool
+        self._book = book
+        self._changed = changed
+        self._totals = totals
+        self._notify = notify
+        self._rooms = ReceiverRooms(pool.layout.layers)
+
+    # -- what a host asks for ---------------------------------------------------------------------------------------
+
+    def expect(self, grant: PageGrant, now: float) -> None:
+        """See `KVChannel.expect`."""
+        error = TransferError("the writer is not connected to this decode")
+        with self._changed:
+            self._rooms.expect(grant, now)
+            there = self._book.granted(grant.writers)
+            gone = [writer for writer, peer in zip(grant.writers, there, strict=True) if peer is None]
+            to_stop = [self._rooms.lost(peer_key(writer), error) for writer in gone]
+        for rooms in to_stop:
+            self.tell_to_stop(rooms, error)
+        if gone:
+            self._notify()
+
+    def abort(self, grant: PageGrant, error: PDInferError) -> None:
+        """See `KVChannel.abort`."""
+        with self._changed:
+            writers = self._rooms.stop(grant.room)
+        self.tell_to_stop({grant.room: writers}, error)
+
+    def take_settled(self) -> list[Handoff]:
+        """See `KVChannel.poll`."""
+        with self._changed:
+            return self._rooms.take_settled()
+
+    # -- what arrives -----------------------------------------------------------------------------------------------
+
+    def place(self, peer: Peer, frame: bytes, num_bytes: int, now: float) -> Spans | None:
+        """Where the payload behind the frame goes; None when its room is over."""
+        message = wire.decode(peer.verify(frame))
+        if not isinstance(message, wire.Data):
+            raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
+        if peer.address is None:
+            raise TransferError("a payload came before the handshake")
+        layout, key = self._pool.layout, peer_key(peer.address)
+        with self._changed:
+            try:
+                grant = self._rooms.place(key, message.room, message.layers, message.tokens, now)
+            except StaleFrame:
+                self._count_dropped(key)
+                return None
+            peer.arriving[frame] = Arriving(message, num_bytes, now)
+        if num_bytes != layout.payload_bytes(message.layers, message.tokens):
+            raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
+        if grant.generations != self._pool.generations(grant.pages):
+            raise TransferError("granted pages changed hands while their room was open")
+        first, pages = grant.tokens.start, grant.pages
+        return layout.spans(
+            self._pool.num_pages, layers=message.layers, tokens=message.tokens, pages=pages, first_token=first
+        )
+
+    def placed(self, peer: Peer, frame: bytes, error: TransferError | None, now: float) -> None:
+        """A placed payload is whole, or with an `error` did not verify."""
+        assert peer.address is not None
+        with self._changed:
+            arrived = peer.arriving.pop(frame)
+            room, receive_s = arrived.data.room, now - arrived.since
+            self._totals.writes_received += 1
+            self._totals.bytes_received += arrived.num_bytes
+            self._totals.receive_s += receive_s
+            self._totals.writes_damaged += error is not None
+            if (counters := self._book.counters(peer_key(peer.address))) is not None:
+                counters.bytes_received += arrived.num_bytes
+                counters.receive_s += receive_s
+            writers = self._rooms.placed(room, arrived.data.layers, arrived.data.tokens, error, now)
+        if error is not None:
+            self.tell_to_stop({room: writers}, error)
+
+    def finished(self, key: PeerKey, handoff: Handoff) -> None:
+        """A writer has finished a room."""
+        with self._changed:
+            try:
+                writers = self._rooms.finished(key, handoff)
+            except StaleFrame:
+                self._count_dropped(key)
+                return
+        self.tell_to_stop({handoff.room: writers}, handoff.error or TransferError("another writer aborted"))
+        self._notify()
+
+    def lost(self, key: PeerKey, error: TransferError) -> Mapping[bytes, Iterable[PeerKey]]:
+        """There is no link to the peer any more. Per room the other writers, to be told when no lock is held."""
+        with self._changed:
+            return self._rooms.lost(key, error)
+
+    def tick(self, now: float) -> None:
+        """Closes the links of writers that do not answer an abort."""
+        with self._changed:
+            mute = self._rooms.unanswered(now, ANSWER_S)
+        for peer in filter(None, map(self._book.peer_at, mute)):
+            self._book.give_up(peer, f"it did not stop writing within {ANSWER_S:g} s of being asked to")
+
+    def tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
+        """Asks writers of these rooms to stop."""
+        for room, writers in rooms.items():
+            for writer in writers:
+                self._book.tell(writer, wire.encode(wire.Abort(room, error)))
+
+    def forget(self) -> None:
+        """Forgets all rooms."""
+        self._rooms = ReceiverRooms(self._pool.layout.layers)
+
+    @property
+    def rooms(self) -> ReceiverRooms:
+        """To be read under the lock."""
+        return self._rooms
+
+    def _count_dropped(self, key: PeerKey) -> None:
+        """Counts a frame that was not acted upon; with the lock held."""
+        self._totals.frames_dropped += 1
+        if (counters := self._book.counters(key)) is not None:
+            counters.frames_dropped += 1

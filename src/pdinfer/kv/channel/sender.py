@@ -1,0 +1,190 @@
+"""Prefill's side of a channel: it accepts grants, pushes what it computes, and finishes.
+
+accept ──► push … push ──► finish          a decode may stop a room at any time: `take_stops`, then finish ABORTED
+   └──► turned away: answered ABORTED as soon as there is a link to its decode
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.channel import wire
+from pdinfer.kv.channel.book import LinkBook
+from pdinfer.kv.channel.counters import Totals
+from pdinfer.kv.channel.peer import Peer, Write
+from pdinfer.kv.channel.pushes import Group, Pushes
+from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.pool import PagePool
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
+
+
+class HandoffSender:
+    """The rooms that this end writes, out of `pool`. `changed` is the channel's condition, whose lock guards them;
+    `notify` tells who waits for news, and is called without that lock."""
+
+    def __init__(
+        self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
+    ) -> None:
+        self._pool = pool
+        self._book = book
+        self._changed = changed
+        self._totals = totals
+        self._notify = notify
+        self._rooms = SenderRooms()
+        self._pushes = Pushes(pool.layout, changed)
+
+    # -- what a host asks for ---------------------------------------------------------------------------------------
+
+    def accept(self, grant: PageGrant) -> None:
+        """See `KVChannel.accept`."""
+        try:
+            with self._changed:  # one block, so that a link which breaks meanwhile finds the room
+                peers = self._book.granted(grant.destinations)
+                if None in peers or not peers:
+                    raise StaleFrame("the grant's decode is not connected to this prefill")
+                if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
+                    raise StaleFrame(f"the grant of {grant.room.hex()} was made for another layout than its decode's")
+                self._rooms.accept(grant)
+        except StaleFrame:
+            with self._changed:
+                self._rooms.turn_away(grant)
+            for peer in filter(None, map(self._book.peer_at, map(peer_key, grant.destinations))):
+                self.answer_turned_away(peer)
+            raise
+
+    def push(
+        self,
+        grant: PageGrant,
+        layers: range,
+        tokens: range,
+        pages: Sequence[int],
+        ready: Callable[[], None] | None,
+    ) -> Transfer:
+        """See `KVChannel.push`."""
+        with self._changed:
+            if not self._rooms.writable(grant.room):
+                raise TransferError(f"room {grant.room.hex()} is not open for writing")
+            size = self._pool.layout.page_size
+            if tokens.stop > len(pages) * size:
+                raise ConfigError(f"tokens up to {tokens.stop} were pushed out of {len(pages)} pages")
+            read = pages[tokens.start // size : -(-tokens.stop // size)]
+            if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
+                raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
+        transfer, groups = self._pushes.add(grant, layers, tokens, pages, ready)
+        self._write(groups)
+        return transfer
+
+    def flush(self) -> None:
+        """Sends what waits for more layers to travel with."""
+        self._write(self._pushes.flush_all())
+
+    def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
+        """See `KVChannel.finish`."""
+        frame = wire.encode(wire.Finish(handoff))
+        self._write(self._pushes.flush(grant.room))
+        with self._changed:
+            self._rooms.finish(grant.room)
+        for destination in grant.destinations:
+            self._book.tell(peer_key(destination), frame)
+        return self._pushes.end(grant.room)
+
+    def take_stops(self) -> list[tuple[bytes, TransferError]]:
+        """See `KVChannel.poll_stops`."""
+        with self._changed:
+            return self._rooms.take_stops()
+
+    # -- what happens to its rooms ----------------------------------------------------------------------------------
+
+    def stop(self, peer: Peer, key: PeerKey, message: wire.Abort, now: float) -> None:
+        """Decode gives a room up."""
+        error = TransferError(str(message.error)[: wire.MAX_REASON_BYTES])
+        with self._changed:
+            unheard_of = self._rooms.stop(key, message.room, error, now)
+        if unheard_of:
+            self.say_aborted(peer, message.room, TransferError("the room was aborted before its request came"))
+        self._notify()
+
+    def answer_turned_away(self, peer: Peer) -> None:
+        """If there is a link, rooms whose request was turned away get their answer."""
+        with self._changed:
+            rooms = [] if peer.address is None else self._rooms.linked(peer_key(peer.address))
+        for room in rooms:
+            self.say_aborted(peer, room, TransferError("prefill turned its request away"))
+
+    def say_aborted(self, peer: Peer, room: bytes, error: TransferError) -> None:
+        """Finishes a room that this end never wrote."""
+        handoff = Handoff(room=room, writer=self._book.us, status=HandoffStatus.ABORTED, error=error)
+        peer.post(wire.encode(wire.Finish(handoff)))
+
+    def lost(self, key: PeerKey, error: TransferError) -> None:
+        """There is no link to the peer any more: its rooms need no more work."""
+        with self._changed:
+            self._rooms.lost(key, error)
+
+    def tick(self, now: float) -> None:
+        """Forgets what was remembered for long enough."""
+        with self._changed:
+            self._rooms.tombstones.decay(now)
+
+    def forget(self) -> None:
+        """Forgets all rooms and pushes; writes still under way end in the books of before."""
+        self._rooms = SenderRooms()
+        self._pushes = Pushes(self._pool.layout, self._changed)
+
+    # -- what it tells ----------------------------------------------------------------------------------------------
+
+    @property
+    def rooms(self) -> SenderRooms:
+        """To be read under the lock."""
+        return self._rooms
+
+    def pushing(self) -> frozenset[bytes]:
+        """The rooms that this end still reads pages for."""
+        return self._pushes.rooms()
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes pushed and not yet out of our pages."""
+        return self._pushes.unsent_bytes
+
+    def inflight(self) -> Mapping[PeerKey, int]:
+        """The same per destination."""
+        return self._pushes.inflight()
+
+    def most_inflight(self, peers: Iterable[PeerKey]) -> int:
+        """The bytes on their way to the one of `peers` that has most to take."""
+        return self._pushes.most_inflight(peers)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _write(self, groups: Iterable[Group]) -> None:
+        """Hands joined pushes to the transport, one write per destination."""
+        for group in groups:
+            source = self._pool.layout.spans(
+                self._pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
+            )
+            with self._changed:
+                self._totals.writes_sent += 1
+                self._totals.bytes_sent += group.transfer.num_bytes
+            for destination in group.grant.destinations:
+                self._write_to(peer_key(destination), group, source)
+
+    def _write_to(self, key: PeerKey, group: Group, source: Spans) -> None:
+        pushes, num_bytes = self._pushes, group.transfer.num_bytes
+
+        def sent(write: Transfer) -> None:
+            pushes.written(group, write.error)
+            self._notify()
+
+        peer = self._book.peer_at(key)
+        if peer is None:
+            Transfer(num_bytes, sent).complete(TransferError("the destination is not connected"))
+            return
+        if (counters := self._book.counters(key)) is not None:
+            counters.bytes_sent += num_bytes
+        frame = wire.encode(wire.Data(group.grant.room, group.layers, group.tokens))
+        peer.post(frame, Write(source, group.wait_ready if group.ready else None, sent))

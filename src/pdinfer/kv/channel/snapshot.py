@@ -1,0 +1,64 @@
+"""What a channel holds at one moment: for tests and for who looks for a fault, never for an engine to act upon."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+import attrs
+
+from pdinfer.types import HandoffStatus, PeerAddress
+
+
+class ExpectedState(enum.Enum):
+    """What has become of a room that decode granted."""
+
+    OPEN = "open"
+    STOPPED = "stopped"
+    DAMAGED = "damaged"
+
+
+class AcceptedState(enum.Enum):
+    """What a room is to prefill."""
+
+    OPEN = "open"
+    STOPPING = "stopping"
+    TOMBSTONE = "tombstone"
+    TURNED_AWAY = "turned away"
+
+
+@attrs.frozen(kw_only=True)
+class LinkSnapshot:
+    """One link; `address` is None until the handshake is done."""
+
+    endpoint: str
+    address: PeerAddress | None
+    num_frames_waiting: int
+    num_writes_arriving: int
+
+
+@attrs.frozen(kw_only=True)
+class ExpectedRoom:
+    """A room that decode granted and that has not settled. `handoffs` are those of the writers that have finished,
+    `num_pieces` the ranges of tokens that were announced, over all layers."""
+
+    state: ExpectedState
+    pages: tuple[int, ...]
+    num_writers: int
+    handoffs: tuple[HandoffStatus, ...]
+    num_pieces: int
+
+
+@attrs.frozen(kw_only=True)
+class ChannelSnapshot:
+    """The links and rooms of one end. `wanted` are the peers that it dials whenever there is no link to them,
+    `pushing` the rooms that it still reads pages for, `num_settled` the hand-offs that `poll` would give and `num_stops`
+    the rooms that `poll_stops` would."""
+
+    links: tuple[LinkSnapshot, ...]
+    wanted: tuple[PeerAddress, ...]
+    expected: Mapping[bytes, ExpectedRoom]
+    accepted: Mapping[bytes, AcceptedState]
+    pushing: frozenset[bytes]
+    num_settled: int
+    num_stops: int
