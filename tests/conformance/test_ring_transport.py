@@ -22,7 +22,16 @@ from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.kv.transports.one_sided import ring as ring_module
 from pdinfer.kv.transports.one_sided import transport as ring_transport
 from pdinfer.kv.transports.one_sided import writer as ring_writer
-from pdinfer.kv.transports.one_sided.ring import MAX_SLOTS, PROBE_BYTES, Kind, Landed, NamedEngine, Offer, Signals, take
+from pdinfer.kv.transports.one_sided.ring import (
+    MAX_SLOTS,
+    PROBE_BYTES,
+    Landed,
+    NamedEngine,
+    Offer,
+    Signal,
+    SignalMemory,
+    take,
+)
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from tests.conformance.transport_suite import (
@@ -510,9 +519,9 @@ def landed(total: int = 8, num_bytes: int = 8, slot: int = 0) -> bytes:
     return Landed(total, num_bytes, slot, xxhash.xxh3_64_intdigest(bytes(num_bytes & 15))).packed()
 
 
-ASK, BEGIN, LANDED, CREDIT, OFFER = Kind.ASK, Kind.BEGIN, Kind.LANDED, Kind.CREDIT, Kind.OFFER
+ASK, BEGIN, LANDED, CREDIT, OFFER = Signal.ASK, Signal.BEGIN, Signal.LANDED, Signal.CREDIT, Signal.OFFER
 LIES = {
-    "unknown": [(max(Kind) + 1, b"x")],
+    "unknown": [(max(Signal) + 1, b"x")],
     "no kind": [(0, b"x")],
     "landed without a ring": [(LANDED, landed())],
     "begun without a ring": [(BEGIN, b"0")],
@@ -613,7 +622,7 @@ def test_random_words_never_stop_the_transport(pair: Callable[..., Pair]) -> Non
         peer.trusted = True
         for _ in range(chance.randint(1, 6)):
             body = chance.choice([chance.randbytes(chance.randint(1, 40)), landed(), b"0"])
-            end.transport.write(peer, body, [(0, chance.randint(0, max(Kind) + 1))])
+            end.transport.write(peer, body, [(0, chance.randint(0, max(Signal) + 1))])
         end.transport.send(peer, b"the end")
         end.transport.fence(peer)
     push(left, link, 100, 100)
@@ -678,7 +687,7 @@ def test_spans_are_taken_from_the_front() -> None:
 
 
 def test_words_survive_the_way() -> None:
-    assert Signals().num_bytes == max(Kind)
+    assert SignalMemory().num_bytes == max(Signal)
     for digest in (None, 0, 2**64 - 1):
         part = Landed(2**64 - 1, 2**63, 2**32 - 1, digest)
         assert Landed.parse(part.packed()) == part

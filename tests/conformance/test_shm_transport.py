@@ -26,13 +26,13 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memfd import CAN_SHARE, Segment
+from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.transports.base import Link
 from pdinfer.kv.transports.shm.sender import COUNT, REVOKED, RING_BYTES, SECTION_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream.framing import Header, Kind, digest_bytes
-from tests.conformance.transport_suite import BytesMemory, End, Recorder, SegmentMemory, finished, wait_until
+from pdinfer.kv.transports.stream.framing import Header, MessageKind, digest_bytes
+from tests.conformance.transport_suite import BytesMemory, End, MemfdMemory, Recorder, finished, wait_until
 
 pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 
@@ -53,7 +53,7 @@ def open_end() -> Iterator[Callable[..., End]]:
         digest: bool = True,
     ) -> End:
         transport = transport or ShmTransport(digest=digest)
-        end = End(transport, memory or SegmentMemory(num_bytes), Recorder(trusts=trusts))
+        end = End(transport, memory or MemfdMemory(num_bytes), Recorder(trusts=trusts))
         end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
         end.endpoints = end.transport.register(end.memory, end.receiver)
         ends.append(end)
@@ -75,12 +75,12 @@ class Peer:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(5.0)
         self.sock.connect(end.endpoints[0].removeprefix(SCHEME))
-        self.control = Segment(mmap.PAGESIZE, "control")
-        self.source = Segment(num_bytes, "source")
+        self.control = Memfd(mmap.PAGESIZE, "control")
+        self.source = Memfd(num_bytes, "source")
         self.source.view[:] = bytes(n % 251 for n in range(num_bytes))
 
     def share(self, descriptors: Sequence[int] | None = None, num_bytes: int | None = None) -> None:
-        message = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(
+        message = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(
             self.source.num_bytes if num_bytes is None else num_bytes
         )
         opened = [self.control.readable(), self.source.readable()]
@@ -93,7 +93,7 @@ class Peer:
     def write(self, spans: Spans, *, num_bytes: int | None = None, digest: bool = True, flip: int = 0) -> None:
         """One write that names `spans`; `flip` changes its digest."""
         size = sum(length for _, length in spans) if num_bytes is None else num_bytes
-        start = Header(Kind.MAPPED, 1, size, digest).packed() + b"w"
+        start = Header(MessageKind.MAPPED, 1, size, digest).packed() + b"w"
         self.sock.sendall(start + spans_of(spans))
         if digest:
             found = xxhash.xxh3_64(start)
@@ -101,7 +101,7 @@ class Peer:
                 found.update(self.source.view[offset : offset + length])
             said = bytearray(digest_bytes(found))
             said[0] ^= flip
-            self.sock.sendall(Header(Kind.DIGEST, 8).packed() + said)
+            self.sock.sendall(Header(MessageKind.DIGEST, 8).packed() + said)
 
     def close(self) -> None:
         self.sock.close()
@@ -126,7 +126,7 @@ class Peer:
 
 def spans_of(spans: Spans) -> bytes:
     body = b"".join(struct.pack("<QQ", offset % 2**64, length % 2**64) for offset, length in spans)
-    return Header(Kind.SPANS, len(body)).packed() + body
+    return Header(MessageKind.SPANS, len(body)).packed() + body
 
 
 def num_descriptors() -> int:
@@ -149,7 +149,7 @@ def test_a_peer_by_hand_is_understood(open_end: Callable[..., End]) -> None:
         source = bytes(peer.source.view)
         assert bytes(end.memory.data[:153]) == source[100:150] + source[:7] + source[4000:]
         answer = peer.sock.recv(100)
-        assert answer == Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(153)
+        assert answer == Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(153)
         peer.write([(0, 10)], flip=1)
         assert "did not verify" in str(end.receiver.wait("placed", 2)[1].error)
         peer.write([(0, 10)])
@@ -178,7 +178,7 @@ def test_spans_outside_what_was_shared_are_refused(open_end: Callable[..., End],
     with Peer(end) as peer:
         peer.share()
         size = sum(length for _, length in spans) if num_bytes is None else num_bytes
-        peer.sock.sendall(Header(Kind.MAPPED, 1, size, digested=True).packed() + b"w" + spans_of(spans))
+        peer.sock.sendall(Header(MessageKind.MAPPED, 1, size, digested=True).packed() + b"w" + spans_of(spans))
         assert peer.cut()
     assert isinstance(end.receiver.wait("closed")[0].error, TransferError)
     assert not end.receiver.of("placed")
@@ -249,10 +249,10 @@ def keeps_writers_out() -> bool:
 
 def test_who_is_shown_a_pool_reads_all_of_it_and_writes_none() -> None:
     """Also not by opening the descriptor anew, which the mode of a memfd allows to any account."""
-    segment = Segment(SIZE, "pool")
-    segment.view[:4] = b"ours"
-    shown = segment.readable()
-    assert os.pread(shown, SIZE, 0) == bytes(segment.view)
+    memfd = Memfd(SIZE, "pool")
+    memfd.view[:4] = b"ours"
+    shown = memfd.readable()
+    assert os.pread(shown, SIZE, 0) == bytes(memfd.view)
     with pytest.raises(OSError, match=r"(?i)not permitted|bad file descriptor|denied"):
         os.pwrite(shown, b"evil", 0)
     with pytest.raises(OSError, match=r"(?i)not permitted|denied"):
@@ -264,10 +264,10 @@ def test_who_is_shown_a_pool_reads_all_of_it_and_writes_none() -> None:
             with pytest.raises(PermissionError) if keeps_writers_out() else contextlib.nullcontext():
                 write()
         os.close(writable)
-    segment.view[4:8] = b"mine"
+    memfd.view[4:8] = b"mine"
     assert os.pread(shown, 8, 0)[4:] == b"mine"
     os.close(shown)
-    segment.close()
+    memfd.close()
 
 
 READER = """
@@ -320,17 +320,17 @@ def test_a_reader_in_another_process_alters_nothing_whoever_it_is(uid: int) -> N
         pytest.skip("only root can become somebody else")
     if not keeps_writers_out():
         pytest.skip("before Linux 5.1 a process of the same account can open it for writing; SECURITY.md says so")
-    segment = Segment(SIZE, "pool")
-    segment.view[:4] = b"ours"
-    shown = segment.readable()
+    memfd = Memfd(SIZE, "pool")
+    memfd.view[:4] = b"ours"
+    shown = memfd.readable()
     command = [sys.executable, "-c", READER, str(shown), str(uid), str(SIZE)]
     said = subprocess.run(command, check=False, pass_fds=[shown], capture_output=True, text=True, timeout=60.0)
     assert (said.returncode, said.stdout.strip()) == (0, "[]"), said.stderr
-    assert bytes(segment.view) == b"ours" + bytes(SIZE - 4)
-    segment.view[:4] = b"mine"
+    assert bytes(memfd.view) == b"ours" + bytes(SIZE - 4)
+    memfd.view[:4] = b"mine"
     assert os.pread(shown, 4, 0) == b"mine"
     os.close(shown)
-    segment.close()
+    memfd.close()
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 50])
@@ -349,7 +349,7 @@ def test_descriptors_beside_a_frame_are_closed_with_the_link(open_end: Callable[
     end = open_end()
     before = num_descriptors()
     with Peer(end) as peer:
-        frame = Header(Kind.FRAME, 1).packed() + b"f"
+        frame = Header(MessageKind.FRAME, 1).packed() + b"f"
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [peer.sock.fileno()] * 2))]
         peer.sock.sendmsg([frame], rights)
         end.receiver.wait("received")
@@ -371,28 +371,22 @@ def test_a_stranger_cannot_share(open_end: Callable[..., End]) -> None:
     assert num_maps() == maps
 
 
+WRITE_OF_8 = Header(MessageKind.MAPPED, 1, 8, digested=True).packed() + b"w"
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        pytest.param(Header(Kind.SPANS, 16).packed() + bytes(16), id="spans of no write"),
-        pytest.param(Header(Kind.DIGEST, 8).packed() + bytes(8), id="digest of no write"),
-        pytest.param(Header(Kind.WRITE, 1, 4, digested=True).packed() + b"w" + bytes(12), id="inline payload"),
-        pytest.param(Header(Kind.COPIED, 8).packed() + COUNT.pack(1), id="copied what was never named"),
-        pytest.param(Header(Kind.COPIED, 9).packed() + bytes(9), id="copied of a wrong size"),
-        pytest.param(Header(Kind.SHARE, 8).packed() + COUNT.pack(SIZE), id="shared twice"),
-        pytest.param(Header(Kind.MAPPED, 1, 8).packed() + b"w", id="write without a digest"),
-        pytest.param(
-            Header(Kind.MAPPED, 1, 8, digested=True).packed() + b"w" + Header(Kind.FRAME, 1).packed() + b"f",
-            id="frame inside a write",
-        ),
-        pytest.param(
-            Header(Kind.MAPPED, 1, 8, digested=True).packed() + b"w" + Header(Kind.SPANS, 15).packed() + bytes(15),
-            id="half a span",
-        ),
-        pytest.param(
-            Header(Kind.MAPPED, 1, 8, digested=True).packed() + b"w" + spans_of([(0, 8)]) + spans_of([(0, 8)]),
-            id="spans instead of the digest",
-        ),
+        pytest.param(Header(MessageKind.SPANS, 16).packed() + bytes(16), id="spans of no write"),
+        pytest.param(Header(MessageKind.DIGEST, 8).packed() + bytes(8), id="digest of no write"),
+        pytest.param(Header(MessageKind.WRITE, 1, 4, digested=True).packed() + b"w" + bytes(12), id="inline payload"),
+        pytest.param(Header(MessageKind.COPIED, 8).packed() + COUNT.pack(1), id="copied what was never named"),
+        pytest.param(Header(MessageKind.COPIED, 9).packed() + bytes(9), id="copied of a wrong size"),
+        pytest.param(Header(MessageKind.SHARE, 8).packed() + COUNT.pack(SIZE), id="shared twice"),
+        pytest.param(Header(MessageKind.MAPPED, 1, 8).packed() + b"w", id="write without a digest"),
+        pytest.param(WRITE_OF_8 + Header(MessageKind.FRAME, 1).packed() + b"f", id="frame inside a write"),
+        pytest.param(WRITE_OF_8 + Header(MessageKind.SPANS, 15).packed() + bytes(15), id="half a span"),
+        pytest.param(WRITE_OF_8 + spans_of([(0, 8)]) + spans_of([(0, 8)]), id="spans instead of the digest"),
     ],
 )
 def test_messages_where_they_do_not_belong(open_end: Callable[..., End], message: bytes) -> None:
@@ -427,7 +421,7 @@ def test_copied_cannot_go_back(open_end: Callable[..., End]) -> None:
             peer.recv(1000)
             for total in (60, 59):
                 assert not transfer.done
-                peer.sendall(Header(Kind.COPIED, 8).packed() + COUNT.pack(total))
+                peer.sendall(Header(MessageKind.COPIED, 8).packed() + COUNT.pack(total))
             assert "after 60 of 100" in str(end.receiver.wait("closed")[0].error)
     assert finished(transfer).error is not None
 
@@ -442,7 +436,7 @@ def test_a_revoked_write_is_never_placed(open_end: Callable[..., End]) -> None:
         peer.control.view[0] = REVOKED
         with contextlib.suppress(BrokenPipeError):  # the link may be closed before the last of it is said
             peer.write([(0, 100)], digest=False)
-            peer.sock.sendall(Header(Kind.FRAME, 6).packed() + b"finish")
+            peer.sock.sendall(Header(MessageKind.FRAME, 6).packed() + b"finish")
         assert peer.cut()
     assert "closed the link while" in str(end.receiver.wait("closed")[0].error)
     assert not end.receiver.of("placed") + end.receiver.of("received")
@@ -453,7 +447,7 @@ def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], dige
     """The sender's end closes and its pages get other contents, between the moment the receiver begins to copy and the
     copy. A Finish that says all is well is in the receiver's socket already."""
 
-    class Stopped(SegmentMemory):
+    class Stopped(MemfdMemory):
         """A receiver that is stopped when it is about to copy."""
 
         def landing(self, spans: Spans) -> list[memoryview]:
@@ -481,7 +475,7 @@ def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], dige
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_a_transfer_is_done_only_when_the_peer_has_copied(open_end: Callable[..., End], ring: bool) -> None:
-    sender = open_end(memory=BytesMemory(MIB) if ring else SegmentMemory(MIB))
+    sender = open_end(memory=BytesMemory(MIB) if ring else MemfdMemory(MIB))
     receiver = open_end(num_bytes=MIB)
     stopped = threading.Event()
 
@@ -545,9 +539,9 @@ def test_a_ring_carries_every_byte(open_end: Callable[..., End]) -> None:
 RECEIVE = """
 import sys
 from pdinfer.kv.transports.shm.transport import ShmTransport
-from tests.conformance.transport_suite import Recorder, SegmentMemory
+from tests.conformance.transport_suite import Recorder, MemfdMemory
 size = int(sys.argv[1])
-memory, receiver = SegmentMemory(size), Recorder()
+memory, receiver = MemfdMemory(size), Recorder()
 receiver.hooks["place"] = lambda _, __, n: [(0, n)]
 
 def placed(link, frame, error):
@@ -634,8 +628,8 @@ def test_a_killed_sender_closes_the_link_and_frees_its_memory(open_end: Callable
     end = open_end(num_bytes=MIB)
     code = (
         "import sys, time; from pdinfer.kv.transports.shm.transport import ShmTransport; "
-        "from tests.conformance.transport_suite import Recorder, SegmentMemory; "
-        "t = ShmTransport(); t.register(SegmentMemory(1 << 20), Recorder()); "
+        "from tests.conformance.transport_suite import Recorder, MemfdMemory; "
+        "t = ShmTransport(); t.register(MemfdMemory(1 << 20), Recorder()); "
         "link = t.connect([sys.argv[1]], timeout_s=5); link.trusted = True\n"
         "while True: t.write(link, b'w', [(0, 1 << 20)]); time.sleep(0.001)"
     )

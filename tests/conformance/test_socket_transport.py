@@ -27,7 +27,7 @@ from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTE
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.kv.transports.stream.door import Strangers
-from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
+from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
 
 STRANGERS = {
@@ -35,15 +35,15 @@ STRANGERS = {
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32),
     "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
     "pickle": b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
-    "version": HEADER.pack(MAGIC, VERSION + 1, Kind.FRAME, 0, 1, 0),
+    "version": HEADER.pack(MAGIC, VERSION + 1, MessageKind.FRAME, 0, 1, 0),
     "kind": HEADER.pack(MAGIC, VERSION, 7, 0, 1, 0),
-    "flags": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 2, 1, 0),
-    "digest on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 1, 1, 0),
-    "empty frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 0, 0),
-    "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 2**32 - 1, 0),
-    "payload on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 1, 2**64 - 1) + b"x",
-    "untrusted frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_UNTRUSTED_FRAME_BYTES + 1, 0),
-    "untrusted write": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 0, 1, 2**64 - 1) + b"x",
+    "flags": HEADER.pack(MAGIC, VERSION, MessageKind.WRITE, 2, 1, 0),
+    "digest on a frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 1, 1, 0),
+    "empty frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 0, 0),
+    "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 2**32 - 1, 0),
+    "payload on a frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 1, 2**64 - 1) + b"x",
+    "untrusted frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, MAX_UNTRUSTED_FRAME_BYTES + 1, 0),
+    "untrusted write": HEADER.pack(MAGIC, VERSION, MessageKind.WRITE, 0, 1, 2**64 - 1) + b"x",
 }
 
 
@@ -60,12 +60,12 @@ class Clock:
 def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> bytes:
     """A write as it stands on the wire, with a right digest."""
     size = len(payload) if announced is None else announced
-    head = Header(Kind.WRITE, len(frame), size, digested=True).packed() + frame
+    head = Header(MessageKind.WRITE, len(frame), size, digested=True).packed() + frame
     return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
 
 
 def frame_of(frame: bytes) -> bytes:
-    return Header(Kind.FRAME, len(frame), 0).packed() + frame
+    return Header(MessageKind.FRAME, len(frame), 0).packed() + frame
 
 
 def dialled(end: End) -> socket.socket:
@@ -120,7 +120,7 @@ def test_a_stranger_is_closed_and_costs_little(open_end: Callable[..., End], nam
 def test_a_trusted_peer_is_limited_too(open_end: Callable[..., End]) -> None:
     end = open_end()
     for message in (
-        HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_FRAME_BYTES + 1, 0),
+        HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, MAX_FRAME_BYTES + 1, 0),
         write_of(b"w", b"", announced=2**64 - 1),
     ):
         end.receiver.hooks["place"] = lambda *_: [(0, 8)]

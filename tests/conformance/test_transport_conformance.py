@@ -18,9 +18,9 @@ from tests.conformance.transport_suite import (
     TIMEOUT_S,
     BytesMemory,
     End,
+    MemfdMemory,
     ProcessTransportSuite,
     Recorder,
-    SegmentMemory,
     TransportSuite,
 )
 
@@ -78,7 +78,7 @@ class TestUnix(ProcessTransportSuite):
 
 @pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 class TestShm(ProcessTransportSuite):
-    """Both ends have their memory in a segment."""
+    """Both ends have their memory in a memfd."""
 
     digest = True
 
@@ -86,7 +86,7 @@ class TestShm(ProcessTransportSuite):
         return ShmTransport(digest=self.digest), ShmTransport(digest=self.digest)
 
     def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
-        return SegmentMemory(num_bytes, staged=staged)
+        return MemfdMemory(num_bytes, staged=staged)
 
 
 class TestShmWithoutDigest(TestShm):

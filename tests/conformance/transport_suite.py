@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES, TICK_S, Link, Transfer, Transport
 
@@ -68,13 +68,13 @@ class BytesMemory:
         return b"".join(self.data[offset : offset + length] for offset, length in spans)
 
 
-class SegmentMemory(BytesMemory):
-    """The same in a segment, which a transport may share with its peer."""
+class MemfdMemory(BytesMemory):
+    """The same in a memfd, which a transport may share with its peer."""
 
     def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
         super().__init__(num_bytes, staged=staged)
-        self.segment = Segment(num_bytes, "test")
-        self.data = self.segment.view
+        self.memfd = Memfd(num_bytes, "test")
+        self.data = self.memfd.view
 
 
 @attrs.frozen

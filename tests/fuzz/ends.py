@@ -17,17 +17,17 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
-from pdinfer.kv.transports.one_sided.ring import Kind, NamedEngine, Offer
+from pdinfer.kv.transports.one_sided.ring import NamedEngine, Offer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import Connection
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
-from tests.conformance.transport_suite import BytesMemory, SegmentMemory
+from tests.conformance.transport_suite import BytesMemory, MemfdMemory
 from tests.fuzz.peers import Deaf
 
 MEMORY_BYTES = 8192
@@ -135,9 +135,9 @@ def mapped(data: bytes) -> None:
     link = Link("shm://peer", trusted=bool(flags & 1))
     shown = _shown(revoked=bool(more & 32))
     memory = _own_memory()
-    memory.segment.view[:] = bytes(MEMORY_BYTES)
+    memory.memfd.view[:] = bytes(MEMORY_BYTES)
     host = Host(memory)
-    payloads = MappedPayloads(link, memory, host, digest=bool(flags & 2), pool=None if more & 16 else memory.segment)
+    payloads = MappedPayloads(link, memory, host, digest=bool(flags & 2), pool=None if more & 16 else memory.memfd)
     ours = Transfer(total_bytes(OUR_WRITE, memory))
 
     def connection(sock: socket.socket) -> Connection:
@@ -174,19 +174,19 @@ def _crowded(connection: Connection, reason: str) -> None:
 class _Shown:
     """What a peer may pass: good descriptors first, then too few, too many, and some of the wrong kind or size."""
 
-    control: Segment
+    control: Memfd
     choices: tuple[tuple[int, ...], ...]
 
 
 @cache
 def _shown(*, revoked: bool) -> _Shown:
-    control, source = Segment(mmap.PAGESIZE, "control"), Segment(SOURCE_BYTES, "source")
+    control, source = Memfd(mmap.PAGESIZE, "control"), Memfd(SOURCE_BYTES, "source")
     source.view[:] = source_bytes()
     control.view[0] = REVOKED if revoked else 0
     good = control.readable(), source.readable()
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, SOURCE_BYTES)
-    larger = Segment(MEMORY_BYTES, "larger").readable()
+    larger = Memfd(MEMORY_BYTES, "larger").readable()
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     choices = (
         good,
@@ -202,8 +202,8 @@ def _shown(*, revoked: bool) -> _Shown:
 
 
 @cache
-def _own_memory() -> SegmentMemory:
-    return SegmentMemory(MEMORY_BYTES)
+def _own_memory() -> MemfdMemory:
+    return MemfdMemory(MEMORY_BYTES)
 
 
 def source_bytes() -> bytes:
@@ -294,7 +294,7 @@ def ring(data: bytes) -> None:
             if flags & 6:
                 ours = transport.write(link, b"ours", OUR_WRITE)
             if flags & 4:
-                _hear(transport, link, Kind.OFFER, RING.packed())
+                _hear(transport, link, Signal.OFFER, RING.packed())
                 beside.wait_for_landed(2)
             for kind, body in _messages(data):
                 if beside.is_closed or beside.is_fenced:
@@ -328,7 +328,7 @@ def _hear(transport: RingTransport, link: Link, kind: int, body: bytes) -> None:
         return
     spans = transport.place(link, body, kind)
     assert spans == [(0, kind)]
-    assert kind <= max(Kind)
+    assert kind <= max(Signal)
     transport.placed(link, body, None)
 
 
@@ -358,7 +358,7 @@ class _Beside(Deaf):
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         with self._changed:
-            self._num_landed += source == [(0, Kind.LANDED)]
+            self._num_landed += source == [(0, Signal.LANDED)]
             self._changed.notify_all()
         return Transfer(0, then, done=True)
 

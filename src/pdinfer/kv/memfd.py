@@ -11,7 +11,7 @@ import sys
 import weakref
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.process.memory import SEGMENT
+from pdinfer.process.memory import MEMFD_PREFIX
 
 CAN_SHARE = sys.platform == "linux"
 """Whether this system has memfds. Elsewhere nothing of this module may be called."""
@@ -23,7 +23,7 @@ F_SEAL_FUTURE_WRITE = 0x10
 """Of linux/fcntl.h; Python's fcntl does not name it."""
 
 
-class Segment:
+class Memfd:
     """`num_bytes` of zeroed memory behind a descriptor. The kernel takes a page when it is first touched, and gives it
     back when the last map is gone: this one, those of `readable`, and those of forked children, which see and change
     the very same bytes. Raises ConfigError when the system refuses."""
@@ -31,7 +31,7 @@ class Segment:
     def __init__(self, num_bytes: int, name: str) -> None:
         self.num_bytes = num_bytes
         try:
-            self._descriptor = os.memfd_create(f"{SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._descriptor = os.memfd_create(f"{MEMFD_PREFIX}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._close = weakref.finalize(self, os.close, self._descriptor)
             os.ftruncate(self._descriptor, num_bytes)
             self.map = mmap.mmap(self._descriptor, num_bytes)
@@ -69,8 +69,8 @@ def _seal(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)  # Linux before 5.1: other accounts are kept out by the mode
 
 
-class PeerSegment:
-    """Another process's segment, mapped for reading. Takes the descriptor over and closes it. Raises TransferError
+class PeerMemfd:
+    """Another process's memfd, mapped for reading. Takes the descriptor over and closes it. Raises TransferError
     unless it is a memfd of exactly `num_bytes` that can no longer shrink."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVLayout, Spans
-from pdinfer.kv.memfd import CAN_SHARE, Segment
+from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,7 +22,7 @@ class PageMemory:
     """One flat block of bytes on one device, and typed views of its regions.
 
     Host memory is read and written in place by transports; device memory goes through host copies. With "auto" and
-    "shared", host memory is a `segment` where the system has them, which other processes can be given to read: a forked
+    "shared", host memory is a `memfd` where the system has them, which other processes can be given to read: a forked
     child then shares the pages, and must leave them alone. "pinned" memory is not.
     """
 
@@ -33,10 +33,10 @@ class PageMemory:
         self.num_pages = num_pages
         self.device = device
         num_bytes = num_pages * layout.page_bytes
-        self.segment: Segment | None = None
+        self.memfd: Memfd | None = None
         if CAN_SHARE and device.type == "cpu" and memory != "pinned":
-            self.segment = Segment(num_bytes, "pool")
-            self.buffer = torch.frombuffer(self.segment.map, dtype=torch.uint8)
+            self.memfd = Memfd(num_bytes, "pool")
+            self.buffer = torch.frombuffer(self.memfd.map, dtype=torch.uint8)
         else:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned")
             if memory == "shared":

@@ -25,7 +25,7 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import Link, Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, MessageKind, digest_bytes
 from pdinfer.testing import VirtualClock
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, peer_key
 from tests.unit.kv.channel.channels import (
@@ -846,7 +846,7 @@ def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
                 head = take(ours, HEADER.size)
                 header = Header.parse(head)
                 rest = bytearray(take(ours, header.frame_bytes))
-                if header.kind is Kind.WRITE:
+                if header.kind is MessageKind.WRITE:
                     rest += take(ours, header.payload_bytes + DIGEST_BYTES)
                     rest[header.frame_bytes] ^= 1
                 theirs.sendall(head + rest)
@@ -912,7 +912,7 @@ class Hand:
 
     @staticmethod
     def framed(frame: bytes) -> bytes:
-        return Header(Kind.FRAME, len(frame), 0).packed() + frame
+        return Header(MessageKind.FRAME, len(frame), 0).packed() + frame
 
     def say(self, message: wire.Message) -> None:
         self.sock.sendall(self.framed(self.seal.seal(wire.encode(message))))
@@ -930,7 +930,7 @@ def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
         grant = case.grant(decode, writer)
         num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
         frame = first.seal.seal(wire.encode(wire.Data(grant.room, LAYERS, grant.tokens)))
-        head = Header(Kind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
+        head = Header(MessageKind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
         payload = b"\x55" * num_bytes
         first.sock.sendall(head + payload[: num_bytes // 2])
         until(lambda: 0x55 in decode.pool.memory.buffer)

@@ -35,7 +35,7 @@ MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
 
-class Kind(enum.IntEnum):
+class Signal(enum.IntEnum):
     """What the two ends of a ring say to each other."""
 
     ASK = 1
@@ -127,15 +127,15 @@ class Credit:
         return cls(*cls._FORM.unpack(data))
 
 
-class Signals:
-    """The memory of the stream beside the engine: `Kind` k travels as k bytes of it, which mean nothing.
+class SignalMemory:
+    """The memory of the stream beside the engine: `Signal` k travels as k bytes of it, which mean nothing.
 
     So frames pass as they are, under the limits that the stream has for them anyway, and whatever concerns rings is a
     write to it, refused like every write until the link is trusted.
     """
 
     def __init__(self) -> None:
-        self._bytes = memoryview(bytearray(max(Kind)))
+        self._bytes = memoryview(bytearray(max(Signal)))
 
     @property
     def num_bytes(self) -> int:

@@ -24,7 +24,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
 from pdinfer.kv.transports.budget import MESSAGE_BYTES, Budget
-from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Landed, NamedEngine, Offer, Signal, gather, take
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
@@ -66,7 +66,7 @@ class Control:
     """What a writer needs of the stream beside it. `send` and `say` queue and never block; `fail` closes the link."""
 
     send: Callable[[bytes], None]
-    say: Callable[[Kind, bytes], object]
+    say: Callable[[Signal, bytes], object]
     fail: Callable[[TransferError], None]
 
 
@@ -260,9 +260,9 @@ class RingWriter:
                 self._return_block(part.block)
         self._check_open()
         if part.frame is not None:
-            self._control.say(Kind.BEGIN, part.frame)
+            self._control.say(Signal.BEGIN, part.frame)
         landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
-        self._control.say(Kind.LANDED, landed.packed())
+        self._control.say(Signal.LANDED, landed.packed())
 
     def _mend(self, part: _Part, block: Block) -> None:
         """After a write of which nothing is known: silence, probes until the way is clear, and the write once more."""

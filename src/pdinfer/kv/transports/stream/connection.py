@@ -17,7 +17,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Link, Receiver, check_arriving
 from pdinfer.kv.transports.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
 from pdinfer.kv.transports.stream import endpoints as dial
-from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
+from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import Message, Payloads
 from pdinfer.process.locks import new_lock
 
@@ -249,7 +249,7 @@ class Connection:
             self.idle_since = self._clock()
             head = yield from self._ahead.read(HEADER.size)
             header = Header.parse(head)
-            if header.kind is Kind.FRAME:
+            if header.kind is MessageKind.FRAME:
                 check_arriving(self.link, header.frame_bytes, is_write=False)
                 frame = yield from self._read_bytes(header.frame_bytes)
                 self._receiver.received(self.link, frame)
@@ -275,4 +275,4 @@ def _cost(message: Message) -> int:
 
 
 def _packed(message: Message) -> bytes:
-    return Header(Kind.FRAME, len(message.frame)).packed() + message.frame
+    return Header(MessageKind.FRAME, len(message.frame)).packed() + message.frame

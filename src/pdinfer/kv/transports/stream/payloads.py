@@ -12,7 +12,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, Kind, Read, digest_bytes
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16
 
@@ -76,7 +76,7 @@ class InlinePayloads:
     def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
         if message.ready is not None:
             message.ready()
-        header = Header(Kind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
+        header = Header(MessageKind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
         head = memoryview(header.packed() + message.frame)
         payload = self._memory.read(message.source)
         if self._digest:
@@ -99,7 +99,7 @@ class InlinePayloads:
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Reads a write's payload to where the receiver wants it, and verifies it."""
         check_arriving(self._link, header.frame_bytes, is_write=True)
-        if header.kind is not Kind.WRITE:
+        if header.kind is not MessageKind.WRITE:
             raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
         check_digested(self._link, header, required=self._digest)
         frame, num_bytes = (yield from read(header.frame_bytes)), header.payload_bytes
