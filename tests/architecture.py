@@ -93,7 +93,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("frame_mac", "rooms", "complaints"),
         ("tombstones",),
     ),
-    "kv.transports": (("mooncake", "shm"), ("socket", "one_sided"), ("stream", "loopback"), ("base", "budget")),
+    "kv.transports": (
+        ("mooncake", "shm"),
+        ("socket", "one_sided"),
+        ("stream", "loopback"),
+        ("message",),
+        ("base", "budget"),
+    ),
     "kv.transports.stream": (
         ("transport",),
         ("door", "turns"),

@@ -21,12 +21,13 @@ from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.ring import NamedEngine, Offer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import Connection
-from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
+from pdinfer.kv.transports.stream.payloads import InlinePayloads
 from tests.conformance.transport_suite import BytesMemory, MemfdMemory
 from tests.fuzz.peers import Deaf
 

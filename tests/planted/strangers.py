@@ -64,7 +64,7 @@ MUTANTS = [
     Mutant(
         "what has left still counts as waiting",
         "src/pdinfer/kv/transports/stream/connection.py",
-        "                    self._limits.waiting.give(self, _cost(self._leaving))\n",
+        "                    self._limits.waiting.give(self, self._leaving.cost_bytes)\n",
         "                    pass\n",
         "tests/unit/kv/transports/test_budget.py::test_a_link_that_is_read_holds_nothing_in_the_end",
     ),

@@ -1,8 +1,8 @@
 """What carries frames and bytes between two ends, and knows nothing of rooms or requests. A new transport is a file or
-a
-folder here; it passes `tests/conformance/transport_suite.py`.
+a folder here; it passes `tests/conformance/transport_suite.py`.
 
     base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
+    message.py    what waits to leave on a link
     budget.py     a bound on what all links of a transport hold together
     loopback.py   inside one process
     socket.py     TCP and Unix sockets

@@ -13,10 +13,6 @@ MAX_WAITING_BYTES = 32 << 20
 """Frames that may wait to be sent, over all links. More wait only when peers live and do not read."""
 MAX_ARRIVING_BYTES = 16 << 20
 """Frames of which a part has arrived, over all links."""
-MESSAGE_BYTES = 256
-"""What a message costs beside its frame: the objects around it."""
-SPAN_BYTES = 128
-"""What a span of a write costs: a tuple and two ints."""
 
 H = TypeVar("H", bound=Hashable)
 

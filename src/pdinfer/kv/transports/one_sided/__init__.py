@@ -4,5 +4,5 @@
     ring.py        the landing ring at its receiver
     writer.py      its sender: one thread per link
 
-May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process, the ground.
 """

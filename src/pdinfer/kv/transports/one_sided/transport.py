@@ -23,6 +23,7 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame
 from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
     MAX_SLOTS,
@@ -34,7 +35,7 @@ from pdinfer.kv.transports.one_sided.ring import (
     Signal,
     SignalMemory,
 )
-from pdinfer.kv.transports.one_sided.writer import Control, Message, RingWriter
+from pdinfer.kv.transports.one_sided.writer import Control, RingWriter
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 16 << 20

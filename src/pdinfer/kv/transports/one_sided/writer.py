@@ -20,10 +20,10 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
-from pdinfer.kv.transports.budget import MESSAGE_BYTES, Budget
+from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Landed, NamedEngine, Offer, Signal, gather, take
 from pdinfer.process.locks import new_lock
 
@@ -35,16 +35,6 @@ MEND_S = 5.0
 """How long probing may take before the link is given up."""
 LOOK_S = (20e-6, 5e-3)
 """The least and the most sleep between two looks at a write; between them a sixteenth of what it has taken."""
-
-
-@attrs.define(eq=False)
-class Message:
-    """A frame on its way out, and for a write what follows it."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
 
 
 @attrs.define(eq=False)
@@ -114,8 +104,9 @@ class RingWriter:
             if not self.is_busy:
                 self._control.send(frame)
                 return
-            self._queue.append(Message(frame))
-            slowest = self._waiting.take(self, MESSAGE_BYTES + len(frame))
+            message = Message(frame)
+            self._queue.append(message)
+            slowest = self._waiting.take(self, message.cost_bytes)
         if slowest is not None:
             slowest.give_up()
 
@@ -202,7 +193,7 @@ class RingWriter:
                 if self._queue:
                     message = self._queue.popleft()
                     if message.transfer is None:
-                        self._waiting.give(self, MESSAGE_BYTES + len(message.frame))
+                        self._waiting.give(self, message.cost_bytes)
                     return message
             self._settle()
 

@@ -4,6 +4,6 @@
     sender.py      names pieces of a memfd, and waits until they are copied
     receiver.py    copies them, and checks them
 
-May import: kv.layout, kv.memfd, kv.memory, kv.transports.base, kv.transports.socket, kv.transports.stream, process,
-the ground.
+May import: kv.layout, kv.memfd, kv.memory, kv.transports.base, kv.transports.message, kv.transports.socket,
+kv.transports.stream, process, the ground.
 """

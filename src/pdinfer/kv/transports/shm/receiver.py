@@ -24,9 +24,10 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
-from pdinfer.kv.transports.stream.payloads import Message, check_digest, check_digested
+from pdinfer.kv.transports.stream.payloads import check_digest, check_digested
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2

@@ -8,5 +8,5 @@
     door.py         who may wait before it is trusted
     turns.py        which link is served next
 
-May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process, the ground.
 """

@@ -15,10 +15,11 @@ from collections.abc import Callable, Generator, Iterator
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Link, Receiver, check_arriving
-from pdinfer.kv.transports.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
+from pdinfer.kv.transports.budget import Limits
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
-from pdinfer.kv.transports.stream.payloads import Message, Payloads
+from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 TURN_BYTES = 4 << 20
@@ -61,6 +62,7 @@ class Connection:
         self._lock = new_lock()
         self._queue: deque[Message] = deque()
         self._leaving: Message | None = None
+        self._rest = b""  # what has not left of the first in the queue, when its start has
         self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
@@ -79,7 +81,7 @@ class Connection:
             if idle and self._leaves(message):
                 return True
             self._queue.append(message)
-            slowest = self._limits.waiting.take(self, _cost(message))
+            slowest = self._limits.waiting.take(self, message.cost_bytes)
         if idle:
             wake()
         if slowest is not None:
@@ -98,8 +100,8 @@ class Connection:
         # Any error shows again in the I/O thread, which closes the link.
         with contextlib.suppress(OSError):
             sent = self.sock.send(data)
-        message.rest = data[sent:]
-        return sent == len(data)
+        self._rest = data[sent:]
+        return not self._rest
 
     def opened(self) -> None:
         """The socket can be written to, or failed: goes on as a connected one."""
@@ -228,14 +230,15 @@ class Connection:
         while True:
             with self._lock:
                 if self._leaving is not None:
-                    self._limits.waiting.give(self, _cost(self._leaving))
+                    self._limits.waiting.give(self, self._leaving.cost_bytes)
                 urgent = self._payloads.urgent()
                 message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
                 self._busy = urgent is not None or message is not None
+                rest, self._rest = (b"", self._rest) if message is None else (self._rest, b"")
             if message is None:
                 yield urgent
-            elif message.rest or message.transfer is None:
-                yield Buffers([memoryview(message.rest or _packed(message))])
+            elif rest or message.transfer is None:
+                yield Buffers([memoryview(rest or _packed(message))])
             else:
                 for part in self._payloads.outgoing(message, message.transfer):
                     if urgent := self._payloads.urgent():
@@ -268,10 +271,6 @@ class Connection:
         data = yield from self._ahead.read(num_bytes)
         self._limits.arriving.give(self, num_bytes)
         return data
-
-
-def _cost(message: Message) -> int:
-    return MESSAGE_BYTES + len(message.frame) + SPAN_BYTES * len(message.source)
 
 
 def _packed(message: Message) -> bytes:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
-import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16
-
-
-@attrs.define(eq=False)
-class Message:
-    """A frame on its way out, and for a write what belongs to it. `rest` is what has not left of a message of which the
-    start has."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
-    rest: bytes = b""
 
 
 class Payloads(Protocol):

@@ -27,10 +27,11 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.connection import Connection
 from pdinfer.kv.transports.stream.door import Door, Strangers, source_of
-from pdinfer.kv.transports.stream.payloads import Message, Payloads
+from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.kv.transports.stream.turns import ROUND_S, Turns
 from pdinfer.process.locks import new_lock
 
