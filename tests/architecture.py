@@ -102,6 +102,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "kv.transports.stream": (
         ("transport",),
+        ("acceptor",),
+        ("io_thread",),
         ("door", "turns"),
         ("connection",),
         ("payloads", "endpoints"),
@@ -205,7 +207,6 @@ LONGER = {
     "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
     "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
-    "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",
     "kv.channel.channel": "one object: both ends of a hand-off share their links and their lock",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

@@ -26,6 +26,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream import transport as stream
+from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
 from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
@@ -272,36 +273,31 @@ def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
     end = open_end(SocketTransport(clock=clock), trusts=False)
     end.receiver.hooks["opened"] = lambda _: all_are_here.wait(5.0)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(dialled(end)) for _ in range(2 * stream.ACCEPTS)]
+        crowd = [stack.enter_context(dialled(end)) for _ in range(2 * ACCEPTS)]
         all_are_here.set()
         crowd[0].sendall(frame_of(b"a look at all links"))
         end.receiver.wait("received")
-        assert len(end.receiver.of("opened")) == stream.ACCEPTS
-        clock.now += stream.PACE_S + 1e-6
+        assert len(end.receiver.of("opened")) == ACCEPTS
+        clock.now += PACE_S + 1e-6
         crowd[0].sendall(frame_of(b"wakes the thread, whose clock stands still"))
-        end.receiver.wait("opened", 2 * stream.ACCEPTS)
+        end.receiver.wait("opened", 2 * ACCEPTS)
 
 
 def test_who_is_out_of_descriptors_turns_out_a_stranger(
     open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = open_end(trusts=False)
-    accept, broken = end.transport._listener.sock.accept, [True]  # type: ignore[attr-defined]
+    accept, broken = socket.socket.accept, [True]
 
-    class Listening:
-        def __getattr__(self, name: str) -> object:
-            return getattr(sock, name)
-
-        def accept(self) -> object:
-            if broken:
-                broken.pop()
-                raise OSError(errno.EMFILE, "Too many open files")
-            return accept()
+    def scarce(sock: socket.socket) -> object:
+        if broken:
+            broken.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(sock)
 
     with dialled(end) as stranger:
         end.receiver.wait("opened")
-        sock = end.transport._listener.sock  # type: ignore[attr-defined]
-        monkeypatch.setattr(end.transport._listener, "sock", Listening())  # type: ignore[attr-defined]
+        monkeypatch.setattr(socket.socket, "accept", scarce)
         with dialled(end) as newcomer:
             assert closed_by_peer(stranger)
             newcomer.sendall(frame_of(b"hello"))
@@ -326,11 +322,11 @@ def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monk
         peer.sendall(long[:-1])
     end.receiver.wait("closed", 5)
     assert all("a part of a frame" in str(call.error) for call in end.receiver.of("closed"))
-    assert end.transport._limits.arriving.num_bytes == 3 * MAX_FRAME_BYTES  # type: ignore[attr-defined]
+    assert end.transport.limits.arriving.num_bytes == 3 * MAX_FRAME_BYTES  # type: ignore[attr-defined]
     for peer in slow:
         peer.close()
     end.receiver.wait("closed", 8)
-    assert end.transport._limits.arriving.num_bytes == 0  # type: ignore[attr-defined]
+    assert end.transport.limits.arriving.num_bytes == 0  # type: ignore[attr-defined]
     with dialled(end) as honest:
         honest.sendall(long)
         end.receiver.wait("received")
@@ -413,21 +409,25 @@ def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End])
 
 
 def test_a_failing_loop_closes_everything_loudly(
-    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    class Breaking(Clock):
+        broken = False
+
+        def __call__(self) -> float:
+            if self.broken:
+                raise OSError("no clock any more")
+            return self.now
+
+    clock = Breaking()
     left, right = open_end(), open_end(SocketTransport(clock=clock))
     link, _ = left.connect(right)
-
-    def sweep() -> None:
-        raise OSError("epoll is gone")
-
-    monkeypatch.setattr(right.transport, "_sweep", sweep)
-    clock.now += 10
+    clock.broken = True
     left.transport.send(link, b"wakes the loop")
     assert "I/O thread failed" in str(right.receiver.wait("closed")[0].error)
     assert left.receiver.wait("closed", 1, link)[0].error is not None
     wait_until(lambda: any(r.levelname == "CRITICAL" and r.name == "pdinfer" for r in caplog.records))
+    clock.broken = False
     with pytest.raises(TransferError, match="closed"):
         right.transport.connect(left.endpoints, timeout_s=1)
 

@@ -26,7 +26,7 @@ from pdinfer.kv.transports.one_sided.ring import NamedEngine, Offer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
-from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
 from tests.conformance.transport_suite import BytesMemory, MemfdMemory
 from tests.fuzz.peers import Deaf
@@ -122,7 +122,7 @@ def stream(data: bytes) -> None:
     _converse(
         host,
         link,
-        lambda sock: Connection(sock, link, payloads, host, _no_time, limits=_limits()),
+        lambda sock: StreamConnection(sock, link, payloads, host, _no_time, limits=_limits()),
         data,
         cut=flags >> 2,
     )
@@ -141,8 +141,8 @@ def mapped(data: bytes) -> None:
     payloads = MappedPayloads(link, memory, host, digest=bool(flags & 2), pool=None if more & 16 else memory.memfd)
     ours = Transfer(total_bytes(OUR_WRITE, memory))
 
-    def connection(sock: socket.socket) -> Connection:
-        made = Connection(sock, link, payloads, host, _no_time, limits=_limits())
+    def connection(sock: socket.socket) -> StreamConnection:
+        made = StreamConnection(sock, link, payloads, host, _no_time, limits=_limits())
         if more & 8:
             made.queue(Message(b"ours", ours, OUR_WRITE), lambda: None)
             made.transmit()
@@ -162,12 +162,12 @@ def _no_time() -> float:
     return 0.0
 
 
-def _limits() -> Limits[Connection]:
+def _limits() -> Limits[StreamConnection]:
     """Those of a transport with this one link, which nothing crowds out."""
     return Limits(Budget(MAX_WAITING_BYTES, _no_time), Budget(MAX_ARRIVING_BYTES, _no_time), _crowded)
 
 
-def _crowded(connection: Connection, reason: str) -> None:
+def _crowded(connection: StreamConnection, reason: str) -> None:
     raise AssertionError(f"one link alone had to give way: {reason}")
 
 
@@ -215,7 +215,7 @@ def source_bytes() -> bytes:
 def _converse(
     host: Host,
     link: Link,
-    connect: Callable[[socket.socket], Connection],
+    connect: Callable[[socket.socket], StreamConnection],
     data: bytes,
     *,
     cut: int,
@@ -255,7 +255,7 @@ def _pieces(data: bytes, cut: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
-def _read(connection: Connection) -> None:
+def _read(connection: StreamConnection) -> None:
     """Turn by turn, as the I/O thread does, until nothing more has arrived."""
     for _ in range(MAX_TURNS):
         more = connection.receive()
@@ -266,7 +266,7 @@ def _read(connection: Connection) -> None:
     raise AssertionError("no end of turns for so few bytes")
 
 
-def _close(connection: Connection, host: Host, error: TransferError) -> None:
+def _close(connection: StreamConnection, host: Host, error: TransferError) -> None:
     if connection.shut(error):
         host.closed(connection.link, error)
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pdinfer.errors import ConfigError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver
-from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.endpoints import TCP, UNIX, check_local, check_port, listen_tcp, listen_unix
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Payloads
 from pdinfer.kv.transports.stream.transport import StreamTransport
 
@@ -37,7 +37,7 @@ class SocketTransport(StreamTransport):
         strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        dial.check_port(port)
+        check_port(port)
         if path is not None and (host, port) != ("127.0.0.1", 0):
             raise ConfigError(f"listen on a path ({path!r}) or on a host and port ({host}:{port}), not on both")
 
@@ -46,8 +46,8 @@ class SocketTransport(StreamTransport):
 
         super().__init__(
             "tcp" if path is None else "unix",
-            listen=lambda: dial.listen_tcp(host, port) if path is None else dial.listen_unix(os.fspath(path)),
-            schemes=(dial.TCP, dial.UNIX),
+            listen=lambda: listen_tcp(host, port) if path is None else listen_unix(os.fspath(path)),
+            schemes=(TCP, UNIX),
             payloads=payloads,
             clock=clock,
             strangers=strangers or Strangers(),
@@ -57,5 +57,5 @@ class SocketTransport(StreamTransport):
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         if self._host is not None and not self._allow_remote:
-            dial.check_local(self._host, receiver)
+            check_local(self._host, receiver)
         return super().register(memory, receiver)

@@ -651,8 +651,8 @@ def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.
     deaf, victim = case.pair()
     grant = case.grant(victim, deaf)
     monkeypatch.setattr(deaf, "_aborted", lambda *_: None)
-    monkeypatch.setattr(connection.Connection, "transmit", lambda _: False)
-    monkeypatch.setattr(connection.Connection, "_leaves", lambda *_: False)
+    monkeypatch.setattr(connection.StreamConnection, "transmit", lambda _: False)
+    monkeypatch.setattr(connection.StreamConnection, "_leaves", lambda *_: False)
     reason, num_sent = TransferError("no" * 1000), 0
     there, words = record(victim, deaf), list[Handoff]()
     while not words:

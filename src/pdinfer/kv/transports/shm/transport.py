@@ -13,8 +13,8 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.endpoints import Listener, listen_unix
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.kv.transports.stream.transport import StreamTransport
 from pdinfer.process.scratch import ScratchFolder
@@ -61,7 +61,7 @@ class ShmTransport(StreamTransport):
 
         super().__init__(
             "shm",
-            listen=lambda: _listen(None if path is None else os.fspath(path)),
+            listen=lambda: listen_shm(None if path is None else os.fspath(path)),
             schemes=(SCHEME,),
             payloads=payloads,
             clock=clock,
@@ -74,12 +74,13 @@ def same_host_transport(*, digest: bool = True) -> Transport:
     return ShmTransport(digest=digest) if CAN_SHARE else SocketTransport(digest=digest)
 
 
-def _listen(path: str | None) -> dial.Listener:
+def listen_shm(path: str | None) -> Listener:
+    """Listens at `path`, or in a private folder that goes with the listener."""
     if path is not None:
-        return dial.listen_unix(path, scheme=SCHEME)
+        return listen_unix(path, scheme=SCHEME)
     folder = ScratchFolder()
     try:
-        return dial.listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
+        return listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
     except ConfigError:
         folder.close()
         raise

@@ -1,6 +1,8 @@
 """Links over stream sockets: one I/O thread that listens, dials, reads and writes.
 
-    transport.py    the thread, and what others may ask of it
+    transport.py    what a channel may ask of it
+    io_thread.py    the thread that serves every link
+    acceptor.py     how links that peers open come in
     connection.py   one socket as a link
     payloads.py     the part of a connection that moves payloads
     framing.py      how messages lie on the stream

@@ -17,7 +17,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Link, Receiver, check_arriving
 from pdinfer.kv.transports.budget import Limits
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.stream import endpoints as dial
+from pdinfer.kv.transports.stream.endpoints import complete_dial
 from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
@@ -30,7 +30,7 @@ DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
 
-class Connection:
+class StreamConnection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
     link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
     has been called. What waits and what arrives counts in `limits`."""
@@ -43,13 +43,11 @@ class Connection:
         receiver: Receiver,
         clock: Callable[[], float],
         *,
-        limits: Limits[Connection],
-        accepted: bool = False,
+        limits: Limits[StreamConnection],
         opening: bool = False,
     ) -> None:
         self.sock = sock
         self.link = link
-        self.accepted = accepted
         self.opening = opening
         self.gone = threading.Event()
         self.closed = False
@@ -106,7 +104,7 @@ class Connection:
     def opened(self) -> None:
         """The socket can be written to, or failed: goes on as a connected one."""
         try:
-            dial.complete(self.sock)
+            complete_dial(self.sock)
         except OSError as error:
             raise TransferError(f"cannot connect to {self.link.endpoint}: {error}") from error
         self.link.heard_at = self._clock()
