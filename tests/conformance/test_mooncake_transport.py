@@ -25,15 +25,8 @@ from pdinfer.kv.transports import mooncake
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from tests.backends import ROOT, child_environment, need_mooncake
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    Recorder,
-    TransportSuite,
-    finished,
-    wait_until,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_suite import TransportSuite
 from tests.unit.kv.channel.test_channel import Case, pool_of, settled, word
 
 SLOT_BYTES = 1 << 20

@@ -19,12 +19,10 @@ import xxhash
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transport
-from pdinfer.kv.transports.one_sided import ring as ring_module
-from pdinfer.kv.transports.one_sided import transport as ring_transport
-from pdinfer.kv.transports.one_sided import writer as ring_writer
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_SLOTS,
     PROBE_BYTES,
+    Incoming,
     Landed,
     NamedEngine,
     Offer,
@@ -34,15 +32,8 @@ from pdinfer.kv.transports.one_sided.ring import (
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    Recorder,
-    TransportSuite,
-    finished,
-    wait_until,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_suite import TransportSuite
 
 SLOT_BYTES = 1 << 12
 NAME = "ring"
@@ -141,8 +132,8 @@ def network() -> Network:
 
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_writer, "PAUSE_S", (0.01, 0.02))
-    monkeypatch.setattr(ring_writer, "MEND_S", 0.3)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.PAUSE_S", (0.01, 0.02))
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.MEND_S", 0.3)
 
 
 Pair = tuple[End, End, Link, Link]
@@ -153,11 +144,17 @@ def pair(network: Network) -> Iterator[Callable[..., Pair]]:
     """Makes two connected ends; the frame of a write names the offset where it goes."""
     ends: list[End] = []
 
-    def make(num_bytes: int = 1 << 16, *, left: dict[str, object] | None = None, **both: object) -> Pair:
+    def make(
+        num_bytes: int = 1 << 16,
+        *,
+        memory: Callable[[int], BytesMemory] = BytesMemory,
+        left: dict[str, object] | None = None,
+        **both: object,
+    ) -> Pair:
         sizes: dict[str, object] = {"slot_bytes": SLOT_BYTES, "num_slots": 3, **both}
         for more in ({**sizes, **(left or {})}, sizes):
             transport = RingTransport(NAME, network.segment, SocketTransport(), **more)  # type: ignore[arg-type]
-            end = End(transport, BytesMemory(num_bytes), Recorder())
+            end = End(transport, memory(num_bytes), Recorder())
             end.receiver.hooks["place"] = lambda _, frame, size: [(int(frame), size)]
             end.endpoints = transport.register(end.memory, end.receiver)
             ends.append(end)
@@ -355,7 +352,7 @@ def test_addresses_of_dead_rings_are_kept_but_not_their_memory(network: Network)
 def ring_of(segment: NamedEngine) -> Offer:
     """A ring of 16 MiB that was filled, and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
-    ring = ring_transport.Incoming(
+    ring = Incoming(
         Link("peer"), segment, memory, receiver, slot_bytes=1 << 24, num_slots=1, digest=True, credit=lambda _: None
     )
     ctypes.memset(ring.offer.address, 1, 1 << 24)
@@ -377,7 +374,7 @@ def resident_bytes(offers: list[Offer]) -> int:
 def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     pair: Callable[..., Pair], network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_transport, "JOIN_S", 0.1)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.transport.JOIN_S", 0.1)
     left, right, link, theirs = pair()
     network.fates.append("block")
     push(left, link, 0, 100)
@@ -462,14 +459,9 @@ def test_the_digest_is_of_what_reached_the_pages(
         def intdigest(self) -> int:
             return self._digest.intdigest()
 
-    left, right, link, _ = pair()
-    ring = right.transport
-    assert isinstance(ring, RingTransport)
-    assert ring._owned is not None
-    right.memory = Racing(1 << 16)
-    ring._owned = (right.memory, *ring._owned[1:])
+    left, right, link, _ = pair(memory=Racing)
     left.memory.data[0] = 1
-    monkeypatch.setattr(ring_module, "xxhash", SimpleNamespace(xxh3_64=Digest))
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.ring.xxhash", SimpleNamespace(xxh3_64=Digest))
     push(left, link, 0, 100)
     error = right.receiver.wait("placed")[0].error
     assert right.memory.data[:100] != left.memory.data[:100]

@@ -25,11 +25,10 @@ from hypothesis import strategies as st
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
 from pdinfer.kv.transports.stream.door import Strangers
 from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
-from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -314,7 +313,7 @@ def test_limits_that_let_nobody_in(name: str) -> None:
 
 def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who announces a long frame and sends a part of it makes room, of all links, for 16 of the longest."""
-    monkeypatch.setattr(stream, "MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.transport.MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
     end = open_end()
     long = frame_of(bytes(MAX_FRAME_BYTES))
     slow = [dialled(end) for _ in range(8)]
@@ -336,7 +335,7 @@ def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: 
     end = open_end(SocketTransport(path=tmp_path / "end.sock"))
     code = (
         "import sys, time; from pdinfer.kv.transports.socket import SocketTransport; "
-        "sys.path.insert(0, sys.argv[2]); from transport_suite import BytesMemory, Recorder; "
+        "sys.path.insert(0, sys.argv[2]); from transport_ends import BytesMemory, Recorder; "
         "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
         "t.send(t.connect([sys.argv[1]], timeout_s=5), b'alive'); time.sleep(60)"
     )

@@ -14,15 +14,8 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    MemfdMemory,
-    ProcessTransportSuite,
-    Recorder,
-    TransportSuite,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, MemfdMemory, Recorder
+from tests.conformance.transport_suite import ProcessTransportSuite, TransportSuite
 
 
 class TestLoopback(TransportSuite):

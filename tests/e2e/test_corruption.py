@@ -14,8 +14,6 @@ import pytest
 import pdinfer as pd
 from pdinfer.kv import ShmTransport, SocketTransport, Transport
 from pdinfer.kv.channel import links as peers
-from pdinfer.kv.transports.stream import io_thread
-from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.kv.transports.stream.endpoints import dial
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
@@ -154,10 +152,10 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
         sockets.append(FlippingSocket.of(sock))
         return sockets[-1], endpoint, problem
 
-    monkeypatch.setattr(stream, "dial", flipping)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.transport.dial", flipping)
     # a damaged length is noticed when the rest never comes: sooner here than in earnest
     monkeypatch.setattr(peers, "SILENT_S", 0.3)
-    monkeypatch.setattr(io_thread, "TICK_S", 0.05)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.io_thread.TICK_S", 0.05)
     monkeypatch.setattr(peers, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
     model = random_model()
     pools = [pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2)]

@@ -28,7 +28,7 @@ from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
 from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.payloads import InlinePayloads
-from tests.conformance.transport_suite import BytesMemory, MemfdMemory
+from tests.conformance.transport_ends import BytesMemory, MemfdMemory
 from tests.fuzz.peers import Deaf
 
 MEMORY_BYTES = 8192
