@@ -20,8 +20,8 @@ import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.simulation import Simulation
 
@@ -278,8 +278,7 @@ class End:
         spans = self.receiver.place(self.link, parcel.frame, parcel.num_bytes)
         if spans is None or not self.open:
             return
-        if total_bytes(spans, self.memory) != parcel.num_bytes:
-            raise TransferError(f"a write of {parcel.num_bytes} bytes does not fit where it was placed")
+        check_placed(self.link, spans, self.memory, parcel.num_bytes)
         if self.link.same_memory:
             if spans != parcel.source:
                 self.memory.copy_from(spans, self.memory, parcel.source)

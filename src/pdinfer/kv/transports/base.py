@@ -20,7 +20,7 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, total_bytes
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
@@ -150,3 +150,11 @@ def check_arriving(link: Link, frame_bytes: int, *, is_write: bool) -> None:
         raise TransferError(f"{link.endpoint} sent a frame of {frame_bytes} bytes; a {trust} link takes 1 to {limit}")
     if is_write and not link.trusted:
         raise TransferError(f"{link.endpoint} sent a write before its handshake was done; the link is closed")
+
+
+def check_placed(link: Link, spans: Spans, memory: Memory, num_bytes: int) -> None:
+    """Refuse a place that does not have the size of its write. Raise TransferError for another size, ConfigError when
+    a span leaves our memory."""
+    placed = total_bytes(spans, memory)
+    if placed != num_bytes:
+        raise TransferError(f"{link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")

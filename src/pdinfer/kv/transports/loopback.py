@@ -18,7 +18,7 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"
@@ -298,9 +298,7 @@ def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_byt
     _check_open(end)
     if spans is None:
         return
-    placed = total_bytes(spans, end.memory)
-    if placed != num_bytes:
-        raise TransferError(f"a write of {num_bytes} bytes from {end.link.endpoint} was placed in {placed} bytes")
+    check_placed(end.link, spans, end.memory, num_bytes)
     if end.memory is not source or spans != source_spans:
         end.memory.copy_from(spans, source, source_spans)
     end.receiver.placed(end.link, frame, None)

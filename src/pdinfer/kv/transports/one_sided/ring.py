@@ -24,8 +24,8 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, check_placed
 
 PROBE_BYTES = 64
 """Room behind the last slot of a ring that nobody reads: where writes go that only try the way."""
@@ -331,9 +331,7 @@ class Incoming:
         spans = self._receiver.place(self._link, write.frame, total)
         if self._closed or spans is None:
             return
-        placed = total_bytes(spans, self._memory)
-        if placed != total:
-            raise TransferError(f"{self._link.endpoint} sent a write of {total} bytes for {placed} bytes of ours")
+        check_placed(self._link, spans, self._memory, total)
         write.spans = deque(spans)
 
     def _check(self, write: _Arriving, part: Landed) -> None:

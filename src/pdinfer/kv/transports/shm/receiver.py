@@ -22,8 +22,8 @@ import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.memfd import Memfd, PeerMemfd
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
@@ -124,9 +124,8 @@ class MappedPayloads:
         spans = self._receiver.place(self._link, frame, num_bytes)
         if self._closed:
             return
-        placed = num_bytes if spans is None else total_bytes(spans, self._memory)
-        if placed != num_bytes:
-            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        if spans is not None:
+            check_placed(self._link, spans, self._memory, num_bytes)
         landed = [] if spans is None else self._memory.landing(spans)
         digest = xxhash.xxh3_64(head + frame) if header.digested and spans is not None else None
         targets = _Targets(landed, digest)

@@ -8,8 +8,8 @@ from typing import Protocol
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
 
@@ -96,9 +96,7 @@ class InlinePayloads:
         if spans is None:
             yield from _discard(num_bytes + (DIGEST_BYTES if header.digested else 0))
             return
-        placed = total_bytes(spans, self._memory)
-        if placed != num_bytes:
-            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        check_placed(self._link, spans, self._memory, num_bytes)
         landed = self._memory.landing(spans)
         error = None
         if header.digested:
