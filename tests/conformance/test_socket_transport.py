@@ -446,20 +446,10 @@ def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path)
     link, _ = left.connect(right)
     child = os.fork()
     if not child:
-        refusals = 0
-        for call in (
-            lambda: left.transport.send(link, b"f"),
-            lambda: left.transport.write(link, b"w", []),
-            lambda: left.transport.fence(link),
-            lambda: left.transport.connect(right.endpoints, timeout_s=1),
-        ):
-            try:
-                call()
-            except TransferError:
-                refusals += 1
+        num_refused = left.num_refused(link, right)
         left.transport.close()
         right.transport.close()
-        os._exit(refusals)
+        os._exit(num_refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
     left.transport.send(link, b"the parent goes on")
     right.receiver.wait("received")

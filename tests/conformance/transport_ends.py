@@ -156,6 +156,21 @@ class End:
         link.trusted = trusted
         return link, other.receiver.wait("opened", count + 1)[count].link
 
+    def num_refused(self, link: Link, other: End) -> int:
+        """Try all four calls that a forked child may not make, and count those that raise TransferError."""
+        count = 0
+        for call in (
+            lambda: self.transport.send(link, b"f"),
+            lambda: self.transport.write(link, b"w", []),
+            lambda: self.transport.fence(link),
+            lambda: self.transport.connect(other.endpoints, timeout_s=1),
+        ):
+            try:
+                call()
+            except TransferError:
+                count += 1
+        return count
+
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
