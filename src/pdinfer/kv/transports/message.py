@@ -1,4 +1,4 @@
-"""What waits to leave on a link: a frame, and for a write what belongs to it."""
+"""What waits to leave on a link: a frame, and for a write also its payload."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdinfer.kv.transports.base import Transfer
 MESSAGE_BYTES = 256
 """The size of the objects around a frame that waits."""
 SPAN_BYTES = 128
-"""The size of a waiting write's span: a tuple and two ints."""
+"""The size of one span of a write that waits: a tuple and two ints."""
 
 
 @attrs.frozen(eq=False)
 class Message:
-    """A frame on its way out. A write has a `transfer`, the `source` of its payload, and perhaps a `ready` to call
+    """A frame on its way out. A write also has a `transfer`, the `source` of its payload, and perhaps a `ready` to call
     before the source is read."""
 
     frame: bytes
@@ -27,5 +27,5 @@ class Message:
 
     @property
     def cost_bytes(self) -> int:
-        """Memory that the message takes while it waits. The payload is not counted: it waits in its pages."""
+        """Memory that the message takes while it waits. The payload does not count: it waits in its pages."""
         return MESSAGE_BYTES + len(self.frame) + SPAN_BYTES * len(self.source)

@@ -18,12 +18,13 @@ from pdinfer.kv.transports.stream.transport import StreamTransport
 class SocketTransport(StreamTransport):
     """Frames and writes over stream sockets, each write verified by a digest.
 
-    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds. With
-    `digest=False` payloads are not verified, neither those sent nor, when the peer sends none, those received; an end
-    with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
+    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`, and connects to both kinds. With
+    `digest=False` payloads are not verified: neither those sent nor, when the peer sends no digest, those received. An
+    end with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
-    network that is trusted; ConfigError says so when the channel is made, as it does for an address that cannot be had.
+    trusted network. Without either, making the channel raises ConfigError, as it does for an address that cannot be
+    used.
     """
 
     def __init__(

@@ -4,6 +4,8 @@
     sender.py      names pieces of a memfd, and waits until they are copied
     receiver.py    copies them, and checks them
 
+Tested by tests/conformance/test_shm_transport.py and tests/conformance/test_shm_peers.py.
+
 May import: kv.layout, kv.memfd, kv.memory, kv.transports.base, kv.transports.message, kv.transports.socket,
 kv.transports.stream, process, the ground.
 """

@@ -1,4 +1,4 @@
-"""How links that peers open come in: at a pace, and past the door for those who are not trusted yet."""
+"""How links that peers open come in: at a limited pace, and through the door while they are not trusted yet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pdinfer.kv.transports.stream.endpoints import Listener, prepare_socket, tcp
 from pdinfer.kv.transports.stream.io_thread import IOThread
 
 ACCEPTS, PACE_S = 12, 0.005
-"""How many newcomers are let in at once, and how long the next ones wait: other links have their turn meanwhile, and
-strangers who come again and again take little of this thread's time."""
+"""How many newcomers are let in at once, and how long the next ones wait. Other links have their turns meanwhile, and
+strangers that come again and again take little of the I/O thread's time."""
 RETRY_S = TICK_S
-"""When an end that could not accept tries again."""
+"""How long an end that could not accept waits before it tries again."""
 
 
 class Acceptor:
-    """Lets newcomers in at a listener. `connect` makes a connection of a socket. Belongs to the I/O thread."""
+    """Lets newcomers in at a listener. `connect` makes a connection from a socket. Belongs to the I/O thread."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class Acceptor:
         self._connect = connect
 
     def accept(self) -> None:
-        """Lets newcomers in: who waits unproven gives way for them. Who cannot come in yet waits in the backlog."""
+        """Let newcomers in; a link that waits without being trusted gives way to them. A newcomer that cannot come in
+        yet waits in the backlog."""
         for _ in range(ACCEPTS):
             now = self._clock()
             if (wait_s := self._door.room_in_s(now)) > 0:
@@ -68,7 +69,7 @@ class Acceptor:
         self._io.pause_listening(now + PACE_S)
 
     def sweep(self) -> None:
-        """Closes links that have not proved in time who they are."""
+        """Close the links of strangers that sent no whole message in time."""
         for connection, limit_s in self._door.late(self._clock()):
             reason = f"{connection.link.endpoint} sent no whole message for {limit_s:g} s and is not trusted"
             self._io.shut(connection, TransferError(reason))

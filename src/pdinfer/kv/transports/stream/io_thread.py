@@ -24,14 +24,14 @@ from pdinfer.process.locks import new_lock
 
 CLOSE_S = 5.0
 CATCH_UP_ROUNDS = 3
-"""How often a late I/O thread looks for what has arrived before it ticks all the same."""
+"""How often a late I/O thread looks for what has arrived before it ticks anyway."""
 
 
 class IOThread:
     """The I/O thread, with the connections that it serves and the listener that it watches.
 
     From `start` on it calls `accept` when newcomers wait at the listener, and `sweep` before every tick. When it ends,
-    for whatever reason, it closes all of them.
+    for any reason, it closes the connections and the listener.
     """
 
     def __init__(self, listener: Listener, receiver: Receiver, clock: Callable[[], float]) -> None:
@@ -62,14 +62,14 @@ class IOThread:
     # Any thread may call these.
 
     def add(self, connection: StreamConnection) -> bool:
-        """Makes the connection known, so that it is closed with this thread; False when the thread has ended."""
+        """Make the connection known, so that it is closed with this thread. Return False when the thread has ended."""
         with self._lock:
             if self._running:
                 self.connections[connection.link] = connection
             return self._running
 
     def post(self, command: Callable[[], None]) -> None:
-        """Runs `command` in the I/O thread soon; after the end of that thread, not at all."""
+        """Run `command` in the I/O thread soon, or not at all once that thread has ended."""
         with self._lock:
             if not self._running:
                 return
@@ -80,20 +80,20 @@ class IOThread:
             self._woken = True
 
     def shut(self, connection: StreamConnection, error: TransferError | None) -> None:
-        """Closes a link: at once when called in the I/O thread, else soon."""
+        """Close a link: at once when called in the I/O thread, otherwise soon."""
         if self._is_current:
             self._shut(connection, error)
         else:
             self.post(lambda: self._shut(connection, error))
 
     def fence(self, connection: StreamConnection) -> None:
-        """Closes a link, and returns when nothing of it can land any more."""
+        """Close a link, and return when nothing of it can land any more."""
         self.shut(connection, None)
         if not self._is_current:
             connection.gone.wait()
 
     def close(self) -> None:
-        """Shuts all links and ends the thread; raises TransferError when a callback keeps it for more than CLOSE_S."""
+        """Shut all links and end the thread. Raise TransferError when a callback keeps it for more than CLOSE_S."""
         if self._is_current:
             self._stop()
             return
@@ -109,7 +109,7 @@ class IOThread:
     # Everything below runs in the I/O thread.
 
     def watch(self, connection: StreamConnection) -> None:
-        """Gives the connection its turns from now on."""
+        """Give the connection turns from now on."""
         if not connection.closed:
             event = selectors.EVENT_WRITE if connection.opening else selectors.EVENT_READ
             self._selector.register(connection.sock, event, connection)
@@ -120,7 +120,7 @@ class IOThread:
             self.guarded(connection, lambda: self._send_turn(connection))
 
     def guarded(self, connection: StreamConnection, work: Callable[[], None]) -> None:
-        """Runs `work`; what it raises closes the link, and is logged unless it is a TransferError."""
+        """Run `work`. An exception closes the link, and is logged unless it is a TransferError."""
         try:
             work()
         except TransferError as error:
@@ -131,7 +131,7 @@ class IOThread:
             self._shut(connection, TransferError(f"a callback failed, so the link to {name} was closed: {error!r}"))
 
     def pause_listening(self, until: float) -> None:
-        """Leaves newcomers in the backlog until then."""
+        """Leave newcomers in the backlog until then."""
         self._selector.unregister(self._listener.sock)
         self._listens_at = until
 
@@ -167,7 +167,7 @@ class IOThread:
             self._tick()
 
     def _serve(self, timeout_s: float, round_s: float = ROUND_S) -> None:
-        """Gives links that can move something their turns, and runs what other threads have posted."""
+        """Give turns to the links that can move something, and run what other threads have posted."""
         ready = dict.fromkeys(self._unfinished, selectors.EVENT_READ)
         for key, mask in self._selector.select(timeout_s):
             if isinstance(key.data, StreamConnection):
@@ -181,7 +181,8 @@ class IOThread:
             self._commands.popleft()()
 
     def _tick(self) -> None:
-        """Whoever was stopped himself must not think that his peers were silent, so what has come is read first."""
+        """Tick, but first read what has arrived: an end that was stopped itself must not take that for silence of its
+        peers."""
         rounds = CATCH_UP_ROUNDS if self._clock() - self._next_tick > TICK_S else 0
         for _ in range(rounds):
             started = self._clock()
@@ -204,7 +205,7 @@ class IOThread:
             self._woken = False
 
     def _turn(self, connection: StreamConnection, mask: int) -> None:
-        """Lets one link receive and send a bounded amount, and asks to be called when it can do more."""
+        """Let one link receive and send a bounded amount, and ask to be called when it can do more."""
         if connection.closed:
             return
         if connection.opening:
@@ -216,7 +217,7 @@ class IOThread:
 
     def _receive_turn(self, connection: StreamConnection) -> None:
         if connection.receive():
-            self._unfinished.add(connection)  # the socket may have nothing more to tell of
+            self._unfinished.add(connection)  # the socket may not become readable again
 
     def _send_turn(self, connection: StreamConnection) -> None:
         more = connection.transmit()

@@ -6,7 +6,7 @@ One I/O thread moves all bytes and makes all calls to the receiver:
                                              ▲ wake-up socket                      ├─ place ─► our memory, in place
                                                                                    └─ received, placed, closed, tick
 
-A small frame that nothing is before leaves from the thread that sends it.
+A small frame with nothing before it leaves from the thread that sends it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pdinfer.kv.transports.stream.payloads import Payloads
 class StreamTransport:
     """Frames and writes over stream sockets.
 
-    `listen` opens the socket that peers find; `schemes` are the endpoints that can be dialled; `payloads` makes what
-    moves the payloads of one link.
+    `listen` opens the socket that peers find, `schemes` are the endpoints that can be dialled, and `payloads` makes the
+    part of a link that moves its payloads.
 
-    `strangers` says how many links that were accepted may be there without being trusted, and for how long. Of all
-    links together no more waits to be sent, or has arrived in part, than `kv.transports.budget` says: past it the one
-    that stands still is closed. Belongs to the process that called `register`: in a forked child every method raises
-    TransferError, except `close`, which does nothing.
+    `strangers` limits how many accepted links may exist without being trusted, and for how long. All links together may
+    hold no more frames, waiting to be sent or arrived in part, than `kv.transports.budget` says: past that limit the
+    link that stands still is closed. The transport belongs to the process that called `register`: in a forked child
+    every method raises TransferError, except `close`, which does nothing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StreamTransport:
         return self._name
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Listens and starts the I/O thread; raises ConfigError when the address cannot be had."""
+        """Listen and start the I/O thread. Raise ConfigError when the address cannot be used."""
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         listener, door = self._listen(), Door(self._strangers)
@@ -82,7 +82,8 @@ class StreamTransport:
         return (listener.endpoint,)
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
-        """Blocks the caller, not the I/O thread. With `timeout_s` 0 a host's name is looked up only if it never was."""
+        """Open a link, blocking the caller but not the I/O thread. With `timeout_s` 0 a host's name is looked up only
+        when it never was."""
         _, _, io = self._registered()
         self._check_process()
         sock, endpoint, problem = dial(endpoints, self._schemes, self._known, timeout_s=timeout_s)
@@ -115,7 +116,7 @@ class StreamTransport:
         ready: Callable[[], None] | None = None,
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """`ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
+        """Queue a write. `ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
         check_frame(frame)
         memory, _, _ = self._registered()
         transfer = Transfer(total_bytes(source, memory), then)
@@ -130,7 +131,8 @@ class StreamTransport:
             self._registered()[2].fence(connection)
 
     def close(self) -> None:
-        """Raises TransferError when a receiver callback keeps the I/O thread for more than `io_thread.CLOSE_S`."""
+        """Close every link. Raise TransferError when a receiver callback keeps the I/O thread for more than
+        `io_thread.CLOSE_S`."""
         if os.getpid() == self._pid and self._owned is not None:
             self._owned[2].close()
 
@@ -150,7 +152,7 @@ class StreamTransport:
         return None if self._owned is None else self._owned[2].connections.get(link)
 
     def _queue(self, link: Link, message: Message) -> bool:
-        """Whether the link is open and has taken the message."""
+        """Queue a message. Return False when the link is closed."""
         self._check_process()
         connection = self._connected(link)
         if connection is None:
@@ -159,5 +161,5 @@ class StreamTransport:
         return connection.queue(message, lambda: io.post(lambda: io.transmit(connection)))
 
     def _crowded(self, connection: StreamConnection, reason: str) -> None:
-        """Closes a link that holds what others need."""
+        """Close a link that holds what others need."""
         self._registered()[2].shut(connection, TransferError(f"{connection.link.endpoint} {reason}"))
