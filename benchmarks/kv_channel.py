@@ -38,7 +38,7 @@ from pdinfer import kv
 from pdinfer.config import CacheConfig
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
-from pdinfer.kv.memfd import PeerSegment
+from pdinfer.kv.memfd import PeerMemfd
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 
 LAYERS, POOL_PAGES, PAGES = 61, 256, 128
@@ -208,8 +208,8 @@ def receive(connection: Connection, folder: str, busy: bool) -> None:
             match order:
                 case ("map", pid, descriptor):
                     opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
-                    segment = PeerSegment(opened, host.memory.num_bytes)
-                    source = np.frombuffer(segment.view, np.uint8).reshape(-1, PAGE_BYTES)
+                    memfd = PeerMemfd(opened, host.memory.num_bytes)
+                    source = np.frombuffer(memfd.view, np.uint8).reshape(-1, PAGE_BYTES)
                     connection.send(None)
                 case ("memcpy", rows):
                     assert source is not None
@@ -261,10 +261,10 @@ class Sender:
         self.host = Host(1)
         words = self.host.memory.buffer.numpy().view(np.uint64)
         words[:] = np.arange(words.size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        segment = self.host.memory.segment
-        if segment is None:
+        memfd = self.host.memory.memfd
+        if memfd is None:
             raise SystemExit("this benchmark needs Linux: memcpy is measured out of the sender's pool")
-        descriptor = segment.readable()
+        descriptor = memfd.readable()
         self.ask("map", os.getpid(), descriptor)
         os.close(descriptor)
         self.sockets: dict[str, socket.socket] = {}

@@ -92,9 +92,17 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("wire", "snapshot", "coverage", "tombstones", "complaints"),
         ("frame_mac",),
     ),
-    "kv.transports": (("mooncake", "shm"), ("socket", "one_sided"), ("stream", "loopback"), ("base", "budget")),
+    "kv.transports": (
+        ("mooncake", "shm"),
+        ("socket", "one_sided"),
+        ("stream", "loopback"),
+        ("message",),
+        ("base", "budget"),
+    ),
     "kv.transports.stream": (
         ("transport",),
+        ("acceptor",),
+        ("io_thread",),
         ("door", "turns"),
         ("connection",),
         ("payloads", "endpoints"),
@@ -199,7 +207,6 @@ LONGER = {
     "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
     "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
-    "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
 MAX_LONGER_LINES = 500

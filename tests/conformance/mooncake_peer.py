@@ -12,7 +12,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link
 from pdinfer.kv.transports.mooncake import MooncakeTransport
-from tests.conformance.transport_suite import BytesMemory
+from tests.conformance.transport_ends import BytesMemory
 
 
 class Peer:

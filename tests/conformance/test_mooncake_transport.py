@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -18,22 +17,15 @@ import attrs
 import pytest
 import xxhash
 
-from pdinfer.errors import BackendUnavailable, ConfigError, TransferError
+from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports import mooncake
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
 from tests.backends import ROOT, child_environment, need_mooncake
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    Recorder,
-    TransportSuite,
-    finished,
-    wait_until,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_suite import TransportSuite
 from tests.unit.kv.channel.channels import Case, handoff, pool_of, settled
 
 SLOT_BYTES = 1 << 20
@@ -264,22 +256,12 @@ def test_a_forked_child_is_refused_and_can_end(engines: tuple[MooncakeEngine, Mo
     right.receiver.wait("placed")
     child = os.fork()
     if not child:
-        refusals = 0
-        for call in (
-            lambda: left.transport.send(link, b"f"),
-            lambda: left.transport.write(link, b"w", []),
-            lambda: left.transport.fence(link),
-            lambda: left.transport.connect(right.endpoints, timeout_s=1),
-        ):
-            with contextlib.suppress(TransferError):
-                call()
-                refusals -= 1
-            refusals += 1
+        num_refused = left.num_refused(link, right)
         left.transport.close()
         signal.alarm(5)  # what joins threads that this process does not have never returns
         for engine in engines:
             engine.close()
-        os._exit(refusals)
+        os._exit(num_refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
     left.transport.write(link, b"w", [(0, 64)])
     right.receiver.wait("placed", 2)

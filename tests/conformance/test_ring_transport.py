@@ -19,21 +19,21 @@ import xxhash
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transport
-from pdinfer.kv.transports.one_sided import ring as ring_module
-from pdinfer.kv.transports.one_sided import transport as ring_transport
-from pdinfer.kv.transports.one_sided import writer as ring_writer
-from pdinfer.kv.transports.one_sided.ring import MAX_SLOTS, PROBE_BYTES, Kind, Landed, NamedEngine, Offer, Signals, take
+from pdinfer.kv.transports.one_sided.ring import (
+    MAX_SLOTS,
+    PROBE_BYTES,
+    Incoming,
+    Landed,
+    NamedEngine,
+    Offer,
+    Signal,
+    SignalMemory,
+    take,
+)
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    Recorder,
-    TransportSuite,
-    finished,
-    wait_until,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, Recorder, finished, wait_until
+from tests.conformance.transport_suite import TransportSuite
 
 SLOT_BYTES = 1 << 12
 NAME = "ring"
@@ -132,8 +132,8 @@ def network() -> Network:
 
 @pytest.fixture(autouse=True)
 def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring_writer, "PAUSE_S", (0.01, 0.02))
-    monkeypatch.setattr(ring_writer, "MEND_S", 0.3)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.PAUSE_S", (0.01, 0.02))
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.writer.MEND_S", 0.3)
 
 
 Pair = tuple[End, End, Link, Link]
@@ -144,11 +144,17 @@ def pair(network: Network) -> Iterator[Callable[..., Pair]]:
     """Makes two connected ends; the frame of a write names the offset where it goes."""
     ends: list[End] = []
 
-    def make(num_bytes: int = 1 << 16, *, left: dict[str, object] | None = None, **both: object) -> Pair:
+    def make(
+        num_bytes: int = 1 << 16,
+        *,
+        memory: Callable[[int], BytesMemory] = BytesMemory,
+        left: dict[str, object] | None = None,
+        **both: object,
+    ) -> Pair:
         sizes: dict[str, object] = {"slot_bytes": SLOT_BYTES, "num_slots": 3, **both}
         for more in ({**sizes, **(left or {})}, sizes):
             transport = RingTransport(NAME, network.segment, SocketTransport(), **more)  # type: ignore[arg-type]
-            end = End(transport, BytesMemory(num_bytes), Recorder())
+            end = End(transport, memory(num_bytes), Recorder())
             end.receiver.hooks["place"] = lambda _, frame, size: [(int(frame), size)]
             end.endpoints = transport.register(end.memory, end.receiver)
             ends.append(end)
@@ -346,7 +352,7 @@ def test_addresses_of_dead_rings_are_kept_but_not_their_memory(network: Network)
 def ring_of(segment: NamedEngine) -> Offer:
     """A ring of 16 MiB that was filled, and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
-    ring = ring_transport.Incoming(
+    ring = Incoming(
         Link("peer"), segment, memory, receiver, slot_bytes=1 << 24, num_slots=1, digest=True, credit=lambda _: None
     )
     ctypes.memset(ring.offer.address, 1, 1 << 24)
@@ -368,7 +374,7 @@ def resident_bytes(offers: list[Offer]) -> int:
 def test_a_thread_that_hangs_in_the_engine_holds_up_nobody(
     pair: Callable[..., Pair], network: Network, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ring_transport, "JOIN_S", 0.1)
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.transport.JOIN_S", 0.1)
     left, right, link, theirs = pair()
     network.fates.append("block")
     push(left, link, 0, 100)
@@ -453,14 +459,9 @@ def test_the_digest_is_of_what_reached_the_pages(
         def intdigest(self) -> int:
             return self._digest.intdigest()
 
-    left, right, link, _ = pair()
-    ring = right.transport
-    assert isinstance(ring, RingTransport)
-    assert ring._owned is not None
-    right.memory = Racing(1 << 16)
-    ring._owned = (right.memory, *ring._owned[1:])
+    left, right, link, _ = pair(memory=Racing)
     left.memory.data[0] = 1
-    monkeypatch.setattr(ring_module, "xxhash", SimpleNamespace(xxh3_64=Digest))
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.ring.xxhash", SimpleNamespace(xxh3_64=Digest))
     push(left, link, 0, 100)
     error = right.receiver.wait("placed")[0].error
     assert right.memory.data[:100] != left.memory.data[:100]
@@ -510,9 +511,9 @@ def landed(total: int = 8, num_bytes: int = 8, slot: int = 0) -> bytes:
     return Landed(total, num_bytes, slot, xxhash.xxh3_64_intdigest(bytes(num_bytes & 15))).packed()
 
 
-ASK, BEGIN, LANDED, CREDIT, OFFER = Kind.ASK, Kind.BEGIN, Kind.LANDED, Kind.CREDIT, Kind.OFFER
+ASK, BEGIN, LANDED, CREDIT, OFFER = Signal.ASK, Signal.BEGIN, Signal.LANDED, Signal.CREDIT, Signal.OFFER
 LIES = {
-    "unknown": [(max(Kind) + 1, b"x")],
+    "unknown": [(max(Signal) + 1, b"x")],
     "no kind": [(0, b"x")],
     "landed without a ring": [(LANDED, landed())],
     "begun without a ring": [(BEGIN, b"0")],
@@ -613,7 +614,7 @@ def test_random_words_never_stop_the_transport(pair: Callable[..., Pair]) -> Non
         peer.trusted = True
         for _ in range(chance.randint(1, 6)):
             body = chance.choice([chance.randbytes(chance.randint(1, 40)), landed(), b"0"])
-            end.transport.write(peer, body, [(0, chance.randint(0, max(Kind) + 1))])
+            end.transport.write(peer, body, [(0, chance.randint(0, max(Signal) + 1))])
         end.transport.send(peer, b"the end")
         end.transport.fence(peer)
     push(left, link, 100, 100)
@@ -678,7 +679,7 @@ def test_spans_are_taken_from_the_front() -> None:
 
 
 def test_words_survive_the_way() -> None:
-    assert Signals().num_bytes == max(Kind)
+    assert SignalMemory().num_bytes == max(Signal)
     for digest in (None, 0, 2**64 - 1):
         part = Landed(2**64 - 1, 2**63, 2**32 - 1, digest)
         assert Landed.parse(part.packed()) == part

@@ -25,25 +25,25 @@ from hypothesis import strategies as st
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES, MAX_UNTRUSTED_FRAME_BYTES
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream import transport as stream
+from pdinfer.kv.transports.stream.acceptor import ACCEPTS, PACE_S
 from pdinfer.kv.transports.stream.door import Strangers
-from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, Kind, digest_bytes
-from tests.conformance.transport_suite import BytesMemory, End, Recorder, finished, wait_until
+from pdinfer.kv.transports.stream.framing import HEADER, MAGIC, VERSION, Buffers, Header, MessageKind, digest_bytes
+from tests.conformance.transport_ends import BytesMemory, End, Recorder, finished, wait_until
 
 STRANGERS = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
     "tls": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(32),
     "ssh": b"SSH-2.0-OpenSSH_9.6\r\n",
     "pickle": b"\x80\x04\x95\x0f\x00\x00\x00\x00\x00\x00\x00\x8c\x02os\x94\x8c\x06system",
-    "version": HEADER.pack(MAGIC, VERSION + 1, Kind.FRAME, 0, 1, 0),
+    "version": HEADER.pack(MAGIC, VERSION + 1, MessageKind.FRAME, 0, 1, 0),
     "kind": HEADER.pack(MAGIC, VERSION, 7, 0, 1, 0),
-    "flags": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 2, 1, 0),
-    "digest on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 1, 1, 0),
-    "empty frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 0, 0),
-    "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 2**32 - 1, 0),
-    "payload on a frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, 1, 2**64 - 1) + b"x",
-    "untrusted frame": HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_UNTRUSTED_FRAME_BYTES + 1, 0),
-    "untrusted write": HEADER.pack(MAGIC, VERSION, Kind.WRITE, 0, 1, 2**64 - 1) + b"x",
+    "flags": HEADER.pack(MAGIC, VERSION, MessageKind.WRITE, 2, 1, 0),
+    "digest on a frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 1, 1, 0),
+    "empty frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 0, 0),
+    "frame of 4 GiB": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 2**32 - 1, 0),
+    "payload on a frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, 1, 2**64 - 1) + b"x",
+    "untrusted frame": HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, MAX_UNTRUSTED_FRAME_BYTES + 1, 0),
+    "untrusted write": HEADER.pack(MAGIC, VERSION, MessageKind.WRITE, 0, 1, 2**64 - 1) + b"x",
 }
 
 
@@ -60,12 +60,12 @@ class Clock:
 def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> bytes:
     """A write as it stands on the wire, with a right digest."""
     size = len(payload) if announced is None else announced
-    head = Header(Kind.WRITE, len(frame), size, digested=True).packed() + frame
+    head = Header(MessageKind.WRITE, len(frame), size, digested=True).packed() + frame
     return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
 
 
 def frame_of(frame: bytes) -> bytes:
-    return Header(Kind.FRAME, len(frame), 0).packed() + frame
+    return Header(MessageKind.FRAME, len(frame), 0).packed() + frame
 
 
 def dialled(end: End) -> socket.socket:
@@ -120,7 +120,7 @@ def test_a_stranger_is_closed_and_costs_little(open_end: Callable[..., End], nam
 def test_a_trusted_peer_is_limited_too(open_end: Callable[..., End]) -> None:
     end = open_end()
     for message in (
-        HEADER.pack(MAGIC, VERSION, Kind.FRAME, 0, MAX_FRAME_BYTES + 1, 0),
+        HEADER.pack(MAGIC, VERSION, MessageKind.FRAME, 0, MAX_FRAME_BYTES + 1, 0),
         write_of(b"w", b"", announced=2**64 - 1),
     ):
         end.receiver.hooks["place"] = lambda *_: [(0, 8)]
@@ -272,36 +272,31 @@ def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
     end = open_end(SocketTransport(clock=clock), trusts=False)
     end.receiver.hooks["opened"] = lambda _: all_are_here.wait(5.0)
     with contextlib.ExitStack() as stack:
-        crowd = [stack.enter_context(dialled(end)) for _ in range(2 * stream.ACCEPTS)]
+        crowd = [stack.enter_context(dialled(end)) for _ in range(2 * ACCEPTS)]
         all_are_here.set()
         crowd[0].sendall(frame_of(b"a look at all links"))
         end.receiver.wait("received")
-        assert len(end.receiver.of("opened")) == stream.ACCEPTS
-        clock.now += stream.PACE_S + 1e-6
+        assert len(end.receiver.of("opened")) == ACCEPTS
+        clock.now += PACE_S + 1e-6
         crowd[0].sendall(frame_of(b"wakes the thread, whose clock stands still"))
-        end.receiver.wait("opened", 2 * stream.ACCEPTS)
+        end.receiver.wait("opened", 2 * ACCEPTS)
 
 
 def test_who_is_out_of_descriptors_turns_out_a_stranger(
     open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     end = open_end(trusts=False)
-    accept, broken = end.transport._listener.sock.accept, [True]  # type: ignore[attr-defined]
+    accept, broken = socket.socket.accept, [True]
 
-    class Listening:
-        def __getattr__(self, name: str) -> object:
-            return getattr(sock, name)
-
-        def accept(self) -> object:
-            if broken:
-                broken.pop()
-                raise OSError(errno.EMFILE, "Too many open files")
-            return accept()
+    def scarce(sock: socket.socket) -> object:
+        if broken:
+            broken.pop()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(sock)
 
     with dialled(end) as stranger:
         end.receiver.wait("opened")
-        sock = end.transport._listener.sock  # type: ignore[attr-defined]
-        monkeypatch.setattr(end.transport._listener, "sock", Listening())  # type: ignore[attr-defined]
+        monkeypatch.setattr(socket.socket, "accept", scarce)
         with dialled(end) as newcomer:
             assert closed_by_peer(stranger)
             newcomer.sendall(frame_of(b"hello"))
@@ -318,7 +313,7 @@ def test_limits_that_let_nobody_in(name: str) -> None:
 
 def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
     """Who announces a long frame and sends a part of it makes room, of all links, for 16 of the longest."""
-    monkeypatch.setattr(stream, "MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.transport.MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
     end = open_end()
     long = frame_of(bytes(MAX_FRAME_BYTES))
     slow = [dialled(end) for _ in range(8)]
@@ -326,11 +321,11 @@ def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monk
         peer.sendall(long[:-1])
     end.receiver.wait("closed", 5)
     assert all("a part of a frame" in str(call.error) for call in end.receiver.of("closed"))
-    assert end.transport._limits.arriving.num_bytes == 3 * MAX_FRAME_BYTES  # type: ignore[attr-defined]
+    assert end.transport.limits.arriving.num_bytes == 3 * MAX_FRAME_BYTES  # type: ignore[attr-defined]
     for peer in slow:
         peer.close()
     end.receiver.wait("closed", 8)
-    assert end.transport._limits.arriving.num_bytes == 0  # type: ignore[attr-defined]
+    assert end.transport.limits.arriving.num_bytes == 0  # type: ignore[attr-defined]
     with dialled(end) as honest:
         honest.sendall(long)
         end.receiver.wait("received")
@@ -340,7 +335,7 @@ def test_a_dead_process_closes_the_link(open_end: Callable[..., End], tmp_path: 
     end = open_end(SocketTransport(path=tmp_path / "end.sock"))
     code = (
         "import sys, time; from pdinfer.kv.transports.socket import SocketTransport; "
-        "sys.path.insert(0, sys.argv[2]); from transport_suite import BytesMemory, Recorder; "
+        "sys.path.insert(0, sys.argv[2]); from transport_ends import BytesMemory, Recorder; "
         "t = SocketTransport(); t.register(BytesMemory(8), Recorder()); "
         "t.send(t.connect([sys.argv[1]], timeout_s=5), b'alive'); time.sleep(60)"
     )
@@ -413,21 +408,25 @@ def test_a_frame_is_not_left_waiting_in_the_buffer(open_end: Callable[..., End])
 
 
 def test_a_failing_loop_closes_everything_loudly(
-    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_end: Callable[..., End], caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
+    class Breaking(Clock):
+        broken = False
+
+        def __call__(self) -> float:
+            if self.broken:
+                raise OSError("no clock any more")
+            return self.now
+
+    clock = Breaking()
     left, right = open_end(), open_end(SocketTransport(clock=clock))
     link, _ = left.connect(right)
-
-    def sweep() -> None:
-        raise OSError("epoll is gone")
-
-    monkeypatch.setattr(right.transport, "_sweep", sweep)
-    clock.now += 10
+    clock.broken = True
     left.transport.send(link, b"wakes the loop")
     assert "I/O thread failed" in str(right.receiver.wait("closed")[0].error)
     assert left.receiver.wait("closed", 1, link)[0].error is not None
     wait_until(lambda: any(r.levelname == "CRITICAL" and r.name == "pdinfer" for r in caplog.records))
+    clock.broken = False
     with pytest.raises(TransferError, match="closed"):
         right.transport.connect(left.endpoints, timeout_s=1)
 
@@ -447,20 +446,10 @@ def test_a_forked_child_is_refused(open_end: Callable[..., End], tmp_path: Path)
     link, _ = left.connect(right)
     child = os.fork()
     if not child:
-        refusals = 0
-        for call in (
-            lambda: left.transport.send(link, b"f"),
-            lambda: left.transport.write(link, b"w", []),
-            lambda: left.transport.fence(link),
-            lambda: left.transport.connect(right.endpoints, timeout_s=1),
-        ):
-            try:
-                call()
-            except TransferError:
-                refusals += 1
+        num_refused = left.num_refused(link, right)
         left.transport.close()
         right.transport.close()
-        os._exit(refusals)
+        os._exit(num_refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
     left.transport.send(link, b"the parent goes on")
     right.receiver.wait("received")

@@ -14,15 +14,8 @@ from pdinfer.kv.transports.base import Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.shm.transport import ShmTransport
 from pdinfer.kv.transports.socket import SocketTransport
-from tests.conformance.transport_suite import (
-    TIMEOUT_S,
-    BytesMemory,
-    End,
-    ProcessTransportSuite,
-    Recorder,
-    SegmentMemory,
-    TransportSuite,
-)
+from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, End, MemfdMemory, Recorder
+from tests.conformance.transport_suite import ProcessTransportSuite, TransportSuite
 
 
 class TestLoopback(TransportSuite):
@@ -78,7 +71,7 @@ class TestUnix(ProcessTransportSuite):
 
 @pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 class TestShm(ProcessTransportSuite):
-    """Both ends have their memory in a segment."""
+    """Both ends have their memory in a memfd."""
 
     digest = True
 
@@ -86,7 +79,7 @@ class TestShm(ProcessTransportSuite):
         return ShmTransport(digest=self.digest), ShmTransport(digest=self.digest)
 
     def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
-        return SegmentMemory(num_bytes, staged=staged)
+        return MemfdMemory(num_bytes, staged=staged)
 
 
 class TestShmWithoutDigest(TestShm):

@@ -21,7 +21,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.frame_mac import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.transports.stream.framing import HEADER, Header, Kind
+from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
@@ -168,7 +168,7 @@ def many_descriptors() -> int:
 
 
 def framed(frame: bytes) -> bytes:
-    return Header(Kind.FRAME, len(frame)).packed() + frame
+    return Header(MessageKind.FRAME, len(frame)).packed() + frame
 
 
 def opening(*, keyed: bool = False) -> bytes:

@@ -14,8 +14,7 @@ import pytest
 import pdinfer as pd
 from pdinfer.kv import ShmTransport, SocketTransport, Transport
 from pdinfer.kv.channel import book, links
-from pdinfer.kv.transports.stream import endpoints as dial
-from pdinfer.kv.transports.stream import transport as stream
+from pdinfer.kv.transports.stream.endpoints import dial
 from pdinfer.testing import random_model
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.e2e.setups import TIMEOUT_S
@@ -147,17 +146,16 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
                 return ShmTransport()
 
     sockets: list[FlippingSocket] = []
-    plain = dial.dial
 
     def flipping(*arguments: object, **more: object) -> tuple[socket.socket, str, OSError | None]:
-        sock, endpoint, problem = plain(*arguments, **more)  # type: ignore[arg-type]
+        sock, endpoint, problem = dial(*arguments, **more)  # type: ignore[arg-type]
         sockets.append(FlippingSocket.of(sock))
         return sockets[-1], endpoint, problem
 
-    monkeypatch.setattr(dial, "dial", flipping)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.transport.dial", flipping)
     # a damaged length is noticed when the rest never comes: sooner here than in earnest
     monkeypatch.setattr(links, "SILENT_S", 0.3)
-    monkeypatch.setattr(stream, "TICK_S", 0.05)
+    monkeypatch.setattr("pdinfer.kv.transports.stream.io_thread.TICK_S", 0.05)
     monkeypatch.setattr(book, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
     model = random_model()
     pools = [pd.PagePool(model, pd.CacheConfig(page_size=4, num_pages=16)) for _ in range(2)]

@@ -16,7 +16,7 @@ import pytest
 
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import MAX_GUESTS
-from pdinfer.kv.transports.stream.framing import Header, Kind
+from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.strangers import MIB, TRANSPORTS, Identity, Victim, many_descriptors, opening, strangers
 
@@ -192,7 +192,7 @@ def test_parts_of_long_frames_from_many(attacked: Callable[..., Victim]) -> None
     victim = attacked("tcp")
     for seed in range(3):
         peers = [Identity(victim.address.endpoints[0], victim.layout, (seed + 1) * 1000 + n) for n in range(200)]
-        part = Header(Kind.FRAME, MIB).packed() + bytes(MIB - 1)
+        part = Header(MessageKind.FRAME, MIB).packed() + bytes(MIB - 1)
         for peer in peers:
             with contextlib.suppress(OSError):
                 peer.sock.sendall(part)

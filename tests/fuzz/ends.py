@@ -17,17 +17,18 @@ import attrs
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
-from pdinfer.kv.transports.one_sided.ring import Kind, NamedEngine, Offer
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.one_sided.ring import NamedEngine, Offer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED
-from pdinfer.kv.transports.stream.connection import Connection
-from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
-from tests.conformance.transport_suite import BytesMemory, SegmentMemory
+from pdinfer.kv.transports.stream.connection import StreamConnection
+from pdinfer.kv.transports.stream.payloads import InlinePayloads
+from tests.conformance.transport_ends import BytesMemory, MemfdMemory
 from tests.fuzz.peers import Deaf
 
 MEMORY_BYTES = 8192
@@ -121,7 +122,7 @@ def stream(data: bytes) -> None:
     _converse(
         host,
         link,
-        lambda sock: Connection(sock, link, payloads, host, _no_time, limits=_limits()),
+        lambda sock: StreamConnection(sock, link, payloads, host, _no_time, limits=_limits()),
         data,
         cut=flags >> 2,
     )
@@ -135,13 +136,13 @@ def mapped(data: bytes) -> None:
     link = Link("shm://peer", trusted=bool(flags & 1))
     shown = _shown(revoked=bool(more & 32))
     memory = _own_memory()
-    memory.segment.view[:] = bytes(MEMORY_BYTES)
+    memory.memfd.view[:] = bytes(MEMORY_BYTES)
     host = Host(memory)
-    payloads = MappedPayloads(link, memory, host, digest=bool(flags & 2), pool=None if more & 16 else memory.segment)
+    payloads = MappedPayloads(link, memory, host, digest=bool(flags & 2), pool=None if more & 16 else memory.memfd)
     ours = Transfer(total_bytes(OUR_WRITE, memory))
 
-    def connection(sock: socket.socket) -> Connection:
-        made = Connection(sock, link, payloads, host, _no_time, limits=_limits())
+    def connection(sock: socket.socket) -> StreamConnection:
+        made = StreamConnection(sock, link, payloads, host, _no_time, limits=_limits())
         if more & 8:
             made.queue(Message(b"ours", ours, OUR_WRITE), lambda: None)
             made.transmit()
@@ -161,12 +162,12 @@ def _no_time() -> float:
     return 0.0
 
 
-def _limits() -> Limits[Connection]:
+def _limits() -> Limits[StreamConnection]:
     """Those of a transport with this one link, which nothing crowds out."""
     return Limits(Budget(MAX_WAITING_BYTES, _no_time), Budget(MAX_ARRIVING_BYTES, _no_time), _crowded)
 
 
-def _crowded(connection: Connection, reason: str) -> None:
+def _crowded(connection: StreamConnection, reason: str) -> None:
     raise AssertionError(f"one link alone had to give way: {reason}")
 
 
@@ -174,19 +175,19 @@ def _crowded(connection: Connection, reason: str) -> None:
 class _Shown:
     """What a peer may pass: good descriptors first, then too few, too many, and some of the wrong kind or size."""
 
-    control: Segment
+    control: Memfd
     choices: tuple[tuple[int, ...], ...]
 
 
 @cache
 def _shown(*, revoked: bool) -> _Shown:
-    control, source = Segment(mmap.PAGESIZE, "control"), Segment(SOURCE_BYTES, "source")
+    control, source = Memfd(mmap.PAGESIZE, "control"), Memfd(SOURCE_BYTES, "source")
     source.view[:] = source_bytes()
     control.view[0] = REVOKED if revoked else 0
     good = control.readable(), source.readable()
     unsealed = os.memfd_create("unsealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, SOURCE_BYTES)
-    larger = Segment(MEMORY_BYTES, "larger").readable()
+    larger = Memfd(MEMORY_BYTES, "larger").readable()
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     choices = (
         good,
@@ -202,8 +203,8 @@ def _shown(*, revoked: bool) -> _Shown:
 
 
 @cache
-def _own_memory() -> SegmentMemory:
-    return SegmentMemory(MEMORY_BYTES)
+def _own_memory() -> MemfdMemory:
+    return MemfdMemory(MEMORY_BYTES)
 
 
 def source_bytes() -> bytes:
@@ -214,7 +215,7 @@ def source_bytes() -> bytes:
 def _converse(
     host: Host,
     link: Link,
-    connect: Callable[[socket.socket], Connection],
+    connect: Callable[[socket.socket], StreamConnection],
     data: bytes,
     *,
     cut: int,
@@ -254,7 +255,7 @@ def _pieces(data: bytes, cut: int) -> Iterator[bytes]:
     return (data[start : start + size] for start in range(0, len(data), size))
 
 
-def _read(connection: Connection) -> None:
+def _read(connection: StreamConnection) -> None:
     """Turn by turn, as the I/O thread does, until nothing more has arrived."""
     for _ in range(MAX_TURNS):
         more = connection.receive()
@@ -265,7 +266,7 @@ def _read(connection: Connection) -> None:
     raise AssertionError("no end of turns for so few bytes")
 
 
-def _close(connection: Connection, host: Host, error: TransferError) -> None:
+def _close(connection: StreamConnection, host: Host, error: TransferError) -> None:
     if connection.shut(error):
         host.closed(connection.link, error)
 
@@ -294,7 +295,7 @@ def ring(data: bytes) -> None:
             if flags & 6:
                 ours = transport.write(link, b"ours", OUR_WRITE)
             if flags & 4:
-                _hear(transport, link, Kind.OFFER, RING.packed())
+                _hear(transport, link, Signal.OFFER, RING.packed())
                 beside.wait_for_landed(2)
             for kind, body in _messages(data):
                 if beside.is_closed or beside.is_fenced:
@@ -328,7 +329,7 @@ def _hear(transport: RingTransport, link: Link, kind: int, body: bytes) -> None:
         return
     spans = transport.place(link, body, kind)
     assert spans == [(0, kind)]
-    assert kind <= max(Kind)
+    assert kind <= max(Signal)
     transport.placed(link, body, None)
 
 
@@ -358,7 +359,7 @@ class _Beside(Deaf):
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         with self._changed:
-            self._num_landed += source == [(0, Kind.LANDED)]
+            self._num_landed += source == [(0, Signal.LANDED)]
             self._changed.notify_all()
         return Transfer(0, then, done=True)
 

@@ -22,10 +22,9 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.frame_mac import NONCE_BYTES
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES
-from pdinfer.kv.transports.one_sided.ring import Credit, Landed
-from pdinfer.kv.transports.one_sided.ring import Kind as RingKind
+from pdinfer.kv.transports.one_sided.ring import Credit, Landed, Signal
 from pdinfer.kv.transports.shm.sender import COUNT, SPAN_BYTES, packed_spans
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, MessageKind, digest_bytes
 from pdinfer.remote import messages
 from pdinfer.testing import tiny_config_dict
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, Request
@@ -161,14 +160,14 @@ def _tensor_seeds() -> tuple[bytes, ...]:
 
 
 def _frame(body: bytes) -> bytes:
-    return Header(Kind.FRAME, len(body)).packed() + body
+    return Header(MessageKind.FRAME, len(body)).packed() + body
 
 
 def _stream_seeds() -> tuple[bytes, ...]:
     """See `ends.stream` for the first byte."""
 
     def write(frame: bytes, payload: bytes, *, digest: bool = True) -> bytes:
-        head = Header(Kind.WRITE, len(frame), len(payload), digest).packed() + frame + payload
+        head = Header(MessageKind.WRITE, len(frame), len(payload), digest).packed() + frame + payload
         return head + (digest_bytes(xxhash.xxh3_64(head)) if digest else b"")
 
     payload = bytes(range(200))
@@ -185,15 +184,17 @@ def _stream_seeds() -> tuple[bytes, ...]:
 def _mapped_seeds() -> tuple[bytes, ...]:
     """See `ends.mapped` for the first two bytes."""
     source = ends.source_bytes()
-    share = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(len(source))
-    copied = Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(150)
+    share = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(len(source))
+    copied = Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(150)
 
     def write(frame: bytes, *sections: Spans, digest: bool = True, between: bytes = b"") -> bytes:
         pieces = [span for section in sections for span in section]
-        head = Header(Kind.MAPPED, len(frame), sum(length for _, length in pieces), digest).packed() + frame
+        head = Header(MessageKind.MAPPED, len(frame), sum(length for _, length in pieces), digest).packed() + frame
         said = xxhash.xxh3_64(head + b"".join(source[offset : offset + length] for offset, length in pieces))
-        named = [Header(Kind.SPANS, len(spans) * SPAN_BYTES).packed() + packed_spans(spans) for spans in sections]
-        tail = [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(said)] if digest else []
+        named = [
+            Header(MessageKind.SPANS, len(spans) * SPAN_BYTES).packed() + packed_spans(spans) for spans in sections
+        ]
+        tail = [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(said)] if digest else []
         return b"".join([head, between, *named, *tail])
 
     pages: Spans = [(0, 100), (3000, 64), (100, 1)]
@@ -221,21 +222,21 @@ def _ring_seeds() -> tuple[bytes, ...]:
     def landed(total: int, num_bytes: int, slot: int, *, digest: bool = True) -> bytes:
         # A slot is empty until an engine writes there.
         found = xxhash.xxh3_64(bytes(num_bytes)).intdigest() if digest else None
-        return said(RingKind.LANDED, Landed(total, num_bytes, slot, found).packed())
+        return said(Signal.LANDED, Landed(total, num_bytes, slot, found).packed())
 
-    ask, offer = said(RingKind.ASK), said(RingKind.OFFER, ends.RING.packed())
-    write = said(RingKind.BEGIN, b"w\1") + landed(100, 64, 0) + landed(100, 36, 1)
-    back = b"".join(said(RingKind.CREDIT, Credit(slot).packed()) for slot in (0, 1))
+    ask, offer = said(Signal.ASK), said(Signal.OFFER, ends.RING.packed())
+    write = said(Signal.BEGIN, b"w\1") + landed(100, 64, 0) + landed(100, 36, 1)
+    back = b"".join(said(Signal.CREDIT, Credit(slot).packed()) for slot in (0, 1))
     return (
-        b"\1" + ask + write + said(0, b"a") + said(RingKind.BEGIN, b"w") + landed(0, 0, 0) + write,
-        b"\0" + ask + said(RingKind.BEGIN, b"w\0") + landed(30, 30, 1, digest=False) + said(RingKind.ALIVE) + write,
-        b"\1" + ask + said(RingKind.BEGIN, b"0") + landed(64, 64, 1) + said(RingKind.BEGIN, b"!") + landed(1, 1, 0),
-        b"\1" + ask + said(RingKind.BEGIN, b"-") + landed(64, 64, 1),
-        b"\1" + ask + said(RingKind.BEGIN, b"?") + landed(64, 64, 1),
+        b"\1" + ask + write + said(0, b"a") + said(Signal.BEGIN, b"w") + landed(0, 0, 0) + write,
+        b"\0" + ask + said(Signal.BEGIN, b"w\0") + landed(30, 30, 1, digest=False) + said(Signal.ALIVE) + write,
+        b"\1" + ask + said(Signal.BEGIN, b"0") + landed(64, 64, 1) + said(Signal.BEGIN, b"!") + landed(1, 1, 0),
+        b"\1" + ask + said(Signal.BEGIN, b"-") + landed(64, 64, 1),
+        b"\1" + ask + said(Signal.BEGIN, b"?") + landed(64, 64, 1),
         b"\2" + offer + back,
         b"\5" + back + ask + write,
         b"\4" + offer,
-        b"\4" + said(RingKind.CREDIT, b"\xff" * 2000),
+        b"\4" + said(Signal.CREDIT, b"\xff" * 2000),
     )
 
 
@@ -250,7 +251,9 @@ def targets() -> dict[str, Target]:
         "packed": Target(packed, (wire.pack_ints((1, 2, 3)),)),
         "command": Target(command, commands),
         "report": Target(report, reports),
-        "stream_header": Target(stream_header, (Header(Kind.FRAME, 3, 0).packed(), Header(Kind.WRITE, 3, 64).packed())),
+        "stream_header": Target(
+            stream_header, (Header(MessageKind.FRAME, 3).packed(), Header(MessageKind.WRITE, 3, 64).packed())
+        ),
         "config": Target(config, (json.dumps(tiny_config_dict("v3-yarn")).encode(),)),
         "generation": Target(generation, (TINY.joinpath("generation_config.json").read_bytes(),)),
         "tensors": Target(tensors, _tensor_seeds()),

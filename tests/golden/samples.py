@@ -258,23 +258,23 @@ RANKS: dict[str, rank_messages.Message] = {
     "linked": rank_messages.Linked([PREFILL, DECODE]),
 }
 
-_WRITES = (framing.Kind.WRITE, framing.Kind.MAPPED)
+_WRITES = (framing.MessageKind.WRITE, framing.MessageKind.MAPPED)
 STREAM: dict[str, Any] = {
-    **{f"header {kind.name}": framing.Header(kind, 300) for kind in framing.Kind},
+    **{f"header {kind.name}": framing.Header(kind, 300) for kind in framing.MessageKind},
     **{f"header {kind.name} with a payload": framing.Header(kind, 300, 2**33, digested=True) for kind in _WRITES},
     "spans": [(0, 100), (2**40, 64)],
     "ring offer": ring.Offer("10.0.0.1:12345", 2**47, 1 << 22, 8),
     "ring landed": ring.Landed(2**33, 1 << 22, 7, 2**64 - 1),
     "ring landed without a digest": ring.Landed(100, 64, 1, None),
     "ring credit": ring.Credit(7),
-    **{f"ring {kind.name}": kind for kind in ring.Kind},
+    **{f"ring {kind.name}": kind for kind in ring.Signal},
 }
 
 
 def _encode_stream(sample: Any) -> bytes:
     if isinstance(sample, list):
         return lending.packed_spans(sample)
-    return bytes([sample]) if isinstance(sample, ring.Kind) else bytes(sample.packed())
+    return bytes([sample]) if isinstance(sample, ring.Signal) else bytes(sample.packed())
 
 
 def _decode_session(data: bytes) -> messages.Command | messages.Report:

@@ -11,8 +11,9 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transports.stream.framing import Header, Kind
-from pdinfer.kv.transports.stream.payloads import InlinePayloads, Message
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.stream.framing import Header, MessageKind
+from pdinfer.kv.transports.stream.payloads import InlinePayloads
 from pdinfer.types import PageGrant
 from tests.unit.kv.channel.channels import ABORTED, LAYERS, handoff, pool_of
 
@@ -27,7 +28,7 @@ class _Recorded(LoopbackTransport):
         self.sent: list[bytes] = []
 
     def send(self, link: Link, frame: bytes) -> None:
-        self.sent.append(Header(Kind.FRAME, len(frame)).packed() + frame)
+        self.sent.append(Header(MessageKind.FRAME, len(frame)).packed() + frame)
         super().send(link, frame)
 
     def write(

@@ -64,9 +64,9 @@ def test_every_message_has_golden_bytes(union: Any, name: str) -> None:
 
 def test_every_kind_of_a_stream_has_golden_bytes() -> None:
     assert {sample.kind for sample in samples.STREAM.values() if isinstance(sample, framing.Header)} == set(
-        framing.Kind
+        framing.MessageKind
     )
-    assert {sample for sample in samples.STREAM.values() if isinstance(sample, ring.Kind)} == set(ring.Kind)
+    assert {sample for sample in samples.STREAM.values() if isinstance(sample, ring.Signal)} == set(ring.Signal)
 
 
 def test_who_changes_bytes_is_told_what_to_do(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,13 +270,13 @@ MUTANTS = [
         "src/pdinfer/kv/memfd.py",
         "seals | F_SEAL_FUTURE_WRITE)",
         "seals)",
-        "tests/conformance/test_shm_transport.py::test_who_is_shown_a_pool_reads_all_of_it_and_writes_none",
+        "tests/unit/kv/test_memfd.py::test_who_is_shown_a_pool_reads_all_of_it_and_writes_none",
     ),
     Mutant(
         "a shared pool keeps the mode of a memfd",
         "src/pdinfer/kv/memfd.py",
         "    os.fchmod(descriptor, 0o400)\n",
         "",
-        "tests/conformance/test_shm_transport.py::test_who_is_shown_a_pool_reads_all_of_it_and_writes_none",
+        "tests/unit/kv/test_memfd.py::test_who_is_shown_a_pool_reads_all_of_it_and_writes_none",
     ),
 ]

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pdinfer as pd
 from pdinfer.kv.layout import KVLayout
-from pdinfer.kv.transports.stream.framing import Header, Kind
+from pdinfer.kv.transports.stream.framing import Header, MessageKind
 from pdinfer.testing import random_model, tiny_config
 from tests.e2e import knocking
 from tests.e2e.knocking import bare
@@ -60,7 +60,8 @@ def knock(endpoint: str, seconds: float, says: bytes, byte_s: float) -> None:
 def garbage(rng: random.Random) -> bytes:
     """Bytes of no meaning, in a frame or not, at once or behind a good beginning."""
     junk = rng.randbytes(rng.randrange(1, GARBAGE))
-    return rng.choice([junk, framed(junk), opening() + framed(junk), Header(Kind.FRAME, 1 << 19).packed() + junk])
+    cut = Header(MessageKind.FRAME, 1 << 19).packed() + junk
+    return rng.choice([junk, framed(junk), opening() + framed(junk), cut])
 
 
 def deaf(endpoint: str, end: float, layout: KVLayout, rng: random.Random) -> None:

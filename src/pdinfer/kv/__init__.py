@@ -4,11 +4,13 @@
     layout.py     what the bytes of a page mean
     pool.py       who owns which page
     prefix.py     which cached page holds which tokens
-    memory.py     a pool's bytes, on whatever device
-    memfd.py      bytes that another process may read
+    memory.py     a pool's bytes, on any device
+    memfd.py      memory that another process may read
     view.py       the bytes as tensors
     channel/      the rules of a hand-off between two engines
     transports/   what moves frames and bytes: loopback, sockets, shared memory, Mooncake
+
+Tested by tests/unit/kv; the transports by tests/conformance.
 
 May import: config, process, the ground.
 """

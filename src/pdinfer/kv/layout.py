@@ -23,7 +23,7 @@ from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
 
 MTP_PREFIX = "mtp."
-"""What the names of an MTP layer's components begin with."""
+"""The prefix of the names of an MTP layer's components."""
 
 Spans = list[tuple[int, int]]
 """(offset, length) pieces of a pool's bytes, in the order in which their contents are sent."""
@@ -38,8 +38,8 @@ class Fit(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class KVComponent:
-    """One kind of cached value. `format` names dtype, widths and rope pairing, so that equal text means equal bytes.
-    `layers` are global ids, ascending."""
+    """One kind of cached value. `format` names the dtype, the widths and the rope pairing, so equal text means equal
+    bytes. `layers` are global ids in ascending order."""
 
     name: Name
     format: Name
@@ -49,7 +49,7 @@ class KVComponent:
     layers: Annotated[tuple[Index, ...], MANY]
 
     def part_of(self, layers: range) -> range:
-        """Which of its layers, by position, are in `layers`; they ascend."""
+        """Return the positions of those of its layers that are in `layers`. They are adjacent, since the ids ascend."""
         return range(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop))
 
 
@@ -58,7 +58,7 @@ class KVLayout:
     """The meaning of every byte in a pool.
 
     `model_id` and `weights_id` tie a cached latent to the model that made it: latents of other weights have the same
-    shape and mean nothing. Layers are global ids, so that ends holding different slices still agree.
+    shape and mean nothing. Layers are global ids, so ends that hold different slices still agree.
     """
 
     model_id: Digest
@@ -68,18 +68,18 @@ class KVLayout:
 
     @cached_property
     def layout_id(self) -> bytes:
-        """SHA-256 over every field; carried by each grant."""
+        """SHA-256 over every field. Each grant carries it."""
         text = "\n".join(f"{name}={value}" for name, value in self._described())
         return hashlib.sha256(text.encode()).digest()
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes one token takes over all components and layers."""
+        """Bytes of one token over all components and layers."""
         return sum(component.token_bytes * len(component.layers) for component in self.components)
 
     @property
     def page_bytes(self) -> int:
-        """Bytes one page takes over all components and layers."""
+        """Bytes of one page over all components and layers."""
         return self.token_bytes * self.page_size
 
     @cached_property
@@ -90,15 +90,15 @@ class KVLayout:
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind its own what is cached of a token depends on: one with an MTP layer."""
+        """Number of tokens after a token that its cached values also depend on: 1 with an MTP layer, otherwise 0."""
         return int(any(component.name.startswith(MTP_PREFIX) for component in self.components))
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` tokens need when the first one starts a page."""
+        """Return the number of pages for `num_tokens` tokens when the first one starts a page."""
         return -(-num_tokens // self.page_size)
 
     def region_offset(self, name: str, layer: int, num_pages: int) -> int:
-        """First byte of (component, layer) in a pool of `num_pages` pages."""
+        """Return the first byte of (component, layer) in a pool of `num_pages` pages."""
         offset = 0
         for component in self.components:
             region_bytes = num_pages * self.page_size * component.token_bytes
@@ -108,14 +108,14 @@ class KVLayout:
         raise ConfigError(f"layout has no component {name!r}; it has {[c.name for c in self.components]}")
 
     def payload_bytes(self, layers: range, tokens: range) -> int:
-        """Bytes of `tokens` in `layers` over all components."""
+        """Return the bytes of `tokens` in `layers` over all components."""
         per_token = sum(component.token_bytes * len(component.part_of(layers)) for component in self.components)
         return per_token * len(tokens)
 
     def spans(self, num_pages: int, *, layers: range, tokens: range, pages: Sequence[int], first_token: int) -> Spans:
-        """Where `tokens` of `layers` lie in a pool of `num_pages` pages, `pages[i]` holding tokens from
-        `first_token + i * page_size`. The order, component then layer then token, is that of every payload,
-        whatever the page size of either end. ConfigError when `pages` do not hold the tokens or are not the pool's."""
+        """Return where `tokens` of `layers` lie in a pool of `num_pages` pages. `pages[i]` holds the tokens from
+        `first_token + i * page_size`. The order is component, layer, token: that of every payload, whatever the page
+        size of either end. Raise ConfigError when `pages` do not hold the tokens or are not in the pool."""
         held = range(first_token, first_token + len(pages) * self.page_size)
         if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
             raise ConfigError(f"tokens {tokens} are asked for and the pages hold {held}")
@@ -134,7 +134,7 @@ class KVLayout:
         return spans
 
     def _runs(self, tokens: range, pages: Sequence[int], first_token: int) -> Iterator[tuple[int, int]]:
-        """Runs (token slot, count) of adjacent slots: neighbours in the pool are joined."""
+        """Yield (token slot, count) of runs of adjacent slots. Runs that are neighbours in the pool are joined."""
         start = count = 0
         position = tokens.start
         while position < tokens.stop:
@@ -152,8 +152,8 @@ class KVLayout:
             yield start, count
 
     def compatible_with(self, other: KVLayout) -> Fit:
-        """How pages move between `self` (ours) and `other` (theirs); raises LayoutMismatch naming every field that
-        differs. Only the page size may differ."""
+        """Return how pages move between `self` (ours) and `other` (theirs). Only the page size may differ: raise
+        LayoutMismatch with every other field that differs."""
         ours, theirs = dict(self._described()), dict(other._described())
         pairs = [(name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in {**ours, **theirs}]
         fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] != "page_size")
@@ -162,12 +162,12 @@ class KVLayout:
         return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
 
     def _described(self) -> Iterator[tuple[str, str]]:
-        """Every field as (name, text), for comparing and hashing."""
+        """Yield every field as (name, text), for comparing and hashing."""
         yield "model_id", self.model_id.hex()[:16]
         yield "weights_id", self.weights_id.hex()[:16]
         yield "page_size", str(self.page_size)
         yield "components", ",".join(component.name for component in self.components)  # their order is the payload's
-        for component in self.components:  # first what says most: a long message may be cut
+        for component in self.components:  # the most telling first: a long message may be cut
             yield f"components.{component.name}.format", component.format
         for component in self.components:
             prefix = f"components.{component.name}"

@@ -1,5 +1,5 @@
-"""Host memory that another process can be given to read: a memfd, sealed so that it never changes its size and nobody
-else can write it."""
+"""Host memory that another process may read: a memfd, sealed so that its size never changes and no other process can
+write it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ import sys
 import weakref
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.process.memory import SEGMENT
+from pdinfer.process.memory import MEMFD_PREFIX
 
 CAN_SHARE = sys.platform == "linux"
-"""Whether this system has memfds. Elsewhere nothing of this module may be called."""
+"""Whether this system has memfds. Without them, nothing in this module may be called."""
 
 if sys.platform == "linux":
     import fcntl
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Of linux/fcntl.h; Python's fcntl does not name it."""
+"""From linux/fcntl.h. Python's fcntl module does not define it."""
 
 
-class Segment:
+class Memfd:
     """`num_bytes` of zeroed memory behind a descriptor. The kernel takes a page when it is first touched, and gives it
-    back when the last map is gone: this one, those of `readable`, and those of forked children, which see and change
-    the very same bytes. Raises ConfigError when the system refuses."""
+    back when the last map is gone: this one, those made from `readable`, and those of forked children, which see and
+    change the very same bytes. Raises ConfigError when the system refuses."""
 
     def __init__(self, num_bytes: int, name: str) -> None:
         self.num_bytes = num_bytes
         try:
-            self._descriptor = os.memfd_create(f"{SEGMENT}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._descriptor = os.memfd_create(f"{MEMFD_PREFIX}{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             self._close = weakref.finalize(self, os.close, self._descriptor)
             os.ftruncate(self._descriptor, num_bytes)
             self.map = mmap.mmap(self._descriptor, num_bytes)
@@ -41,14 +41,14 @@ class Segment:
         self.view = memoryview(self.map)
 
     def readable(self) -> int:
-        """A new descriptor of all of it, for reading only; the caller closes it."""
+        """Return a new read-only descriptor of all of it. The caller closes it."""
         try:
             return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise TransferError(f"cannot open a memfd for reading: {error}; shared memory needs /proc") from error
 
     def close(self) -> None:
-        """Unmaps at once, when nothing else refers to the bytes."""
+        """Unmap it, at once when nothing else refers to the bytes."""
         self.view.release()
         with contextlib.suppress(BufferError):
             self.map.close()
@@ -56,9 +56,9 @@ class Segment:
 
 
 def _seal(descriptor: int) -> None:
-    """No size of it changes, and nobody writes it but through a map that is there already. A peer that maps it must
-    never meet the end of a file that shrank: that is a SIGBUS. And who is given a descriptor for reading could open it
-    anew for writing, as any account, since memfds are made with mode 0777."""
+    """Fix the size, and forbid writes except through maps that exist already. A file that shrinks under a peer's map
+    kills the peer with SIGBUS. A process that was given a read-only descriptor could open it again for writing, from
+    any account, because memfds are created with mode 0777."""
     os.fchmod(descriptor, 0o400)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     try:
@@ -69,9 +69,9 @@ def _seal(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)  # Linux before 5.1: other accounts are kept out by the mode
 
 
-class PeerSegment:
-    """Another process's segment, mapped for reading. Takes the descriptor over and closes it. Raises TransferError
-    unless it is a memfd of exactly `num_bytes` that can no longer shrink."""
+class PeerMemfd:
+    """Another process's memfd, mapped read-only. Takes over the descriptor and closes it. Raises TransferError unless
+    it is a memfd of exactly `num_bytes` that can no longer shrink."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         try:
@@ -90,7 +90,7 @@ class PeerSegment:
 
 
 def _check_memfd(descriptor: int, num_bytes: int) -> None:
-    """Raises OSError or TransferError for what could fault when it is read."""
+    """Raise OSError or TransferError for memory that could fault when it is read."""
     seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     size = os.fstat(descriptor).st_size
     if not seals & fcntl.F_SEAL_SHRINK:

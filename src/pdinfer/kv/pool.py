@@ -1,8 +1,8 @@
-"""Who owns which page: the accounting of one pool. No tensors here; the bytes belong to `memory`.
+"""Who owns which page: the accounting of one pool. There are no tensors here; the bytes belong to `memory`.
 
-A page is FREE, OWNED (by this engine's own requests, any number of them), GRANTED (a peer may be writing it) or CACHED
-(no request uses it, and its tokens are known, so that a later request may). A page that becomes free gets a new
-generation, so that a grant which outlived its pages is recognised.
+A page is FREE, OWNED (used by one or more of this engine's own requests), GRANTED (a peer may be writing it) or CACHED
+(no request uses it, but its tokens are known, so a later request may). A page gets a new generation when it becomes
+free, so a grant that outlived its pages is recognised.
 
     FREE ──own──► OWNED ──release──► FREE                      FREE ──grant──► GRANTED ──adopt──► OWNED
                     │ keep: indexed; from then on                                └────release───► FREE
@@ -27,7 +27,7 @@ from pdinfer.types import PeerAddress
 
 
 class PageState(enum.Enum):
-    """Where a page is."""
+    """The state of a page."""
 
     FREE = "free"
     OWNED = "owned"
@@ -46,16 +46,17 @@ class CacheShape(Protocol):
 
 
 Held = tuple[list[int], list[int]]
-"""Pages that an engine's requests use, one that several use as often, and pages that peers may write."""
+"""Pages that an engine's requests use, with a page named once per request that uses it, and pages that peers may
+write."""
 
 
 class PagePool(OfOneProcess):
     """The pages of one engine on one rank. Used from the thread that steps the engine.
 
-    `free + owned + granted + cached == num_pages` always holds, a page shared by several requests being owned once;
-    every transition that does not fit raises and changes nothing. Whoever asks for pages gets free ones, and cached
-    ones when those run out. Raises ConfigError when the pool does not fit the device's memory. On several ranks
-    all make theirs together, unless `num_pages` says its size.
+    `free + owned + granted + cached == num_pages` always holds; a page that several requests share counts as owned
+    once. A transition that does not fit raises and changes nothing. Requests get free pages first, and cached pages
+    when those run out. Raises ConfigError when the pool does not fit the device's memory. On several ranks all of them
+    make their pools together, unless `num_pages` sets the size.
     """
 
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:
@@ -91,24 +92,25 @@ class PagePool(OfOneProcess):
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had: free ones, and cached ones, which are evicted for it."""
+        """Pages that can be taken: free ones, and cached ones, which are evicted when they are taken."""
         return len(self._free) + self._index.num_resting
 
     def own(self, count: int) -> tuple[int, ...]:
-        """Takes pages for a request of this engine; Overloaded when there are too few."""
+        """Take pages for a request of this engine. Raise Overloaded when there are too few."""
         pages = self._take(count, PageState.OWNED)
         for page in pages:
             self._users[page] = 1
         return pages
 
     def grant(self, count: int) -> tuple[int, ...]:
-        """Takes pages for a peer to write; they come back through `adopt` or, the writer stopped, `release`."""
+        """Take pages for a peer to write. They come back through `adopt`, or through `release` once the writer has
+        stopped."""
         pages = self._take(count, PageState.GRANTED)
         self._num_granted += count
         return pages
 
     def adopt(self, pages: Sequence[int]) -> None:
-        """Granted pages whose hand-off landed become owned."""
+        """Turn granted pages whose hand-off has landed into owned ones."""
         self._expect(pages, PageState.GRANTED)
         for page in pages:
             self._states[page] = PageState.OWNED
@@ -116,8 +118,8 @@ class PagePool(OfOneProcess):
         self._num_granted -= len(pages)
 
     def release(self, pages: Sequence[int]) -> None:
-        """A request lets go of its pages, given in the order of their tokens: owned ones become cached or free unless
-        another request uses them, granted ones, whose writer is proven to have stopped, free."""
+        """Let go of a request's pages, given in the order of their tokens. Owned pages become cached or free, unless
+        another request uses them. Granted pages become free; their writer must be proven to have stopped."""
         granted = bool(pages) and 0 <= pages[0] < self.num_pages and self._states[pages[0]] is PageState.GRANTED
         self._expect(pages, PageState.GRANTED if granted else PageState.OWNED)
         if granted:
@@ -133,29 +135,30 @@ class PagePool(OfOneProcess):
                 self._to_free(page)
 
     def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
-        """How often each page has become free."""
+        """Return how often each page has become free."""
         return tuple(self._generations[page] for page in pages)
 
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
     def chain(self, salt: bytes, *, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
-        """The keys, none yet, of a sequence that shares its pages with those of equal `salt`; and, where `writers` fill
-        pages for it, only with those that the same ones write for, unless `CacheConfig.trust_domain` is "all"."""
+        """Return the empty chain of keys of a sequence that shares pages with sequences of equal `salt`. When `writers`
+        fill pages for it, it shares only with sequences of the same writers, unless `CacheConfig.trust_domain` is
+        "all"."""
         layout, own = self.layout, self._one_domain or not writers
         domain = OWN_DOMAIN if own else domain_of(writers)
         return PrefixChain.of(layout.layout_id, salt, layout.page_size, domain=domain, lookahead=layout.lookahead)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
-        """The pages that hold the longest known beginning of a sequence with these `keys`; they are nobody's until
-        `share`, which must come before anything else is taken."""
+        """Return the pages that hold the longest known beginning of a sequence with these `keys`. They belong to nobody
+        until `share`, which must be called before any other page is taken."""
         return self._index.find(keys)
 
     def num_unused(self, pages: Sequence[int]) -> int:
-        """How many of these found pages no request uses: `share` takes that many from those available."""
+        """Return how many of these found pages no request uses. `share` takes that many from the available pages."""
         return sum(not self._users[page] for page in pages)
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more request uses these found pages, to read; each user releases them."""
+        """Add a request that reads these found pages. Each user releases them."""
         if any(page not in self._index for page in pages):
             raise PDInferError(f"a page of {clip(list(pages))} is not in the prefix index")
         for page in pages:
@@ -168,9 +171,9 @@ class PagePool(OfOneProcess):
         return page in self._index
 
     def keep(self, keys: Sequence[bytes], pages: Sequence[int]) -> tuple[int, ...]:
-        """Lets later requests find a request's owned pages, the first of its table, which `keys` say to be full and
-        nobody writes any more. Returns the pages to use from now on: where the same tokens are known already, the known
-        page, shared; ours is released."""
+        """Let later requests find these owned pages: the first pages of a request's table, which are full according to
+        `keys` and which nobody writes any more. Return the pages to use from now on: where a page with the same tokens
+        is already known, that page is shared and ours is released."""
         self._expect(pages, PageState.OWNED)
         if not self.prefix_cache:
             return tuple(pages)
@@ -187,11 +190,11 @@ class PagePool(OfOneProcess):
             elif self._users[kept[at]] == 1:
                 self._index.add(keys[at], kept[at], kept[at - 1] if at else None)
             else:
-                break  # forgotten while others use it: they may not use what would be its parent now
+                break  # forgotten while others use it: its parent in the index would be a page that they do not use
         return tuple(kept)
 
     def forget(self, pages: Sequence[int]) -> None:
-        """What these pages hold is in doubt: nobody will find them again, nor any page that continues them."""
+        """Make these pages, and all pages that continue them, impossible to find: their contents are in doubt."""
         for page in pages:
             if page in self._index:
                 for rested in self._index.drop(page):
@@ -200,12 +203,13 @@ class PagePool(OfOneProcess):
     # -- after an interrupt -----------------------------------------------------------------------------------------
 
     def hold(self, holder: Callable[[], Held]) -> None:
-        """Has `rebuild` ask `holder` what it has."""
+        """Register `holder`, which tells `rebuild` the pages that it holds."""
         self._holders.append(holder)
 
     def rebuild(self) -> None:
-        """Makes the accounts anew from what the engines of this pool hold, after a call here or in one of them may have
-        been left half done. Everything else is free, as a new generation, and no prefix is known."""
+        """Rebuild the accounts from the pages that the engines of this pool hold, after an interrupt may have left a
+        call here or in an engine half done. All other pages become free with a new generation, and no prefix is
+        known."""
         held = [holder() for holder in self._holders]
         users = Counter(page for owned, _ in held for page in owned)
         granted = {page for _, pages in held for page in pages} - users.keys()
@@ -222,7 +226,7 @@ class PagePool(OfOneProcess):
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises PDInferError unless every page is counted once and in the state that the counts say."""
+        """Raise PDInferError unless every page is counted once and is in the state that the counts say."""
         counts = {state: self._states.count(state) for state in PageState}
         said = {
             PageState.FREE: self.num_free,

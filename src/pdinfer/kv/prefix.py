@@ -1,8 +1,8 @@
 """Which cached page holds which tokens: the prefix index of one pool. Plain values, no tensors, no clock.
 
-A page's key says everything that its latents depend on: the layout (model, weights, page size), who may share them, who
-wrote them, and through the key of the page before it every token up to its own last one, with an MTP layer also the one
-behind that. Only full pages have a key.
+A page's key covers everything that its latents depend on: the layout (model, weights, page size), who may share them,
+who wrote them, and, through the key of the page before it, every token up to the page's last one (with an MTP layer
+also the token after that). Only full pages have a key.
 
     root = H(layout_id, salt, domain)
     key of page i = H(key of page i - 1, or root; tokens of page i, `lookahead` more)
@@ -22,8 +22,8 @@ from pdinfer.types import PeerAddress, peer_key
 
 
 def digest(*fields: bytes) -> bytes:
-    """SHA-256 over `fields`, each behind its length: joined bare, salt "org_1" before "2345" would hash as "org_12345"
-    before nothing. Collisions would serve one user's context to another, so a quick hash will not do."""
+    """Return SHA-256 over `fields`, each behind its length: without lengths, salt "org_1" before "2345" would hash as
+    "org_12345" before nothing. A collision would serve one user's context to another, so a fast hash will not do."""
     hashed = hashlib.sha256()
     for field in fields:
         hashed.update(len(field).to_bytes(8, "little"))
@@ -32,20 +32,20 @@ def digest(*fields: bytes) -> bytes:
 
 
 OWN_DOMAIN = b""
-"""Of pages that this process computed from nothing but its own."""
+"""The domain of pages that this process computed from its own pages alone."""
 
 
 def domain_of(writers: Iterable[PeerAddress]) -> bytes:
-    """The trust domain of pages that these peers wrote, and of all that is computed on top of them. A peer is who the
-    host says, for it names the writers of a request; a restarted one is another."""
+    """Return the trust domain of pages that these peers wrote, and of everything computed on top of them. The host
+    vouches for a peer's identity, since it names the writers of a request. A restarted peer is a new one."""
     keys = sorted({peer_key(writer) for writer in writers})
     return digest(*(b"%d %d " % (epoch, rank) + engine_id for engine_id, epoch, rank in keys))
 
 
 @attrs.define
 class PrefixChain:
-    """The keys of one sequence's full pages, in order; it grows with the sequence. A page is full when its tokens and
-    the `lookahead` behind them are there."""
+    """The keys of one sequence's full pages, in order. The chain grows with the sequence. A page is full when its
+    tokens and the `lookahead` tokens after them are there."""
 
     page_size: int
     root: bytes
@@ -56,15 +56,15 @@ class PrefixChain:
     def of(
         cls, layout_id: bytes, salt: bytes, page_size: int, *, domain: bytes = OWN_DOMAIN, lookahead: int = 0
     ) -> PrefixChain:
-        """The chain of a sequence without tokens."""
+        """Return the chain of a sequence without tokens."""
         return cls(page_size, digest(b"pdinfer prefix 2", layout_id, salt, domain), lookahead)
 
     def num_full(self, num_tokens: int) -> int:
-        """How many pages a sequence of `num_tokens` fills."""
+        """Return how many pages a sequence of `num_tokens` fills."""
         return max(0, num_tokens - self.lookahead) // self.page_size
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the keys of the pages that `tokens`, the whole sequence so far, fills by now."""
+        """Add the keys of the pages that are full now. `tokens` is the whole sequence so far."""
         size, width = self.page_size, self.page_size + self.lookahead
         for at in range(len(self.keys), self.num_full(len(tokens))):
             page = struct.pack(f"<{width}i", *tokens[at * size : at * size + width])
@@ -79,8 +79,8 @@ class _Node:
 
 
 class PrefixIndex:
-    """A tree of pages by key. A page is *resting* while no request uses it; resting pages are evicted, the one that has
-    rested longest first, but none before the pages that continue it: without it they could not be found."""
+    """A tree of pages by key. A page is *resting* while no request uses it. Resting pages are evicted, the longest at
+    rest first, but never before the pages that continue them: those could not be found any more."""
 
     def __init__(self) -> None:
         self._pages: dict[bytes, int] = {}
@@ -98,11 +98,11 @@ class PrefixIndex:
         return len(self._resting)
 
     def page_of(self, key: bytes) -> int | None:
-        """The page with this key."""
+        """Return the page with this key."""
         return self._pages.get(key)
 
     def find(self, keys: Iterable[bytes]) -> tuple[int, ...]:
-        """The pages of the longest beginning of `keys` that is here."""
+        """Return the pages of the longest known beginning of `keys`."""
         pages = []
         for key in keys:
             if (page := self._pages.get(key)) is None:
@@ -111,7 +111,7 @@ class PrefixIndex:
         return tuple(pages)
 
     def add(self, key: bytes, page: int, parent: int | None) -> None:
-        """Adds a page in use, which continues `parent`."""
+        """Add a page in use that continues `parent`."""
         if key in self._pages or page in self._nodes or (parent is not None and parent not in self._nodes):
             raise PDInferError(f"page {page} cannot be indexed: it or its key is there already, or its parent is not")
         self._pages[key] = page
@@ -120,17 +120,19 @@ class PrefixIndex:
             self._nodes[parent].children[page] = None
 
     def rest(self, page: int) -> None:
-        """Nothing uses the page any more. Of one sequence's pages the last must come first: see `evict`."""
+        """Mark a page that nothing uses any more. The last page of a sequence must come first: see `evict`."""
         self._resting[page] = None
 
     def use(self, page: int) -> None:
-        """Somebody uses the page: it will not be evicted."""
+        """Mark a page as used, so that it is not evicted."""
         self._resting.pop(page, None)
 
     def evict(self) -> int:
-        """Removes the page that has rested longest of those that no other continues. PDInferError when none rests.
+        """Remove the page that has rested longest among those that no other page continues. Raise PDInferError when
+        none rests.
 
-        Whoever uses a page uses all before it and lets go of them later, so the first in line is such a page.
+        A request that uses a page uses all pages before it and releases them later, so the first page in line
+        qualifies.
         """
         for page in self._resting:
             if not self._nodes[page].children:
@@ -139,7 +141,7 @@ class PrefixIndex:
         raise PDInferError("no page can be evicted: none rests that no other continues")
 
     def drop(self, page: int) -> list[int]:
-        """Removes a page and all that continue it, resting or not; returns those that rested."""
+        """Remove a page and all that continue it, resting or not. Return those that rested."""
         found = [page]
         for current in found:
             found += self._nodes[current].children
@@ -149,8 +151,8 @@ class PrefixIndex:
         return rested
 
     def check(self, used: Iterable[int]) -> None:
-        """Raises PDInferError unless the tree is whole, `used` and resting pages are all there is, and every page
-        before one in use is in use."""
+        """Raise PDInferError unless the tree is whole, every page is either in `used` or resting, and every page before
+        one in use is in use."""
         used = {page for page in used if page in self._nodes}
         keys = {page: key for key, page in self._pages.items()}
         for page, node in self._nodes.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVLayout, Spans
-from pdinfer.kv.memfd import CAN_SHARE, Segment
+from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -21,9 +21,9 @@ PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
 class PageMemory:
     """One flat block of bytes on one device, and typed views of its regions.
 
-    Host memory is read and written in place by transports; device memory goes through host copies. With "auto" and
-    "shared", host memory is a `segment` where the system has them, which other processes can be given to read: a forked
-    child then shares the pages, and must leave them alone. "pinned" memory is not.
+    Transports read and write host memory in place; device memory goes through host copies. With "auto" and "shared",
+    host memory is a `memfd` on systems that have them, which other processes may be given to read: a forked child then
+    shares the pages and must leave them alone. "pinned" memory is not a memfd.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, *, device: torch.device, memory: str = "auto") -> None:
@@ -33,10 +33,10 @@ class PageMemory:
         self.num_pages = num_pages
         self.device = device
         num_bytes = num_pages * layout.page_bytes
-        self.segment: Segment | None = None
+        self.memfd: Memfd | None = None
         if CAN_SHARE and device.type == "cpu" and memory != "pinned":
-            self.segment = Segment(num_bytes, "pool")
-            self.buffer = torch.frombuffer(self.segment.map, dtype=torch.uint8)
+            self.memfd = Memfd(num_bytes, "pool")
+            self.buffer = torch.frombuffer(self.memfd.map, dtype=torch.uint8)
         else:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned")
             if memory == "shared":
@@ -48,7 +48,7 @@ class PageMemory:
         return self.buffer.numel()
 
     def pages(self, name: str, layer: int) -> Tensor:
-        """[num_pages, page_size, width] view of one component of one layer, in its own dtype."""
+        """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype."""
         component = next(c for c in self.layout.components if c.name == name)
         start = self.layout.region_offset(name, layer, self.num_pages)
         size = self.num_pages * self.layout.page_size * component.token_bytes
@@ -80,7 +80,8 @@ class PageMemory:
 
 
 def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
-    """Cuts two span lists of one total length at each other's borders: ((left offset, right offset), length)."""
+    """Cut two span lists of the same total length at each other's borders. Return ((left offset, right offset),
+    length)."""
     pieces = []
     remaining = iter(right)
     start, available = 0, 0
@@ -97,18 +98,18 @@ def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
 
 @attrs.frozen
 class KVView:
-    """The cache as one step's attention sees it: every region, addressed by the batch's page table and slots."""
+    """The cache as the attention of one step sees it: every region, addressed by the batch's page table and slots."""
 
     latents: Mapping[int, Tensor]
-    """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key. Packed in
-    "fp8": then uint8, and the last axis counts bytes."""
+    """Per layer [num_pages, page_size, kv_lora_rank + qk_rope_head_dim]: normed latent, then rotated key. When packed
+    in "fp8", uint8 with a last axis that counts bytes."""
 
     index_keys: Mapping[int, Tensor]
-    """Per layer with an indexer [num_pages, page_size, index_head_dim], or bytes."""
+    """Per layer with an indexer [num_pages, page_size, index_head_dim], or bytes when packed."""
 
     @classmethod
     def of(cls, memory: PageMemory) -> KVView:
-        """The components called "latent" and "index_k", whatever the dotted prefix of their names."""
+        """Return the components named "latent" and "index_k", whatever the dotted prefix of their names."""
 
         def regions(kind: str) -> dict[int, Tensor]:
             return {

@@ -12,7 +12,7 @@ from pathlib import Path
 import attrs
 import torch
 
-SEGMENT = "pdinfer-"
+MEMFD_PREFIX = "pdinfer-"
 """What the names of this library's memfds begin with."""
 
 _BLOCK_BYTES = 512
@@ -105,7 +105,7 @@ def _untouched_bytes(root: Path) -> int:
     sizes: dict[int, int] = {}
     for descriptor in (root / "proc/self/fd").glob("*"):
         try:
-            if os.readlink(descriptor).startswith(f"/memfd:{SEGMENT}"):
+            if os.readlink(descriptor).startswith(f"/memfd:{MEMFD_PREFIX}"):
                 about = os.stat(descriptor)
                 sizes[about.st_ino] = max(0, about.st_size - about.st_blocks * _BLOCK_BYTES)
         except OSError:  # closed meanwhile

@@ -20,8 +20,8 @@ import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.simulation import Simulation
 
@@ -30,7 +30,7 @@ RESET_SHARE = 0.5
 """How often a closed link takes along what was still on its way, as a TCP reset does."""
 
 
-class Kind(enum.Enum):
+class ParcelKind(enum.Enum):
     """What a parcel is: the news of a new link, a frame, a write, or the end of the link."""
 
     OPEN = enum.auto()
@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 class Parcel:
     """One message. `source` is in the sender's memory, `payload` what was read there, `digest` of both."""
 
-    kind: Kind
+    kind: ParcelKind
     frame: bytes = b""
     transfer: Transfer | None = None
     source: Spans = attrs.field(factory=list)
@@ -105,7 +105,7 @@ class End:
             parcel.complete(TransferError(f"the link to {self.link.endpoint} is closed"))
         elif self.eager and not (self.link.trusted and self.peer.link.trusted):
             self.peer.deliver(parcel)  # someone waits for this handshake, and nobody could wake him
-        elif parcel.kind is Kind.FRAME and not self.queue:
+        elif parcel.kind is ParcelKind.FRAME and not self.queue:
             self._fly(parcel)
         else:
             self.queue.append(parcel)
@@ -140,9 +140,9 @@ class End:
             except Exception as error:  # noqa: BLE001 - the contract: it closes the link, whatever it is
                 self.shut(TransferError(f"a write's source did not become ready: {error!r}"))
                 return self._leave()
-        if parcel.kind is Kind.WRITE and self.placement is Placement.THROUGH_SLOT:
+        if parcel.kind is ParcelKind.WRITE and self.placement is Placement.THROUGH_SLOT:
             return self._write_slot(parcel)
-        if parcel.kind is Kind.WRITE:
+        if parcel.kind is ParcelKind.WRITE:
             self._read(parcel)
             self._done(parcel)
         self._pop()
@@ -199,7 +199,7 @@ class End:
     def _fly(self, parcel: Parcel) -> None:
         faults = self.network.faults
         copies = [parcel]
-        if parcel.kind in (Kind.FRAME, Kind.WRITE):
+        if parcel.kind in (ParcelKind.FRAME, ParcelKind.WRITE):
             copies = self._mangle(parcel, faults)
         for copy in copies:
             self._send_off(copy)
@@ -256,12 +256,12 @@ class End:
         """Calls the receiver; what it refuses by a TransferError closes the link."""
         self.network.simulation.note(parcel.frame)
         try:
-            if parcel.kind is Kind.OPEN:
+            if parcel.kind is ParcelKind.OPEN:
                 self.receiver.opened(self.link)
-            elif parcel.kind is Kind.FRAME:
+            elif parcel.kind is ParcelKind.FRAME:
                 check_arriving(self.link, len(parcel.frame), is_write=False)
                 self.receiver.received(self.link, parcel.frame)
-            elif parcel.kind is Kind.WRITE:
+            elif parcel.kind is ParcelKind.WRITE:
                 self._place(parcel)
             else:
                 self.ended(TransferError(f"{self.link.endpoint} closed the connection, or died"))
@@ -278,8 +278,7 @@ class End:
         spans = self.receiver.place(self.link, parcel.frame, parcel.num_bytes)
         if spans is None or not self.open:
             return
-        if total_bytes(spans, self.memory) != parcel.num_bytes:
-            raise TransferError(f"a write of {parcel.num_bytes} bytes does not fit where it was placed")
+        check_placed(self.link, spans, self.memory, parcel.num_bytes)
         if self.link.same_memory:
             if spans != parcel.source:
                 self.memory.copy_from(spans, self.memory, parcel.source)
@@ -352,7 +351,7 @@ class End:
         if self.network.simulation.rng.random() < RESET_SHARE:
             peer.inbound.clear()
         if peer.open and not self.link.same_memory:
-            self._send_off(Parcel(Kind.END))
+            self._send_off(Parcel(ParcelKind.END))
         self.ended(error)
         if self.link.same_memory:  # no page may have two masters for a moment: ends of one pool learn it together
             peer.ended(TransferError(f"{peer.link.endpoint} closed the link"))
@@ -381,7 +380,7 @@ class End:
         if self.open:
             self.open = False
             if told and self.peer.open:
-                self._send_off(Parcel(Kind.END))
+                self._send_off(Parcel(ParcelKind.END))
 
 
 def _flipped(data: bytes, bit: int) -> bytes:

@@ -20,7 +20,7 @@ from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame
 from pdinfer.testing.faults import NetworkFaults, Placement
-from pdinfer.testing.links import End, Kind, Parcel
+from pdinfer.testing.links import End, Parcel, ParcelKind
 from pdinfer.testing.simulation import Simulation
 
 SCHEME = "sim://"
@@ -188,7 +188,7 @@ class SimTransport:
         if waits:
             end.peer.receiver.opened(end.peer.link)
         else:
-            end.send(Parcel(Kind.OPEN))
+            end.send(Parcel(ParcelKind.OPEN))
         return end.link
 
     def new_end(self, endpoint: str, *, eager: bool) -> End:
@@ -204,7 +204,7 @@ class SimTransport:
         check_frame(frame)
         end = self._ends.get(link)
         if end is not None:
-            end.send(Parcel(Kind.FRAME, frame))
+            end.send(Parcel(ParcelKind.FRAME, frame))
 
     def write(
         self,
@@ -223,7 +223,7 @@ class SimTransport:
         if end is None:
             transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
         else:
-            end.send(Parcel(Kind.WRITE, frame, transfer, list(source), ready))
+            end.send(Parcel(ParcelKind.WRITE, frame, transfer, list(source), ready))
         return transfer
 
     def fence(self, link: Link) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
-from pdinfer.kv.memfd import CAN_SHARE, PeerSegment
+from pdinfer.kv.memfd import CAN_SHARE, PeerMemfd
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.testing import random_model
 
@@ -161,13 +161,13 @@ def test_only_page_memory_can_be_copied_from() -> None:
         memory_of().copy_from([], bytearray(), [])  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not CAN_SHARE, reason="segments need Linux")
+@pytest.mark.skipif(not CAN_SHARE, reason="memfds need Linux")
 @pytest.mark.parametrize("kind", ["auto", "shared"])
-def test_host_memory_is_a_segment_that_others_may_read(kind: str) -> None:
+def test_host_memory_is_a_memfd_that_others_may_read(kind: str) -> None:
     memory = memory_of(kind=kind)
-    assert memory.segment is not None
+    assert memory.memfd is not None
     assert not memory.buffer.any()
-    peer = PeerSegment(memory.segment.readable(), memory.num_bytes)
+    peer = PeerMemfd(memory.memfd.readable(), memory.num_bytes)
     memory.landing([(0, 2)])[0][:] = b"ab"
     memory.buffer[2] = ord("c")
     assert bytes(peer.view[:4]) == contents(memory, [(0, 4)]) == b"abc\0"
@@ -176,8 +176,8 @@ def test_host_memory_is_a_segment_that_others_may_read(kind: str) -> None:
     peer.close()
 
 
-@pytest.mark.skipif(not CAN_SHARE, reason="segments need Linux")
-def test_a_segment_is_freed_with_its_memory() -> None:
+@pytest.mark.skipif(not CAN_SHARE, reason="memfds need Linux")
+def test_a_memfd_is_freed_with_its_memory() -> None:
     descriptors = Path("/proc/self/fd")
     gc.collect()
     before = len(os.listdir(descriptors))
@@ -191,7 +191,7 @@ def test_a_segment_is_freed_with_its_memory() -> None:
 def test_where_no_memory_can_be_shared_it_is_private(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdinfer.kv.view.CAN_SHARE", False)
     memory = memory_of()
-    assert memory.segment is None
+    assert memory.memfd is None
     assert memory_of(kind="shared").buffer.is_shared()
     memory.landing([(0, 2)])[0][:] = b"ab"
     assert contents(memory, [(0, 2)]) == b"ab"

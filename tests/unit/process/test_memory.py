@@ -11,7 +11,7 @@ import torch
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.pool import PagePool
 from pdinfer.model import model as model_module
 from pdinfer.parallel.groups import Groups
@@ -75,11 +75,11 @@ def test_pages_that_nobody_has_touched_are_in_use_too(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir()
     (tmp_path / "proc/self/fd").symlink_to("/proc/self/fd")
     before = main_memory(tmp_path).in_use
-    segment = Segment(64 * MIB, "pool")
+    memfd = Memfd(64 * MIB, "pool")
     assert main_memory(tmp_path).in_use - before == 64 * MIB
-    segment.view[: 16 * MIB] = bytes(16 * MIB)  # from now on the kernel counts these itself
+    memfd.view[: 16 * MIB] = bytes(16 * MIB)  # from now on the kernel counts these itself
     assert main_memory(tmp_path).in_use - before == 48 * MIB
-    segment.close()
+    memfd.close()
     assert main_memory(tmp_path).in_use == before
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdinfer.kv.memfd import CAN_SHARE
-from pdinfer.kv.transports.shm import transport as shm
+from pdinfer.kv.transports.shm.transport import listen_shm
 from pdinfer.process import scratch
 from pdinfer.process.scratch import LOCK, ScratchFolder
 
@@ -88,10 +88,10 @@ def test_without_locks_it_is_made_and_removed_all_the_same(tmp_path: Path, monke
 @pytest.mark.skipif(not CAN_SHARE, reason="needs Linux")
 def test_an_engine_that_is_killed_leaves_no_socket_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(tmp_path))
-    in_child(lambda: shm._listen(None))
+    in_child(lambda: listen_shm(None))
     (left,) = tmp_path.iterdir()
     assert (left / "kv.sock").is_socket()
-    listener = shm._listen(None)
+    listener = listen_shm(None)
     (folder,) = tmp_path.iterdir()
     assert folder != left
     listener.close()

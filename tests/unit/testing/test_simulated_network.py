@@ -10,7 +10,7 @@ import pytest
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import TICK_S, Link, Transfer
 from pdinfer.testing import NetworkFaults, Placement, SimNetwork, SimTransport, Simulation
-from tests.conformance.transport_suite import BytesMemory, Recorder
+from tests.conformance.transport_ends import BytesMemory, Recorder
 
 
 class Pair:

@@ -1,8 +1,8 @@
-"""What carries frames and bytes between two ends, and knows nothing of rooms or requests. A new transport is a file or
-a
-folder here; it passes `tests/conformance/transport_suite.py`.
+"""What carries frames and bytes between two ends. It knows nothing of rooms or requests. A new transport is a file or a
+folder here, and passes `tests/conformance/transport_suite.py`.
 
     base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
+    message.py    what waits to leave on a link
     budget.py     a bound on what all links of a transport hold together
     loopback.py   inside one process
     socket.py     TCP and Unix sockets
@@ -10,6 +10,8 @@ folder here; it passes `tests/conformance/transport_suite.py`.
     stream/       what the transports over stream sockets share
     shm/          between processes of one host, through shared memory
     one_sided/    over any engine that writes into a peer's memory
+
+Tested by tests/conformance/test_transport_conformance.py; Mooncake by tests/conformance/test_mooncake_transport.py.
 
 May import: kv.layout, kv.memfd, kv.memory, process, the ground.
 """

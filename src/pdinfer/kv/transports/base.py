@@ -20,17 +20,17 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, total_bytes
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
 TICK_S = 0.4
-"""How often a transport that crosses a process calls `Receiver.tick`."""
+"""The interval at which a transport that crosses a process calls `Receiver.tick`."""
 
 
 @attrs.define(eq=False)
 class Transfer:
-    """Bytes on their way. `done` means that our memory is no longer read; `error` that they did not all leave.
+    """Bytes on their way. `done` means that our memory is no longer read; `error` means that they did not all leave.
     `then`, if given, is called with this transfer once it is done, in the thread that completed it."""
 
     num_bytes: int
@@ -39,7 +39,7 @@ class Transfer:
     error: TransferError | None = None
 
     def complete(self, error: TransferError | None = None) -> None:
-        """Called once by whoever moves the bytes."""
+        """Mark the transfer done. Called once by the thread that moves the bytes."""
         self.error = error
         self.done = True
         if self.then is not None:
@@ -49,9 +49,9 @@ class Transfer:
 @attrs.define(eq=False)
 class Link:
     """One connection as both sides of the seam see it. Until the channel sets `trusted`, frames are limited to
-    MAX_UNTRUSTED_FRAME_BYTES and writes are refused. `same_memory` is set by a transport whose two ends registered the
-    very same memory, so that equal spans need no copy. `heard_at` is when the peer last said something whole, or
-    a byte of a payload came, by the transport's clock; a transport that calls `tick` keeps it."""
+    MAX_UNTRUSTED_FRAME_BYTES and writes are refused. A transport sets `same_memory` when both ends registered the very
+    same memory, so that equal spans need no copy. `heard_at` is when the peer last sent a whole message or a byte of a
+    payload, by the transport's clock; a transport that calls `tick` maintains it."""
 
     endpoint: str
     trusted: bool = False
@@ -60,11 +60,12 @@ class Link:
 
 
 class Receiver(Protocol):
-    """A channel as its transport sees it. The calls for one link come one at a time and in order, from the
-    transport's I/O thread or from inside a call to it. A TransferError raised from one closes the link.
+    """A channel as its transport sees it. The calls for one link come one at a time and in order, from the transport's
+    I/O thread or from inside a call to the transport. A TransferError raised from one closes the link.
 
-    `authenticates` says that only peers who prove a shared key get past the handshake; then a transport may listen
-    where other machines reach it without being told that the network is trusted."""
+    `authenticates` means that only peers that prove a shared key pass the handshake. A transport may then listen where
+    other machines reach it without being told that the network is trusted.
+    """
 
     @property
     def authenticates(self) -> bool: ...
@@ -76,42 +77,43 @@ class Receiver(Protocol):
         """A control frame."""
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
-        """Where a write's payload goes in our memory (exactly `num_bytes` in all); None discards it."""
+        """Return where in our memory a write's payload goes, exactly `num_bytes` in all. None discards it."""
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
-        """A placed payload is whole and visible, or did not verify. Not called for a discarded one."""
+        """A placed payload is whole and visible, or did not verify. Not called for a discarded payload."""
 
     def tick(self) -> None:
-        """Called about every TICK_S from the I/O thread of a transport that crosses a process, after it has read what
-        had arrived: the place for heartbeats, and for closing (`fence`) links that were silent for too long. A
-        transport inside one process need not call it: there nobody dies alone."""
+        """Called about every TICK_S from the I/O thread of a transport that crosses a process, after the thread has
+        read what had arrived. This is the place for heartbeats, and for closing (`fence`) links that were silent for
+        too long. A transport inside one process need not call it: there no end dies alone."""
 
     def closed(self, link: Link, error: TransferError | None) -> None:
-        """The link is gone and nothing of it can land any more. Called exactly once per link. `error` is None when
-        this end closed the link by `fence` or `close`, else the reason; a peer that closed counts as one, since it
-        looks like a peer that died. A transfer that was under way ends soon, if it has not: look at its `done`."""
+        """The link is gone, and nothing of it can land any more. Called exactly once per link. `error` is None when
+        this end closed the link by `fence` or `close`, otherwise the reason; a peer that closed the link also counts as
+        a reason, since it looks like a peer that died. A transfer that was under way ends soon, if it has not ended:
+        check its `done`."""
 
 
 class Transport(Protocol):
-    """What a channel needs. Methods are called from any thread unless they say otherwise, and never hold a lock while
-    calling the receiver."""
+    """What a channel needs. Methods may be called from any thread unless they say otherwise, and never hold a lock
+    while calling the receiver."""
 
     @property
     def name(self) -> str:
-        """What explains itself in a table: "loopback", "tcp", …"""
+        """A short name for tables: "loopback", "tcp", …"""
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Starts receiving; called once. Returns the endpoints that peers may connect to."""
+        """Start to receive. Called once. Return the endpoints that peers may connect to."""
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
-        """Opens a link to the first endpoint it understands; raises TransferError with the reason. A peer that speaks
-        first may be heard before this returns. With `timeout_s` 0 it does not wait: the link may still be opening (it
-        takes frames already), and one that cannot be opened is `closed` with the reason."""
+        """Open a link to the first endpoint that it understands. Raise TransferError with the reason. A peer that
+        speaks first may be heard before this returns. With `timeout_s` 0 it does not wait: the link may still be
+        opening (it takes frames already), and a link that cannot be opened is `closed` with the reason."""
 
     def send(self, link: Link, frame: bytes) -> None:
-        """Queues a control frame behind everything sent before; never blocks. A closed link swallows it. Raises
-        ConfigError for a frame that no transport carries, TransferError when more waits than a peer that reads would
-        leave: the caller closes the link."""
+        """Queue a control frame behind everything sent before, without blocking. A closed link swallows the frame.
+        Raise ConfigError for a frame that no transport carries, and TransferError when more frames wait than any peer
+        that reads would leave: the caller then closes the link."""
 
     def write(
         self,
@@ -122,31 +124,39 @@ class Transport(Protocol):
         ready: Callable[[], None] | None = None,
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """Queues a frame and the payload at `source` in our memory; never blocks. `ready` is called (it may wait for
-        a device event) before the payload is read; an exception from it closes the link, since what follows the lost
-        write would be misread. On a closed link the transfer is done, with an error. Raises ConfigError as `send`
-        does, and for a source outside our memory. `then` is called with
-        the transfer when it is done, from whatever thread moved the bytes."""
+        """Queue a frame and the payload at `source` in our memory, without blocking. `ready` is called before the
+        payload is read, and may wait for a device event. An exception from `ready` closes the link, since what follows
+        the lost write would be misread. On a closed link the transfer is done, with an error. Raise ConfigError as
+        `send` does, and for a source outside our memory. `then` is called with the transfer when it is done, from the
+        thread that moved the bytes."""
 
     def fence(self, link: Link) -> None:
-        """Closes the link; when it returns, nothing of that peer can land and `closed` has been called. What was
+        """Close the link. When this returns, nothing of that peer can land, and `closed` has been called. Whatever was
         queued and has not left is dropped. May be called from inside a receiver callback."""
 
     def close(self) -> None:
-        """Fences every link and frees what was opened. A second call does nothing."""
+        """Fence every link and free what was opened. A second call does nothing."""
 
 
 def check_frame(frame: bytes) -> None:
-    """Refuses, where it is made, a frame that the peer would close the link for; raises ConfigError."""
+    """Refuse, before it is sent, a frame for which the peer would close the link. Raise ConfigError."""
     if not 1 <= len(frame) <= MAX_FRAME_BYTES:
         raise ConfigError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, not {len(frame)}; split what it says")
 
 
 def check_arriving(link: Link, frame_bytes: int, *, is_write: bool) -> None:
-    """What a link may carry, asked before anything is allocated for it; raises TransferError."""
+    """Check what a link may carry, before anything is allocated for it. Raise TransferError."""
     limit = MAX_FRAME_BYTES if link.trusted else MAX_UNTRUSTED_FRAME_BYTES
     trust = "trusted" if link.trusted else "untrusted"
     if not 1 <= frame_bytes <= limit:
         raise TransferError(f"{link.endpoint} sent a frame of {frame_bytes} bytes; a {trust} link takes 1 to {limit}")
     if is_write and not link.trusted:
         raise TransferError(f"{link.endpoint} sent a write before its handshake was done; the link is closed")
+
+
+def check_placed(link: Link, spans: Spans, memory: Memory, num_bytes: int) -> None:
+    """Check that a place has the size of its write. Raise TransferError when it does not, and ConfigError when a span
+    leaves our memory."""
+    placed = total_bytes(spans, memory)
+    if placed != num_bytes:
+        raise TransferError(f"{link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")

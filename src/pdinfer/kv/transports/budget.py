@@ -1,4 +1,5 @@
-"""A bound on what all links of a transport hold together, and who gives way when it is reached."""
+"""A bound on what all links of a transport hold together, and the choice of the link that gives way when it is
+reached."""
 
 from __future__ import annotations
 
@@ -12,11 +13,7 @@ from pdinfer.process.locks import new_lock
 MAX_WAITING_BYTES = 32 << 20
 """Frames that may wait to be sent, over all links. More wait only when peers live and do not read."""
 MAX_ARRIVING_BYTES = 16 << 20
-"""Frames of which a part has arrived, over all links."""
-MESSAGE_BYTES = 256
-"""What a message costs beside its frame: the objects around it."""
-SPAN_BYTES = 128
-"""What a span of a write costs: a tuple and two ints."""
+"""Frames that have arrived in part, over all links."""
 
 H = TypeVar("H", bound=Hashable)
 
@@ -28,10 +25,10 @@ class _Share:
 
 
 class Budget(Generic[H]):
-    """Bytes that the holders have, `limit_bytes` in all. Any thread.
+    """Bytes that the holders have, at most `limit_bytes` in all. Any thread may call it.
 
-    Past the limit the holder gives way that has at least an even share and did not move for the longest: one that
-    takes what it is sent, or holds little, never goes before one that stands still.
+    Past the limit, one holder gives way: of those with at least an even share, the one that has not moved for the
+    longest. A holder that takes what it is sent, or that holds little, never gives way before one that stands still.
     """
 
     def __init__(self, limit_bytes: int, clock: Callable[[], float]) -> None:
@@ -43,11 +40,11 @@ class Budget(Generic[H]):
 
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
+        """Bytes that are held now."""
         return self._num_bytes
 
     def take(self, holder: H, num_bytes: int) -> H | None:
-        """The holder has so many more: who must give way, and no longer counts, if anyone."""
+        """Give the holder so many more bytes. Return the holder that must give way and no longer counts, or None."""
         with self._lock:
             share = self._shares.get(holder)
             if share is None:
@@ -63,7 +60,7 @@ class Budget(Generic[H]):
             return slowest
 
     def give(self, holder: H, num_bytes: int) -> None:
-        """So many of the holder's bytes have moved on."""
+        """Take back so many of the holder's bytes: they have moved on."""
         with self._lock:
             share = self._shares.get(holder)
             if share is None:
@@ -76,7 +73,7 @@ class Budget(Generic[H]):
                 del self._shares[holder]
 
     def drop(self, holder: H) -> None:
-        """The holder is gone."""
+        """Forget a holder that is gone."""
         with self._lock:
             share = self._shares.pop(holder, None)
             self._num_bytes -= 0 if share is None else share.num_bytes
@@ -84,8 +81,8 @@ class Budget(Generic[H]):
 
 @attrs.frozen
 class Limits(Generic[H]):
-    """What all links of a transport may hold: frames that wait, and frames of which a part has come. A holder that must
-    give way is handed to `crowded`, with the reason."""
+    """What all links of a transport may hold: frames that wait, and frames that have arrived in part. A holder that
+    must give way is passed to `crowded`, with the reason."""
 
     waiting: Budget[H]
     arriving: Budget[H]

@@ -1,8 +1,9 @@
-"""A transport inside one process: a frame is a function call, a write a copy, or nothing when the pages are the same.
+"""A transport inside one process: a frame is a function call, a write is a copy, or nothing when the pages are the
+same.
 
-Deliveries run in the thread that sends. Every end of a link has an inbox that one thread at a time empties: what is
-sent from inside a delivery, or while another thread delivers, waits in line, so order holds without a lock around
-any callback.
+Deliveries run in the thread that sends. Every end of a link has an inbox, which one thread at a time empties. A message
+sent from inside a delivery, or while another thread delivers, waits in that inbox, so the order holds without a lock
+around any callback.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"
@@ -29,7 +30,7 @@ class Interrupted(TransferError):
 
 
 class LoopbackHub:
-    """Who can be reached in this process. Every transport of one hub sees every other; safe from any thread.
+    """The ends that can be reached in this process. Every transport of one hub sees every other. Safe from any thread.
 
     `lock` guards the hub and the links of all its transports, and is never held during a callback.
     """
@@ -40,7 +41,8 @@ class LoopbackHub:
         self._transports: dict[str, LoopbackTransport] = {}
 
     def add(self, transport: LoopbackTransport) -> str:
-        """The endpoint at which `transport` is found from now on; called with the lock held, as are the others."""
+        """Return the endpoint at which `transport` is found from now on. Called with the lock held, like the other
+        methods."""
         endpoint = f"{SCHEME}{next(self._numbers)}"
         self._transports[endpoint] = transport
         return endpoint
@@ -49,7 +51,7 @@ class LoopbackHub:
         self._transports.pop(endpoint, None)
 
     def find(self, endpoint: str) -> LoopbackTransport:
-        """Raises TransferError when nothing is there."""
+        """Return the transport at `endpoint`. Raise TransferError when there is none."""
         if endpoint not in self._transports:
             raise TransferError(f"nothing is at {endpoint}: it was closed, or belongs to another LoopbackHub")
         return self._transports[endpoint]
@@ -57,7 +59,7 @@ class LoopbackHub:
 
 @attrs.define(eq=False)
 class _Delivery:
-    """One call to a receiver; `transfer` belongs to the sender and is done when the call is, or was dropped."""
+    """One call to a receiver. `transfer` belongs to the sender, and is done when the call has ended or was dropped."""
 
     run: Callable[[], None]
     transfer: Transfer | None = None
@@ -69,7 +71,7 @@ class _Delivery:
 
 @attrs.define(eq=False)
 class _End:
-    """One side of a link, and what waits to be delivered to its owner. `changed` is shared by both sides."""
+    """One side of a link, and what waits to be delivered to its owner. Both sides share `changed`."""
 
     link: Link
     memory: Memory
@@ -82,7 +84,7 @@ class _End:
     gone: bool = False
 
     def post(self, delivery: _Delivery) -> None:
-        """Queues `delivery`, and delivers all that waits unless a thread is doing so already."""
+        """Queue `delivery`, and deliver everything that waits unless a thread is already doing so."""
         with self.changed:
             accepted = not self.closing
             if accepted:
@@ -126,7 +128,7 @@ class _End:
             self.shut(error)
 
     def shut(self, error: TransferError | None) -> None:
-        """Closes both sides: drops what waits and queues `closed`, with `error` here."""
+        """Close both sides: drop what waits and queue `closed`, with `error` here."""
         kind = Interrupted if isinstance(error, Interrupted) else TransferError
         reason = kind(f"{self.peer.link.endpoint} closed the link" + (f": {error}" if error else ""))
         with self.changed:
@@ -167,7 +169,7 @@ class _End:
                 self.changed.notify_all()
 
     def wait_gone(self) -> None:
-        """Returns when `closed` has been called; inside a delivery of this very end, calls it."""
+        """Return when `closed` has been called. Inside a delivery of this very end, call it."""
         with self.changed:
             nested = self.deliverer == threading.get_ident()
             last = self.inbox.popleft() if nested and self.inbox else None
@@ -181,8 +183,8 @@ class LoopbackTransport:
     """Moves frames and bytes between engines of one process, found through `hub`.
 
     A write is done when `write` returns, unless it had to wait behind a delivery of its link that was under way. A
-    callback may fence its own link; fencing, from inside a callback, a link to which another thread is delivering
-    waits for that thread.
+    callback may fence its own link. Fencing from inside a callback a link to which another thread is delivering waits
+    for that thread.
     """
 
     def __init__(self, hub: LoopbackHub) -> None:
@@ -270,7 +272,7 @@ class LoopbackTransport:
             end.wait_gone()
 
     def cut(self) -> None:
-        """Closes every link after an interrupt, which may have left them in any state."""
+        """Close every link after an interrupt, which may have left them in any state."""
         for end in list(self._ends.values()):
             end.cut()
             end.wait_gone()
@@ -291,22 +293,20 @@ def _receive(end: _End, frame: bytes) -> None:
 
 
 def _place(end: _End, frame: bytes, source: Memory, source_spans: Spans, num_bytes: int) -> None:
-    """Puts a payload where the receiver wants it; spans of one memory that are the same need no copy."""
+    """Put a payload where the receiver wants it. Equal spans of one memory need no copy."""
     check_arriving(end.link, len(frame), is_write=True)
     _check_open(end)
     spans = end.receiver.place(end.link, frame, num_bytes)
     _check_open(end)
     if spans is None:
         return
-    placed = total_bytes(spans, end.memory)
-    if placed != num_bytes:
-        raise TransferError(f"a write of {num_bytes} bytes from {end.link.endpoint} was placed in {placed} bytes")
+    check_placed(end.link, spans, end.memory, num_bytes)
     if end.memory is not source or spans != source_spans:
         end.memory.copy_from(spans, source, source_spans)
     end.receiver.placed(end.link, frame, None)
 
 
 def _check_open(end: _End) -> None:
-    """What ran just now, `ready` or `place`, may have closed the link."""
+    """Raise TransferError when `ready` or `place`, which ran just now, closed the link."""
     if end.closing:
         raise TransferError(f"the link to {end.link.endpoint} was closed before its write was placed")

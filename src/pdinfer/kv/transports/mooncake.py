@@ -1,7 +1,7 @@
 """The Mooncake Transfer Engine: RDMA between hosts, and TCP where there is no NIC for it.
 
-Mooncake moves the bytes; how its writes are kept out of pages is said in `kv/transports/one_sided/transport.py`. Its
-engine is configured by the environment, so this module sets what it needs there, where unset, and logs all of it.
+Mooncake moves the bytes; `kv/transports/one_sided/transport.py` says how its writes are kept out of pages. The engine
+is configured by the environment, so this module sets what it needs there, where unset, and logs all of it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pdinfer.kv.transports.stream.door import Strangers
 
 PROTOCOLS = ("tcp", "rdma")
 OLDEST = (0, 3, 13)
-"""Before it a TCP write was reported done when it had left, not when it had landed (its protocol 2)."""
+"""Older versions reported a TCP write as done when it had left, not when it had landed (Mooncake's protocol 2)."""
 DISTRIBUTIONS = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "libnuma1", "libcurl": "libcurl4"}
 DEFAULTS = {"MC_TCP_SLICE_SIZE": "1048576", "MC_LOG_LEVEL": "WARNING"}
-"""What is set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB."""
+"""Set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
 
 def _load(protocol: str, devices: Sequence[str]) -> Any:
-    """The module `mooncake.engine`; BackendUnavailable says what is missing and what to install."""
+    """Return the module `mooncake.engine`. BackendUnavailable says what is missing and what to install."""
     _prepare_environment(protocol, devices)  # some of it is read when the library is loaded
     try:
         module = importlib.import_module("mooncake.engine")
@@ -67,8 +67,8 @@ def _load(protocol: str, devices: Sequence[str]) -> Any:
 
 
 def _prepare_environment(protocol: str, devices: Sequence[str]) -> None:
-    """Sets what the engine reads when it is made. It ignores the protocol it is given: it takes RDMA when it finds a
-    device and MC_FORCE_TCP is not set, else TCP, so both cases are made certain here."""
+    """Set what the engine reads when it is made. The engine ignores the protocol it is given: it takes RDMA when it
+    finds a device and MC_FORCE_TCP is not set, and TCP otherwise, so both cases are made certain here."""
     if os.environ.get("MC_TCP_PROTO") == "1":
         raise BackendUnavailable("MC_TCP_PROTO=1 makes Mooncake report writes before they have landed; unset it")
     if protocol == "tcp":
@@ -93,11 +93,11 @@ def _prepare_environment(protocol: str, devices: Sequence[str]) -> None:
 
 class MooncakeEngine(NamedEngine):
     """One engine of this process. It listens on two ports, on every interface and without authentication, so it belongs
-    on a network whose machines are all trusted; only landing rings and send blocks are registered with it.
+    on a network whose machines are all trusted. Only landing rings and send blocks are registered with it.
 
-    `host` is what peers reach this machine by. `protocol` is "tcp" or "rdma", `devices` the RDMA devices to use, all
-    when empty. Transports may share an engine; whoever made it closes it after them. Raises BackendUnavailable when the
-    library or the hardware is not there.
+    `host` is the name by which peers reach this machine. `protocol` is "tcp" or "rdma"; `devices` are the RDMA devices
+    to use, all of them when empty. Transports may share an engine: the one who made it closes it after them. Raises
+    BackendUnavailable when the library or the hardware is missing.
     """
 
     def __init__(self, *, host: str = "127.0.0.1", protocol: str = "tcp", devices: Sequence[str] = ()) -> None:
@@ -128,7 +128,7 @@ class _Immortal:
 
 
 def check_engine(protocol: str, devices: Sequence[str]) -> None:
-    """Raises ConfigError for what no engine can be made of."""
+    """Check the arguments of an engine. Raise ConfigError for those that no engine can be made of."""
     if protocol not in PROTOCOLS:
         raise ConfigError(f"Mooncake's protocol is one of {PROTOCOLS}, not {protocol!r}")
     if isinstance(devices, str) or any(not isinstance(name, str) or not name or "," in name for name in devices):
@@ -140,13 +140,14 @@ def check_engine(protocol: str, devices: Sequence[str]) -> None:
 class MooncakeTransport(RingTransport):
     """Frames over a socket, payloads through a Mooncake engine into a ring that the receiver makes for each peer.
 
-    Listens for its peers on `host`:`port` (0 is any free port), where other machines reach it only if the channel has a
-    key or with `allow_remote=True`. The engine's own ports are open in any case and do not know who calls. `protocol`
-    and `devices` are those of MooncakeEngine; with `engine` it shares that one, whose host must be this machine's.
+    Listens for its peers on `host`:`port` (0 is any free port). Other machines reach it there only when the channel has
+    a key or with `allow_remote=True`. The engine's own ports are open in any case and do not know who calls. `protocol`
+    and `devices` are those of MooncakeEngine. With `engine` the transport shares that engine, whose host must be this
+    machine's.
 
-    Rings, blocks, `digest` and `timeout_s` are those of RingTransport, `strangers` limits links that are not trusted
-    yet. Raises ConfigError for an address or size that
-    cannot be used, BackendUnavailable when Mooncake or its hardware is not there.
+    Rings, blocks, `digest` and `timeout_s` are those of RingTransport. `strangers` limits links that are not trusted
+    yet. Raises ConfigError for an address or size that cannot be used, BackendUnavailable when Mooncake or its hardware
+    is missing.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pdinfer.errors import ConfigError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver
-from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.endpoints import TCP, UNIX, check_local, check_port, listen_tcp, listen_unix
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Payloads
 from pdinfer.kv.transports.stream.transport import StreamTransport
 
@@ -18,12 +18,13 @@ from pdinfer.kv.transports.stream.transport import StreamTransport
 class SocketTransport(StreamTransport):
     """Frames and writes over stream sockets, each write verified by a digest.
 
-    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`; connects to both kinds. With
-    `digest=False` payloads are not verified, neither those sent nor, when the peer sends none, those received; an end
-    with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
+    Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`, and connects to both kinds. With
+    `digest=False` payloads are not verified: neither those sent nor, when the peer sends no digest, those received. An
+    end with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
-    network that is trusted; ConfigError says so when the channel is made, as it does for an address that cannot be had.
+    trusted network. Without either, making the channel raises ConfigError, as it does for an address that cannot be
+    used.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SocketTransport(StreamTransport):
         strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        dial.check_port(port)
+        check_port(port)
         if path is not None and (host, port) != ("127.0.0.1", 0):
             raise ConfigError(f"listen on a path ({path!r}) or on a host and port ({host}:{port}), not on both")
 
@@ -46,8 +47,8 @@ class SocketTransport(StreamTransport):
 
         super().__init__(
             "tcp" if path is None else "unix",
-            listen=lambda: dial.listen_tcp(host, port) if path is None else dial.listen_unix(os.fspath(path)),
-            schemes=(dial.TCP, dial.UNIX),
+            listen=lambda: listen_tcp(host, port) if path is None else listen_unix(os.fspath(path)),
+            schemes=(TCP, UNIX),
             payloads=payloads,
             clock=clock,
             strangers=strangers or Strangers(),
@@ -57,5 +58,5 @@ class SocketTransport(StreamTransport):
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
         if self._host is not None and not self._allow_remote:
-            dial.check_local(self._host, receiver)
+            check_local(self._host, receiver)
         return super().register(memory, receiver)

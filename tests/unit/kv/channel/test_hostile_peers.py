@@ -20,7 +20,7 @@ from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
-from pdinfer.kv.transports.stream.framing import HEADER, Header, Kind, digest_bytes
+from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind, digest_bytes
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import Stranger, are_linked, linked
@@ -65,7 +65,7 @@ class Hand:
 
     @staticmethod
     def framed(frame: bytes) -> bytes:
-        return Header(Kind.FRAME, len(frame), 0).packed() + frame
+        return Header(MessageKind.FRAME, len(frame), 0).packed() + frame
 
     def say(self, message: wire.Message) -> None:
         self.sock.sendall(self.framed(self.mac.sign(wire.encode(message))))
@@ -83,7 +83,7 @@ def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
         grant = case.grant(decode, writer)
         num_bytes = decode.pool.layout.payload_bytes(LAYERS, grant.tokens)
         frame = first.mac.sign(wire.encode(wire.Data(grant.room, LAYERS, grant.tokens)))
-        head = Header(Kind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
+        head = Header(MessageKind.WRITE, len(frame), num_bytes, digested=True).packed() + frame
         payload = b"\x55" * num_bytes
         first.sock.sendall(head + payload[: num_bytes // 2])
         until(lambda: 0x55 in decode.pool.memory.buffer)
@@ -232,8 +232,8 @@ def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.
     deaf, victim = case.pair()
     grant = case.grant(victim, deaf)
     monkeypatch.setattr(HandoffSender, "stop", lambda *_: None)
-    monkeypatch.setattr(connection.Connection, "transmit", lambda _: False)
-    monkeypatch.setattr(connection.Connection, "_leaves", lambda *_: False)
+    monkeypatch.setattr(connection.StreamConnection, "transmit", lambda _: False)
+    monkeypatch.setattr(connection.StreamConnection, "_leaves", lambda *_: False)
     reason, num_sent = TransferError("no" * 1000), 0
     there, handoffs = record(victim, deaf), list[Handoff]()
     while not handoffs:

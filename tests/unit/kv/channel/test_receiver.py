@@ -14,7 +14,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.receiver import ANSWER_S
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, Kind
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Header, MessageKind
 from pdinfer.testing import VirtualClock
 from pdinfer.types import HandoffStatus
 from tests.unit.engine.by_hand import HandNet
@@ -207,7 +207,7 @@ def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
                 head = take(ours, HEADER.size)
                 header = Header.parse(head)
                 rest = bytearray(take(ours, header.frame_bytes))
-                if header.kind is Kind.WRITE:
+                if header.kind is MessageKind.WRITE:
                     rest += take(ours, header.payload_bytes + DIGEST_BYTES)
                     rest[header.frame_bytes] ^= 1
                 theirs.sendall(head + rest)

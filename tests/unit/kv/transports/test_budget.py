@@ -56,7 +56,7 @@ def test_a_link_that_is_read_holds_nothing_in_the_end() -> None:
             until(lambda: transfer.done)  # noqa: B023 - asked at once
         prefill.finish(grant, handoff(grant, prefill))
         until(decode.poll)
-        waiting = prefill.transport._limits.waiting  # type: ignore[attr-defined]
+        waiting = prefill.transport.limits.waiting  # type: ignore[attr-defined]
         until(lambda: not waiting.num_bytes)
     finally:
         case.close()

@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.connection import StreamConnection
 from pdinfer.kv.transports.stream.turns import Turns
 from pdinfer.testing import VirtualClock
 
@@ -16,17 +16,17 @@ class Link:
 
 
 @pytest.fixture
-def links() -> list[Connection]:
-    return [cast("Connection", Link()) for _ in range(4)]
+def links() -> list[StreamConnection]:
+    return [cast("StreamConnection", Link()) for _ in range(4)]
 
 
-def spend(turns: Turns, clock: VirtualClock, links: list[Connection], seconds: float) -> None:
+def spend(turns: Turns, clock: VirtualClock, links: list[StreamConnection], seconds: float) -> None:
     """Each of them has a turn that takes so long."""
     for _ in turns.of(links, round_s=10.0):
         clock.advance(seconds)
 
 
-def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: list[Connection]) -> None:
+def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: list[StreamConnection]) -> None:
     clock = VirtualClock()
     turns = Turns(clock)
     quiet, *busy = links
@@ -41,7 +41,7 @@ def test_who_used_least_comes_first_and_the_rest_wait_for_the_next_round(links: 
     assert served == [quiet]
 
 
-def test_all_get_their_turns(links: list[Connection]) -> None:
+def test_all_get_their_turns(links: list[StreamConnection]) -> None:
     clock = VirtualClock()
     turns = Turns(clock)
     for link in links:
@@ -54,7 +54,7 @@ def test_all_get_their_turns(links: list[Connection]) -> None:
     assert set(served) == set(links)
 
 
-def test_a_newcomer_is_not_ahead_of_those_who_are_there(links: list[Connection]) -> None:
+def test_a_newcomer_is_not_ahead_of_those_who_are_there(links: list[StreamConnection]) -> None:
     clock = VirtualClock()
     turns = Turns(clock)
     quiet, busy, *newcomers = links
@@ -66,7 +66,7 @@ def test_a_newcomer_is_not_ahead_of_those_who_are_there(links: list[Connection])
     assert next(turns.of([*newcomers, busy, quiet])) is quiet
 
 
-def test_what_was_long_ago_counts_for_little(links: list[Connection]) -> None:
+def test_what_was_long_ago_counts_for_little(links: list[StreamConnection]) -> None:
     clock = VirtualClock()
     turns = Turns(clock)
     once, now, *_ = links

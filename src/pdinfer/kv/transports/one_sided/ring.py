@@ -24,8 +24,8 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, check_placed
 
 PROBE_BYTES = 64
 """Room behind the last slot of a ring that nobody reads: where writes go that only try the way."""
@@ -35,7 +35,7 @@ MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
 
-class Kind(enum.IntEnum):
+class Signal(enum.IntEnum):
     """What the two ends of a ring say to each other."""
 
     ASK = 1
@@ -127,15 +127,15 @@ class Credit:
         return cls(*cls._FORM.unpack(data))
 
 
-class Signals:
-    """The memory of the stream beside the engine: `Kind` k travels as k bytes of it, which mean nothing.
+class SignalMemory:
+    """The memory of the stream beside the engine: `Signal` k travels as k bytes of it, which mean nothing.
 
     So frames pass as they are, under the limits that the stream has for them anyway, and whatever concerns rings is a
     write to it, refused like every write until the link is trusted.
     """
 
     def __init__(self) -> None:
-        self._bytes = memoryview(bytearray(max(Kind)))
+        self._bytes = memoryview(bytearray(max(Signal)))
 
     @property
     def num_bytes(self) -> int:
@@ -331,9 +331,7 @@ class Incoming:
         spans = self._receiver.place(self._link, write.frame, total)
         if self._closed or spans is None:
             return
-        placed = total_bytes(spans, self._memory)
-        if placed != total:
-            raise TransferError(f"{self._link.endpoint} sent a write of {total} bytes for {placed} bytes of ours")
+        check_placed(self._link, spans, self._memory, total)
         write.spans = deque(spans)
 
     def _check(self, write: _Arriving, part: Landed) -> None:

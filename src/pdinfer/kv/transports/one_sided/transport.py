@@ -5,7 +5,7 @@
                     │                └──────────┴──► place, placed     (the stream's I/O thread)
                     └─────── engine ──► ring ──────────┘
 
-Beside the frames the stream carries what the two ends of a ring say to each other (`ring.Kind`).
+Beside the frames the stream carries what the two ends of a ring say to each other (`ring.Signal`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame
 from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
     MAX_SLOTS,
     Credit,
     Incoming,
-    Kind,
     Landed,
     NamedEngine,
     Offer,
-    Signals,
+    Signal,
+    SignalMemory,
 )
-from pdinfer.kv.transports.one_sided.writer import Control, Message, RingWriter
+from pdinfer.kv.transports.one_sided.writer import Control, RingWriter
 from pdinfer.process.locks import new_lock
 
 SLOT_BYTES = 16 << 20
@@ -91,7 +92,7 @@ class RingTransport:
         self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, Incoming] = {}
-        self._kinds: dict[Link, Kind] = {}
+        self._kinds: dict[Link, Signal] = {}
         self._reasons: dict[Link, TransferError] = {}
         self._threads: list[threading.Thread] = []
         self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
@@ -105,7 +106,7 @@ class RingTransport:
         self._pid = os.getpid()
         _registered.add(self)
         try:
-            return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(Signals(), self))
+            return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(SignalMemory(), self))
         except PDInferError:
             self._owned = None
             if segment is not self._segment:
@@ -206,14 +207,14 @@ class RingTransport:
             )
             # Known before it asks: `closed`, which may come at once, must find it.
             self._writers[link] = writer
-            if not self._say(link, Kind.ASK):
+            if not self._say(link, Signal.ASK):
                 self._writers.pop(link, None)
                 return None
             writer.thread.start()
             self._threads = [thread for thread in self._threads if thread.is_alive()] + [writer.thread]
         return writer
 
-    def _say(self, link: Link, kind: Kind, body: bytes = b"\0") -> bool:
+    def _say(self, link: Link, kind: Signal, body: bytes = b"\0") -> bool:
         """False when the link is known to be closed."""
         return self._stream.write(link, body, [(0, kind)]).error is None
 
@@ -235,7 +236,7 @@ class RingTransport:
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         try:
-            self._kinds[link] = Kind(num_bytes)
+            self._kinds[link] = Signal(num_bytes)
         except ValueError as error:
             raise TransferError(f"{link.endpoint} says of rings what this version does not know: {error}") from error
         return [(0, num_bytes)]
@@ -244,21 +245,21 @@ class RingTransport:
         if error is not None:
             raise error
         kind = self._kinds.pop(link)
-        if kind is Kind.ASK:
+        if kind is Signal.ASK:
             self._offer(link)
-        elif kind in (Kind.BEGIN, Kind.LANDED):
+        elif kind in (Signal.BEGIN, Signal.LANDED):
             ring = self._rings.get(link)
             if ring is None:
                 raise TransferError(f"{link.endpoint} writes without having asked for a ring")
-            if kind is Kind.BEGIN:
+            if kind is Signal.BEGIN:
                 ring.begin(frame)
             else:
                 ring.landed(Landed.parse(frame))
-        elif kind in (Kind.OFFER, Kind.CREDIT):
+        elif kind in (Signal.OFFER, Signal.CREDIT):
             writer = self._writers.get(link)
             if writer is None:
                 raise TransferError(f"{link.endpoint} offers a ring that nobody asked for")
-            if kind is Kind.OFFER:
+            if kind is Signal.OFFER:
                 writer.offered(Offer.parse(frame))
             else:
                 writer.credited(Credit.parse(frame).slot)
@@ -268,7 +269,7 @@ class RingTransport:
         with self._lock:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:
-            self._say(link, Kind.ALIVE)
+            self._say(link, Signal.ALIVE)
         self._registered()[1].tick()
 
     def closed(self, link: Link, error: TransferError | None) -> None:
@@ -289,7 +290,7 @@ class RingTransport:
             raise TransferError(f"{link.endpoint} asked for a second ring")
 
         def credit(slot: int) -> None:
-            self._say(link, Kind.CREDIT, Credit(slot).packed())
+            self._say(link, Signal.CREDIT, Credit(slot).packed())
 
         ring = Incoming(
             link,
@@ -302,4 +303,4 @@ class RingTransport:
             credit=credit,
         )
         self._rings[link] = ring
-        self._say(link, Kind.OFFER, ring.offer.packed())
+        self._say(link, Signal.OFFER, ring.offer.packed())

@@ -20,11 +20,11 @@ from collections.abc import Callable
 import attrs
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
-from pdinfer.kv.transports.budget import MESSAGE_BYTES, Budget
-from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Kind, Landed, NamedEngine, Offer, gather, take
+from pdinfer.kv.transports.budget import Budget
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Landed, NamedEngine, Offer, Signal, gather, take
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
@@ -35,16 +35,6 @@ MEND_S = 5.0
 """How long probing may take before the link is given up."""
 LOOK_S = (20e-6, 5e-3)
 """The least and the most sleep between two looks at a write; between them a sixteenth of what it has taken."""
-
-
-@attrs.define(eq=False)
-class Message:
-    """A frame on its way out, and for a write what follows it."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
 
 
 @attrs.define(eq=False)
@@ -66,7 +56,7 @@ class Control:
     """What a writer needs of the stream beside it. `send` and `say` queue and never block; `fail` closes the link."""
 
     send: Callable[[bytes], None]
-    say: Callable[[Kind, bytes], object]
+    say: Callable[[Signal, bytes], object]
     fail: Callable[[TransferError], None]
 
 
@@ -114,8 +104,9 @@ class RingWriter:
             if not self.is_busy:
                 self._control.send(frame)
                 return
-            self._queue.append(Message(frame))
-            slowest = self._waiting.take(self, MESSAGE_BYTES + len(frame))
+            message = Message(frame)
+            self._queue.append(message)
+            slowest = self._waiting.take(self, message.cost_bytes)
         if slowest is not None:
             slowest.give_up()
 
@@ -202,7 +193,7 @@ class RingWriter:
                 if self._queue:
                     message = self._queue.popleft()
                     if message.transfer is None:
-                        self._waiting.give(self, MESSAGE_BYTES + len(message.frame))
+                        self._waiting.give(self, message.cost_bytes)
                     return message
             self._settle()
 
@@ -260,9 +251,9 @@ class RingWriter:
                 self._return_block(part.block)
         self._check_open()
         if part.frame is not None:
-            self._control.say(Kind.BEGIN, part.frame)
+            self._control.say(Signal.BEGIN, part.frame)
         landed = Landed(part.total, part.num_bytes, part.slot, part.digest)
-        self._control.say(Kind.LANDED, landed.packed())
+        self._control.say(Signal.LANDED, landed.packed())
 
     def _mend(self, part: _Part, block: Block) -> None:
         """After a write of which nothing is known: silence, probes until the way is clear, and the write once more."""

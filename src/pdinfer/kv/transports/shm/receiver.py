@@ -1,4 +1,4 @@
-"""Payloads that stay where they are: the sender says which bytes of a shared segment they are, the receiver copies.
+"""Payloads that stay where they are: the sender says which bytes of a shared memfd they are, the receiver copies.
 
 What goes over the control stream:
 
@@ -21,12 +21,13 @@ from collections.abc import Generator, Iterator, Sequence
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.memfd import PeerSegment, Segment
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
+from pdinfer.kv.memfd import Memfd, PeerMemfd
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
+from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, Kind, Read
-from pdinfer.kv.transports.stream.payloads import Message, check_digest, check_digested
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
+from pdinfer.kv.transports.stream.payloads import check_digest, check_digested
 from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2
@@ -35,11 +36,11 @@ COPY_SPEED = 4
 
 
 class MappedPayloads:
-    """One link's payloads through shared memory; `pool` is the segment that holds `memory`, when one does."""
+    """One link's payloads through shared memory; `pool` is the memfd that holds `memory`, when one does."""
 
     descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 
-    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool, pool: Segment | None) -> None:
+    def __init__(self, link: Link, memory: Memory, receiver: Receiver, *, digest: bool, pool: Memfd | None) -> None:
         self._link = link
         self._memory = memory
         self._receiver = receiver
@@ -47,8 +48,8 @@ class MappedPayloads:
         self._lender = Lender(memory, pool, digest=digest)
         self._closed = False
         self._descriptors: list[int] = []
-        self._control: PeerSegment | None = None
-        self._source: PeerSegment | None = None
+        self._control: PeerMemfd | None = None
+        self._source: PeerMemfd | None = None
         self._copied = 0
         self._told = 0
         self._tells = False
@@ -65,7 +66,7 @@ class MappedPayloads:
             return None
         self._tells = False
         self._told = self._copied
-        return Buffers([memoryview(Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(self._copied))])
+        return Buffers([memoryview(Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(self._copied))])
 
     @property
     def wants_turn(self) -> bool:
@@ -79,11 +80,11 @@ class MappedPayloads:
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         check_arriving(self._link, header.frame_bytes, is_write=True)
         match header.kind:
-            case Kind.SHARE:
+            case MessageKind.SHARE:
                 yield from self._shared(header, read)
-            case Kind.COPIED:
+            case MessageKind.COPIED:
                 yield from self._told_copied(header, read)
-            case Kind.MAPPED:
+            case MessageKind.MAPPED:
                 yield from self._write(header, head, read)
             case kind:
                 raise TransferError(f"{self._link.endpoint} sent a {kind.name} message where none belongs")
@@ -94,9 +95,9 @@ class MappedPayloads:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
-        for segment in (self._control, self._source):
-            if segment is not None:
-                segment.close()
+        for memfd in (self._control, self._source):
+            if memfd is not None:
+                memfd.close()
 
     def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
         """Maps what the peer shows."""
@@ -105,9 +106,9 @@ class MappedPayloads:
             raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
         control, source = self._descriptors
         self._descriptors = [source]
-        self._control = PeerSegment(control, mmap.PAGESIZE)
+        self._control = PeerMemfd(control, mmap.PAGESIZE)
         self._descriptors = []
-        self._source = PeerSegment(source, *COUNT.unpack(size))
+        self._source = PeerMemfd(source, *COUNT.unpack(size))
 
     def _told_copied(self, header: Header, read: Read) -> Iterator[Buffers]:
         body = yield from _body(header, COUNT.size, read)
@@ -123,9 +124,8 @@ class MappedPayloads:
         spans = self._receiver.place(self._link, frame, num_bytes)
         if self._closed:
             return
-        placed = num_bytes if spans is None else total_bytes(spans, self._memory)
-        if placed != num_bytes:
-            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        if spans is not None:
+            check_placed(self._link, spans, self._memory, num_bytes)
         landed = [] if spans is None else self._memory.landing(spans)
         digest = xxhash.xxh3_64(head + frame) if header.digested and spans is not None else None
         targets = _Targets(landed, digest)
@@ -139,7 +139,7 @@ class MappedPayloads:
             # A ring must not run dry; a pool's pages are waited for when the write is over.
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
             yield Buffers(weight=size // COPY_SPEED)
-        said = (yield from self._next(Kind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
+        said = (yield from self._next(MessageKind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
         if spans is None:
             return
         self._check_revoked()
@@ -149,10 +149,10 @@ class MappedPayloads:
         self._receiver.placed(self._link, frame, error)
 
     def _section(
-        self, source: PeerSegment, missing: int, read: Read
+        self, source: PeerMemfd, missing: int, read: Read
     ) -> Generator[Buffers, None, tuple[Sequence[int], Sequence[int], int]]:
         """(offsets, lengths, sum of the lengths) of the pieces that come next; all lie in `source`."""
-        body = yield from self._next(Kind.SPANS, read)
+        body = yield from self._next(MessageKind.SPANS, read)
         if len(body) % SPAN_BYTES:
             raise TransferError(f"{self._link.endpoint} sent spans of {len(body)} bytes; each has {SPAN_BYTES}")
         numbers = struct.unpack(f"<{len(body) // 8}Q", body)
@@ -169,14 +169,14 @@ class MappedPayloads:
             raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes}")
         return offsets, lengths, size
 
-    def _next(self, kind: Kind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
+    def _next(self, kind: MessageKind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
         """The body of the next message, which must be of this kind; the peer's COPIED may come between."""
         while True:
             header = Header.parse((yield from read(HEADER.size)))
             check_arriving(self._link, header.frame_bytes, is_write=True)
             if header.kind is kind:
                 return (yield from _body(header, num_bytes or header.frame_bytes, read))
-            if header.kind is not Kind.COPIED:
+            if header.kind is not MessageKind.COPIED:
                 raise TransferError(f"{self._link.endpoint} sent {header.kind.name} inside a write, not {kind.name}")
             yield from self._told_copied(header, read)
 

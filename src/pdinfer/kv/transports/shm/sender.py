@@ -1,4 +1,4 @@
-"""The sender's half of payloads through shared memory: names pieces of a segment, and waits until they are copied.
+"""The sender's half of payloads through shared memory: names pieces of a memfd, and waits until they are copied.
 
 Nobody but its own process writes a pool, and a receiver copies when it gets to it. One that was stopped in the middle
 of a copy may go on when this end has closed the link and its pages hold something else. So before this end lets go of
@@ -19,11 +19,11 @@ import xxhash
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memfd import Segment
+from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Transfer
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, Kind, digest_bytes
-from pdinfer.kv.transports.stream.payloads import Message
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, digest_bytes
 
 RING_BYTES = 8 << 20
 DIGESTED_SECTION_BYTES = 2 << 20
@@ -44,15 +44,15 @@ DIRECT_SPANS = 256
 
 
 class Lender:
-    """What one link's peer may read. `pool` is the segment that holds `memory`; without one, payloads are staged in a
+    """What one link's peer may read. `pool` is the memfd that holds `memory`; without one, payloads are staged in a
     ring of RING_BYTES, in which a slow receiver makes them wait. Used in the I/O thread, but for `whole`."""
 
-    def __init__(self, memory: Memory, pool: Segment | None, *, digest: bool) -> None:
+    def __init__(self, memory: Memory, pool: Memfd | None, *, digest: bool) -> None:
         self._memory = memory
         self._pool = pool
         self._digest = digest
-        self._ring: Segment | None = None
-        self._control: Segment | None = None
+        self._ring: Memfd | None = None
+        self._control: Memfd | None = None
         self._revoked = False
         # Bytes over the life of the link: of writes begun, of those named to the peer, of those it has copied.
         self._begun = 0
@@ -89,7 +89,8 @@ class Lender:
         """(messages that name a section, bytes in it), one section after the other; None while the ring is full."""
         self._begun += transfer.num_bytes
         self._outstanding.append((self._begun, transfer))
-        start = Header(Kind.MAPPED, len(message.frame), transfer.num_bytes, self._digest).packed() + message.frame
+        header = Header(MessageKind.MAPPED, len(message.frame), transfer.num_bytes, self._digest)
+        start = header.packed() + message.frame
         digest = xxhash.xxh3_64(start)
         part = [start]
         costs = self._digest or self._ring is not None
@@ -105,32 +106,32 @@ class Lender:
                 self._awaited = 0
                 named = self._staged(self._ring, views, num_bytes)
             self._named += num_bytes
-            part += [Header(Kind.SPANS, len(named) * SPAN_BYTES).packed(), packed_spans(named)]
+            part += [Header(MessageKind.SPANS, len(named) * SPAN_BYTES).packed(), packed_spans(named)]
             if self._digest and self._named == self._begun:
-                part += [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
+                part += [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
             yield b"".join(part), num_bytes
             part = []
         if not transfer.num_bytes:
-            trailer = [Header(Kind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)] if self._digest else []
+            trailer = [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)] if self._digest else []
             yield b"".join([start, *trailer]), 0
             self._settle()
 
     def _offer(self) -> Iterator[Buffers]:
         """Shows the peer our control page and source."""
-        self._control = Segment(mmap.PAGESIZE, "control")
+        self._control = Memfd(mmap.PAGESIZE, "control")
         if self._pool is None:
-            self._ring = Segment(RING_BYTES, "ring")
+            self._ring = Memfd(RING_BYTES, "ring")
         source = self._pool or self._ring
         assert source is not None
         with contextlib.ExitStack() as opened:
             descriptors = []
-            for segment in (self._control, source):
-                descriptors.append(segment.readable())
+            for memfd in (self._control, source):
+                descriptors.append(memfd.readable())
                 opened.callback(os.close, descriptors[-1])
-            size = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(source.num_bytes)
+            size = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(source.num_bytes)
             yield Buffers([memoryview(size)], descriptors=descriptors)
 
-    def _staged(self, ring: Segment, views: Sequence[memoryview], num_bytes: int) -> Spans:
+    def _staged(self, ring: Memfd, views: Sequence[memoryview], num_bytes: int) -> Spans:
         """Copies a section to where the ring goes on; where that is."""
         start = self._named % RING_BYTES
         position = start
@@ -161,9 +162,9 @@ class Lender:
             self._control.view[0] = REVOKED
         while self._outstanding:
             self._outstanding.popleft()[1].complete(error)
-        for segment in (self._control, self._ring):
-            if segment is not None:
-                segment.close()
+        for memfd in (self._control, self._ring):
+            if memfd is not None:
+                memfd.close()
 
 
 def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from pdinfer.errors import ConfigError
-from pdinfer.kv.memfd import CAN_SHARE, Segment
+from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.socket import SocketTransport
-from pdinfer.kv.transports.stream import endpoints as dial
 from pdinfer.kv.transports.stream.door import Strangers
+from pdinfer.kv.transports.stream.endpoints import Listener, listen_unix
 from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.kv.transports.stream.transport import StreamTransport
 from pdinfer.process.scratch import ScratchFolder
@@ -24,11 +24,11 @@ SCHEME = "shm://"
 
 @runtime_checkable
 class Shareable(Protocol):
-    """What a Memory has beside its methods when its bytes are those of a segment."""
+    """What a Memory has beside its methods when its bytes are those of a memfd."""
 
     @property
-    def segment(self) -> Segment | None:
-        """The segment whose first `num_bytes` are this memory; None when they lie elsewhere."""
+    def memfd(self) -> Memfd | None:
+        """The memfd whose first `num_bytes` are this memory; None when they lie elsewhere."""
 
 
 class ShmTransport(StreamTransport):
@@ -37,7 +37,7 @@ class ShmTransport(StreamTransport):
     Listens on a socket made at `path`, or in a private temporary directory that is removed at `close`. A peer gets a
     descriptor of the pool's memory to read from, so both ends may be in different containers as long as they share the
     socket file; whoever can open that file and is trusted by the channel can read the whole pool. A memory that is not
-    in a segment (a GPU's) is staged through a ring of a few MiB per link.
+    in a memfd (a GPU's) is staged through a ring of a few MiB per link.
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
     copy that its sender's end may have disturbed is never used.
@@ -56,12 +56,12 @@ class ShmTransport(StreamTransport):
             raise ConfigError("ShmTransport needs Linux; use SocketTransport")
 
         def payloads(link: Link, memory: Memory, receiver: Receiver) -> Payloads:
-            pool = memory.segment if isinstance(memory, Shareable) else None
+            pool = memory.memfd if isinstance(memory, Shareable) else None
             return MappedPayloads(link, memory, receiver, digest=digest, pool=pool)
 
         super().__init__(
             "shm",
-            listen=lambda: _listen(None if path is None else os.fspath(path)),
+            listen=lambda: listen_shm(None if path is None else os.fspath(path)),
             schemes=(SCHEME,),
             payloads=payloads,
             clock=clock,
@@ -74,12 +74,13 @@ def same_host_transport(*, digest: bool = True) -> Transport:
     return ShmTransport(digest=digest) if CAN_SHARE else SocketTransport(digest=digest)
 
 
-def _listen(path: str | None) -> dial.Listener:
+def listen_shm(path: str | None) -> Listener:
+    """Listens at `path`, or in a private folder that goes with the listener."""
     if path is not None:
-        return dial.listen_unix(path, scheme=SCHEME)
+        return listen_unix(path, scheme=SCHEME)
     folder = ScratchFolder()
     try:
-        return dial.listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
+        return listen_unix(str(folder.path / "kv.sock"), scheme=SCHEME, folder=folder)
     except ConfigError:
         folder.close()
         raise

@@ -1,6 +1,8 @@
 """Links over stream sockets: one I/O thread that listens, dials, reads and writes.
 
-    transport.py    the thread, and what others may ask of it
+    transport.py    what a channel may ask for
+    acceptor.py     how links that peers open come in
+    io_thread.py    the thread that serves every link
     connection.py   one socket as a link
     payloads.py     the part of a connection that moves payloads
     framing.py      how messages lie on the stream
@@ -8,5 +10,7 @@
     door.py         who may wait before it is trusted
     turns.py        which link is served next
 
-May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, process, the ground.
+Tested by tests/conformance/test_socket_transport.py; door and turns by tests/unit/kv/transports.
+
+May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process, the ground.
 """

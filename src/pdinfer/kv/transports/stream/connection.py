@@ -15,10 +15,11 @@ from collections.abc import Callable, Generator, Iterator
 
 from pdinfer.errors import TransferError
 from pdinfer.kv.transports.base import Link, Receiver, check_arriving
-from pdinfer.kv.transports.budget import MESSAGE_BYTES, SPAN_BYTES, Limits
-from pdinfer.kv.transports.stream import endpoints as dial
-from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, Kind
-from pdinfer.kv.transports.stream.payloads import Message, Payloads
+from pdinfer.kv.transports.budget import Limits
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.stream.endpoints import complete_dial
+from pdinfer.kv.transports.stream.framing import AHEAD_BYTES, HEADER, IOV_MAX, Ahead, Buffers, Header, MessageKind
+from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 TURN_BYTES = 4 << 20
@@ -29,7 +30,7 @@ DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
 
-class Connection:
+class StreamConnection:
     """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
     link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
     has been called. What waits and what arrives counts in `limits`."""
@@ -42,13 +43,11 @@ class Connection:
         receiver: Receiver,
         clock: Callable[[], float],
         *,
-        limits: Limits[Connection],
-        accepted: bool = False,
+        limits: Limits[StreamConnection],
         opening: bool = False,
     ) -> None:
         self.sock = sock
         self.link = link
-        self.accepted = accepted
         self.opening = opening
         self.gone = threading.Event()
         self.closed = False
@@ -61,6 +60,7 @@ class Connection:
         self._lock = new_lock()
         self._queue: deque[Message] = deque()
         self._leaving: Message | None = None
+        self._rest = b""  # what has not left of the first in the queue, when its start has
         self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
@@ -79,7 +79,7 @@ class Connection:
             if idle and self._leaves(message):
                 return True
             self._queue.append(message)
-            slowest = self._limits.waiting.take(self, _cost(message))
+            slowest = self._limits.waiting.take(self, message.cost_bytes)
         if idle:
             wake()
         if slowest is not None:
@@ -98,13 +98,13 @@ class Connection:
         # Any error shows again in the I/O thread, which closes the link.
         with contextlib.suppress(OSError):
             sent = self.sock.send(data)
-        message.rest = data[sent:]
-        return sent == len(data)
+        self._rest = data[sent:]
+        return not self._rest
 
     def opened(self) -> None:
         """The socket can be written to, or failed: goes on as a connected one."""
         try:
-            dial.complete(self.sock)
+            complete_dial(self.sock)
         except OSError as error:
             raise TransferError(f"cannot connect to {self.link.endpoint}: {error}") from error
         self.link.heard_at = self._clock()
@@ -228,14 +228,15 @@ class Connection:
         while True:
             with self._lock:
                 if self._leaving is not None:
-                    self._limits.waiting.give(self, _cost(self._leaving))
+                    self._limits.waiting.give(self, self._leaving.cost_bytes)
                 urgent = self._payloads.urgent()
                 message = self._leaving = self._queue.popleft() if self._queue and not urgent else None
                 self._busy = urgent is not None or message is not None
+                rest, self._rest = (b"", self._rest) if message is None else (self._rest, b"")
             if message is None:
                 yield urgent
-            elif message.rest or message.transfer is None:
-                yield Buffers([memoryview(message.rest or _packed(message))])
+            elif rest or message.transfer is None:
+                yield Buffers([memoryview(rest or _packed(message))])
             else:
                 for part in self._payloads.outgoing(message, message.transfer):
                     if urgent := self._payloads.urgent():
@@ -249,7 +250,7 @@ class Connection:
             self.idle_since = self._clock()
             head = yield from self._ahead.read(HEADER.size)
             header = Header.parse(head)
-            if header.kind is Kind.FRAME:
+            if header.kind is MessageKind.FRAME:
                 check_arriving(self.link, header.frame_bytes, is_write=False)
                 frame = yield from self._read_bytes(header.frame_bytes)
                 self._receiver.received(self.link, frame)
@@ -270,9 +271,5 @@ class Connection:
         return data
 
 
-def _cost(message: Message) -> int:
-    return MESSAGE_BYTES + len(message.frame) + SPAN_BYTES * len(message.source)
-
-
 def _packed(message: Message) -> bytes:
-    return Header(Kind.FRAME, len(message.frame)).packed() + message.frame
+    return Header(MessageKind.FRAME, len(message.frame)).packed() + message.frame

@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 
 from pdinfer.errors import ConfigError
-from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.connection import StreamConnection
 
 CREDENTIALS = struct.Struct("3i")
 """pid, uid and gid, as SO_PEERCRED tells them."""
@@ -60,7 +60,7 @@ class Door:
         affordable = math.inf if descriptors == resource.RLIM_INFINITY else max(1, descriptors // DESCRIPTOR_SHARE)
         self._strangers = strangers
         self._max_links = min(strangers.max_links, affordable)
-        self._waiting: dict[Hashable, dict[Connection, float]] = {}
+        self._waiting: dict[Hashable, dict[StreamConnection, float]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -80,7 +80,7 @@ class Door:
         source, oldest = self._oldest()
         return max(0.0, self._waiting[source][oldest] + self._strangers.grace_s - now)
 
-    def oldest(self) -> Connection:
+    def oldest(self) -> StreamConnection:
         """Who has waited longest, of the source that has most."""
         return self._oldest()[1]
 
@@ -91,10 +91,10 @@ class Door:
         own = self._waiting.get(source, {})
         return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
 
-    def enter(self, connection: Connection, source: Hashable, now: float) -> Connection | None:
+    def enter(self, connection: StreamConnection, source: Hashable, now: float) -> StreamConnection | None:
         """A newcomer is in: who gives way for it."""
         own = self._waiting.get(source, {})
-        leaves: Connection | None = None
+        leaves: StreamConnection | None = None
         if len(own) >= self._limit(source):
             leaves = next(iter(own))
             self._forget(source, leaves)
@@ -104,7 +104,7 @@ class Door:
         self._waiting.setdefault(source, {})[connection] = now
         return leaves
 
-    def late(self, now: float) -> list[tuple[Connection, float]]:
+    def late(self, now: float) -> list[tuple[StreamConnection, float]]:
         """(who said no whole message in time, how many seconds that is)."""
         self.look()
         found = []
@@ -114,11 +114,11 @@ class Door:
                 found.append((connection, limit_s))
         return found
 
-    def _oldest(self) -> tuple[Hashable, Connection]:
+    def _oldest(self) -> tuple[Hashable, StreamConnection]:
         source = max(self._waiting, key=lambda each: len(self._waiting[each]))
         return source, next(iter(self._waiting[source]))
 
-    def _forget(self, source: Hashable, connection: Connection) -> None:
+    def _forget(self, source: Hashable, connection: StreamConnection) -> None:
         del self._waiting[source][connection]
         if not self._waiting[source]:
             del self._waiting[source]

@@ -119,9 +119,10 @@ def dial(
 ) -> tuple[socket.socket, str, OSError | None]:
     """(non-blocking socket, endpoint, what went wrong) for the first endpoint of one of `schemes`.
 
-    With `timeout_s` 0 the socket is opening, unless something went wrong at once: `complete` it when it can be written
-    to. Else it is connected, or TransferError is raised. A host's name is looked up, which waits for the system's
-    resolver; with `timeout_s` 0 only when `known`, where what was found is kept, does not have it.
+    With `timeout_s` 0 the socket is still opening, unless something went wrong at once: call `complete_dial` when it
+    can be written to. Otherwise the socket is connected, or TransferError is raised. Looking up a host's name waits
+    for the system's resolver; with `timeout_s` 0 that is done only for a host that is not in `known`, where the
+    addresses that were found are kept.
     """
     endpoint = next((e for e in endpoints if e.startswith(tuple(schemes))), None)
     if endpoint is None:
@@ -154,13 +155,13 @@ def dial(
     return sock, endpoint, problem
 
 
-def complete(sock: socket.socket) -> None:
+def complete_dial(sock: socket.socket) -> None:
     """Makes an opening socket, once it can be written to, a connected one; raises OSError when it failed."""
     if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(number, os.strerror(number))
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
         raise ConnectionRefusedError("nobody listens there; the kernel connected the socket to itself")
-    prepare(sock)
+    prepare_socket(sock)
 
 
 def _addresses(endpoint: str) -> Addresses:
@@ -186,7 +187,7 @@ def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
         try:
             sock.settimeout(timeout_s)
             sock.connect(address)
-            complete(sock)
+            complete_dial(sock)
         except (OSError, ValueError):
             sock.close()
             if number == len(addresses):
@@ -196,7 +197,7 @@ def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
     raise ConnectionError("the name has no address")
 
 
-def prepare(sock: socket.socket) -> None:
+def prepare_socket(sock: socket.socket) -> None:
     """What every connected socket needs, whichever side opened it."""
     sock.setblocking(False)
     _enlarge(sock)

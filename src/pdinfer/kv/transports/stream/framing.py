@@ -33,7 +33,7 @@ DIGESTED_BATCH_BYTES = 1 << 18
 """The same for bytes that are digested: what a core's cache still holds when the digest reads it again."""
 
 
-class Kind(enum.IntEnum):
+class MessageKind(enum.IntEnum):
     """What follows a header: a frame alone, or a frame, a payload and its digest. The others belong to payloads that
     do not travel on the stream, see `mapped`."""
 
@@ -46,14 +46,14 @@ class Kind(enum.IntEnum):
     COPIED = 7
 
 
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS = {kind.value: kind for kind in MessageKind}
 
 
 @attrs.frozen
 class Header:
     """The fixed start of every message, checked."""
 
-    kind: Kind
+    kind: MessageKind
     frame_bytes: int
     payload_bytes: int = 0
     digested: bool = False
@@ -71,7 +71,7 @@ class Header:
         if version != VERSION:
             raise TransferError(f"the peer speaks version {version} of the stream format, this end {VERSION}")
         known = _KINDS.get(kind)
-        is_write = known is Kind.WRITE or known is Kind.MAPPED
+        is_write = known is MessageKind.WRITE or known is MessageKind.MAPPED
         if known is None or flags & ~DIGESTED or (flags and not is_write):
             raise TransferError(f"message of unknown kind {kind}, flags {flags:#06x}")
         if payload_bytes and not is_write:

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Protocol
 
-import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, Kind, Read, digest_bytes
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
+from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16
-
-
-@attrs.define(eq=False)
-class Message:
-    """A frame on its way out, and for a write what belongs to it. `rest` is what has not left of a message of which the
-    start has."""
-
-    frame: bytes
-    transfer: Transfer | None = None
-    source: Spans = attrs.field(factory=list)
-    ready: Callable[[], None] | None = None
-    rest: bytes = b""
 
 
 class Payloads(Protocol):
@@ -76,7 +63,7 @@ class InlinePayloads:
     def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
         if message.ready is not None:
             message.ready()
-        header = Header(Kind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
+        header = Header(MessageKind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
         head = memoryview(header.packed() + message.frame)
         payload = self._memory.read(message.source)
         if self._digest:
@@ -99,7 +86,7 @@ class InlinePayloads:
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
         """Reads a write's payload to where the receiver wants it, and verifies it."""
         check_arriving(self._link, header.frame_bytes, is_write=True)
-        if header.kind is not Kind.WRITE:
+        if header.kind is not MessageKind.WRITE:
             raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
         check_digested(self._link, header, required=self._digest)
         frame, num_bytes = (yield from read(header.frame_bytes)), header.payload_bytes
@@ -109,9 +96,7 @@ class InlinePayloads:
         if spans is None:
             yield from _discard(num_bytes + (DIGEST_BYTES if header.digested else 0))
             return
-        placed = total_bytes(spans, self._memory)
-        if placed != num_bytes:
-            raise TransferError(f"{self._link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+        check_placed(self._link, spans, self._memory, num_bytes)
         landed = self._memory.landing(spans)
         error = None
         if header.digested:

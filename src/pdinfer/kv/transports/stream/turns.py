@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from pdinfer.kv.transports.stream.connection import Connection
+from pdinfer.kv.transports.stream.connection import StreamConnection
 
 ROUND_S = 0.001
 """How long links have their turns before it is looked which others can move something by now."""
@@ -15,17 +15,17 @@ class Turns:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._used_s: dict[Connection, float] = {}
+        self._used_s: dict[StreamConnection, float] = {}
 
-    def enter(self, connection: Connection) -> None:
+    def enter(self, connection: StreamConnection) -> None:
         """A newcomer has nothing ahead of the others: whoever comes again and again would always be first."""
         self._used_s[connection] = max(self._used_s.values(), default=0.0)
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: StreamConnection) -> None:
         """It has no more turns."""
         self._used_s.pop(connection, None)
 
-    def of(self, ready: Collection[Connection], round_s: float = ROUND_S) -> Iterator[Connection]:
+    def of(self, ready: Collection[StreamConnection], round_s: float = ROUND_S) -> Iterator[StreamConnection]:
         """Of those that can move something, who does so now, one after the other, until `round_s` have passed. What
         each takes is counted."""
         began = self._clock()

@@ -1,0 +1,250 @@
+"""The thread that moves all bytes of a transport and makes all calls to its receiver.
+
+other threads: post ──► commands ──┐
+sockets that are ready ────────────┼──► each link's turn ──► tick, when it is due
+a listener with newcomers ─────────┘
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.transports.base import TICK_S, Link, Receiver
+from pdinfer.kv.transports.stream.connection import StreamConnection
+from pdinfer.kv.transports.stream.endpoints import Listener
+from pdinfer.kv.transports.stream.turns import ROUND_S, Turns
+from pdinfer.process.locks import new_lock
+
+CLOSE_S = 5.0
+CATCH_UP_ROUNDS = 3
+"""How often a late I/O thread looks for what has arrived before it ticks anyway."""
+
+
+class IOThread:
+    """The I/O thread, with the connections that it serves and the listener that it watches.
+
+    From `start` on it calls `accept` when newcomers wait at the listener, and `sweep` before every tick. When it ends,
+    for any reason, it closes the connections and the listener.
+    """
+
+    def __init__(self, listener: Listener, receiver: Receiver, clock: Callable[[], float]) -> None:
+        self.connections: dict[Link, StreamConnection] = {}
+        self._listener = listener
+        self._receiver = receiver
+        self._clock = clock
+        self._lock = new_lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._running = True
+        self._stopping = False
+        self._woken = False
+        self._listens_at = -math.inf
+        self._turns = Turns(clock)
+        self._unfinished: set[StreamConnection] = set()
+        self._wake, self._waker = socket.socketpair()
+        self._wake.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, self._awake)
+        self._next_tick = clock() + TICK_S
+        self._thread = threading.Thread(target=self._run, name="pdinfer-kv-io", daemon=True)
+
+    def start(self, *, accept: Callable[[], None], sweep: Callable[[], None]) -> None:
+        self._accept, self._sweep = accept, sweep
+        self._listen()
+        self._thread.start()
+
+    # Any thread may call these.
+
+    def add(self, connection: StreamConnection) -> bool:
+        """Make the connection known, so that it is closed with this thread. Return False when the thread has ended."""
+        with self._lock:
+            if self._running:
+                self.connections[connection.link] = connection
+            return self._running
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run `command` in the I/O thread soon, or not at all once that thread has ended."""
+        with self._lock:
+            if not self._running:
+                return
+            self._commands.append(command)
+            if self._woken or self._is_current:
+                return
+            self._waker.send(b"\0")
+            self._woken = True
+
+    def shut(self, connection: StreamConnection, error: TransferError | None) -> None:
+        """Close a link: at once when called in the I/O thread, otherwise soon."""
+        if self._is_current:
+            self._shut(connection, error)
+        else:
+            self.post(lambda: self._shut(connection, error))
+
+    def fence(self, connection: StreamConnection) -> None:
+        """Close a link, and return when nothing of it can land any more."""
+        self.shut(connection, None)
+        if not self._is_current:
+            connection.gone.wait()
+
+    def close(self) -> None:
+        """Shut all links and end the thread. Raise TransferError when a callback keeps it for more than CLOSE_S."""
+        if self._is_current:
+            self._stop()
+            return
+        self.post(self._stop)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            raise TransferError(f"the I/O thread is still inside a callback after {CLOSE_S} s; memory may be in use")
+
+    @property
+    def _is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    # Everything below runs in the I/O thread.
+
+    def watch(self, connection: StreamConnection) -> None:
+        """Give the connection turns from now on."""
+        if not connection.closed:
+            event = selectors.EVENT_WRITE if connection.opening else selectors.EVENT_READ
+            self._selector.register(connection.sock, event, connection)
+            self._turns.enter(connection)
+
+    def transmit(self, connection: StreamConnection) -> None:
+        if not connection.closed and not connection.opening:
+            self.guarded(connection, lambda: self._send_turn(connection))
+
+    def guarded(self, connection: StreamConnection, work: Callable[[], None]) -> None:
+        """Run `work`. An exception closes the link, and is logged unless it is a TransferError."""
+        try:
+            work()
+        except TransferError as error:
+            self._shut(connection, error)
+        except Exception as error:
+            name = connection.link.endpoint
+            logging.getLogger("pdinfer").exception("a callback failed; the link to %s is closed", name)
+            self._shut(connection, TransferError(f"a callback failed, so the link to {name} was closed: {error!r}"))
+
+    def pause_listening(self, until: float) -> None:
+        """Leave newcomers in the backlog until then."""
+        self._selector.unregister(self._listener.sock)
+        self._listens_at = until
+
+    def _listen(self) -> None:
+        self._listens_at = -math.inf
+        self._selector.register(self._listener.sock, selectors.EVENT_READ, lambda _: self._accept())
+
+    def _run(self) -> None:
+        error: TransferError | None = None
+        try:
+            while not self._stopping:
+                self._step()
+        except BaseException as raised:  # a SystemExit out of a callback, too, must not look like an orderly close
+            logging.getLogger("pdinfer").critical("the I/O thread failed; all its links are closed", exc_info=True)
+            error = TransferError(f"the transport's I/O thread failed: {raised!r}; make a new transport")
+        finally:
+            with self._lock:
+                self._running = False
+            for connection in list(self.connections.values()):
+                self._shut(connection, error)
+            self._selector.close()
+            self._wake.close()
+            self._waker.close()
+            self._listener.close()
+
+    def _step(self) -> None:
+        pausing = self._listens_at > -math.inf
+        wakes_at = min(self._next_tick, self._listens_at) if pausing else self._next_tick
+        self._serve(0.0 if self._commands or self._unfinished else max(0.0, wakes_at - self._clock()))
+        if pausing and self._clock() >= self._listens_at and not self._stopping:
+            self._listen()
+        if self._clock() >= self._next_tick:
+            self._tick()
+
+    def _serve(self, timeout_s: float, round_s: float = ROUND_S) -> None:
+        """Give turns to the links that can move something, and run what other threads have posted."""
+        ready = dict.fromkeys(self._unfinished, selectors.EVENT_READ)
+        for key, mask in self._selector.select(timeout_s):
+            if isinstance(key.data, StreamConnection):
+                ready[key.data] = ready.get(key.data, 0) | mask
+            else:
+                key.data(mask)
+        for connection in self._turns.of(ready, round_s):
+            self._unfinished.discard(connection)
+            self._turn(connection, ready[connection])
+        for _ in range(len(self._commands)):
+            self._commands.popleft()()
+
+    def _tick(self) -> None:
+        """Tick, but first read what has arrived: an end that was stopped itself must not take that for silence of its
+        peers."""
+        rounds = CATCH_UP_ROUNDS if self._clock() - self._next_tick > TICK_S else 0
+        for _ in range(rounds):
+            started = self._clock()
+            self._serve(0.0, math.inf)
+            if self._stopping:
+                return
+            if self._clock() - started < TICK_S:
+                break
+        self._next_tick = self._clock() + TICK_S
+        self._sweep()
+        self._turns.fade()
+        try:
+            self._receiver.tick()
+        except Exception:
+            logging.getLogger("pdinfer").exception("tick failed")
+
+    def _awake(self, mask: int) -> None:
+        self._wake.recv(1)
+        with self._lock:
+            self._woken = False
+
+    def _turn(self, connection: StreamConnection, mask: int) -> None:
+        """Let one link receive and send a bounded amount, and ask to be called when it can do more."""
+        if connection.closed:
+            return
+        if connection.opening:
+            self.guarded(connection, connection.opened)
+        elif mask & selectors.EVENT_READ:
+            self.guarded(connection, lambda: self._receive_turn(connection))
+        if mask & selectors.EVENT_WRITE or connection.wants_turn:
+            self.transmit(connection)
+
+    def _receive_turn(self, connection: StreamConnection) -> None:
+        if connection.receive():
+            self._unfinished.add(connection)  # the socket may not become readable again
+
+    def _send_turn(self, connection: StreamConnection) -> None:
+        more = connection.transmit()
+        if connection.closed:
+            return
+        key = self._selector.get_key(connection.sock)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
+        if key.events != events:
+            self._selector.modify(connection.sock, events, key.data)
+
+    def _shut(self, connection: StreamConnection, error: TransferError | None) -> None:
+        if connection.closed:
+            return
+        if connection.sock in self._selector.get_map():
+            self._selector.unregister(connection.sock)
+        self._turns.leave(connection)
+        self._unfinished.discard(connection)
+        connection.shut(error or TransferError(f"the link to {connection.link.endpoint} was closed by this end"))
+        try:
+            self._receiver.closed(connection.link, error)
+        except Exception:
+            logging.getLogger("pdinfer").exception("closed(%s) failed", connection.link.endpoint)
+        with self._lock:
+            del self.connections[connection.link]
+        connection.gone.set()
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for connection in list(self.connections.values()):
+            self._shut(connection, None)

@@ -1,0 +1,184 @@
+"""What a test of a transport stands it between: memories, a receiver that writes down its calls, and an end of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memfd import Memfd
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Transfer, Transport
+
+TIMEOUT_S = 60.0
+
+
+class BytesMemory:
+    """A Memory that is a bytearray. `staged` makes it behave like a device: landing buffers are copies until commit."""
+
+    def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
+        self.data: bytearray | memoryview = bytearray(num_bytes)
+        self._staged = staged
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data)
+
+    def read(self, spans: Spans) -> list[memoryview]:
+        view = memoryview(self.data)
+        pieces = [view[offset : offset + length] for offset, length in spans]
+        return [memoryview(bytes(piece)) for piece in pieces] if self._staged else pieces
+
+    def landing(self, spans: Spans) -> list[memoryview]:
+        if self._staged:
+            return [memoryview(bytearray(length)) for _, length in spans]
+        return self.read(spans)
+
+    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
+        if self._staged:
+            for (offset, length), data in zip(spans, landed, strict=True):
+                self.data[offset : offset + length] = data
+
+    def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+        data = b"".join(source.read(source_spans))
+        for offset, length in spans:
+            self.data[offset : offset + length] = data[:length]
+            data = data[length:]
+
+    def contents(self, spans: Spans) -> bytes:
+        return b"".join(self.data[offset : offset + length] for offset, length in spans)
+
+
+class MemfdMemory(BytesMemory):
+    """The same in a memfd, which a transport may share with its peer."""
+
+    def __init__(self, num_bytes: int, *, staged: bool = False) -> None:
+        super().__init__(num_bytes, staged=staged)
+        self.memfd = Memfd(num_bytes, "test")
+        self.data = self.memfd.view
+
+
+@attrs.frozen
+class Call:
+    """One call that a receiver got."""
+
+    name: str
+    link: Link
+    frame: bytes = b""
+    error: TransferError | None = None
+
+
+class Recorder:
+    """A Receiver that writes down its calls and the rules they broke. `hooks[name]` runs inside the call of that name;
+    for `place` it returns the spans."""
+
+    def __init__(self, *, trusts: bool = True) -> None:
+        self.calls: list[Call] = []
+        self.num_ticks = 0
+        self.authenticates = False
+        self.broken: list[str] = []
+        self.hooks: dict[str, Callable[..., Any]] = {}
+        self._trusts = trusts
+        self._inside: dict[Link, int] = {}
+        self._changed = threading.Condition()
+
+    def opened(self, link: Link) -> None:
+        link.trusted = self._trusts
+        self._call(Call("opened", link), link)
+
+    def received(self, link: Link, frame: bytes) -> None:
+        self._call(Call("received", link, frame), link, frame)
+
+    def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
+        spans: Spans | None = self._call(Call("place", link, frame), link, frame, num_bytes)
+        return spans
+
+    def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
+        self._call(Call("placed", link, frame, error), link, frame, error)
+
+    def tick(self) -> None:
+        with self._changed:
+            self.num_ticks += 1
+            self._changed.notify_all()
+        if "tick" in self.hooks:
+            self.hooks["tick"]()
+
+    def closed(self, link: Link, error: TransferError | None) -> None:
+        self._call(Call("closed", link, error=error), link, error)
+
+    def _call(self, call: Call, *arguments: Any) -> Any:
+        me = threading.get_ident()
+        with self._changed:
+            if any(c.name == "closed" and c.link is call.link for c in self.calls):
+                self.broken.append(f"{call} after closed")
+            if self._inside.setdefault(call.link, me) != me:
+                self.broken.append(f"{call} while another call of that link is in progress")
+            self.calls.append(call)
+            self._changed.notify_all()
+        try:
+            hook = self.hooks.get(call.name)
+            return hook(*arguments) if hook else None
+        finally:
+            with self._changed:
+                self._inside.pop(call.link, None)
+
+    def of(self, name: str, link: Link | None = None) -> list[Call]:
+        with self._changed:
+            return [c for c in self.calls if c.name == name and link in (None, c.link)]
+
+    def wait(self, name: str, count: int = 1, link: Link | None = None) -> list[Call]:
+        """The calls of that name, when there are `count`."""
+        deadline = time.monotonic() + TIMEOUT_S
+        with self._changed:
+            while len(found := [c for c in self.calls if c.name == name and link in (None, c.link)]) < count:
+                assert self._changed.wait(deadline - time.monotonic()), f"{len(found)} of {count} {name}: {self.calls}"
+            return found
+
+
+@attrs.define(eq=False)
+class End:
+    """One registered transport with its memory and receiver."""
+
+    transport: Transport
+    memory: BytesMemory
+    receiver: Recorder
+    endpoints: tuple[str, ...] = ()
+
+    def connect(self, other: End, *, trusted: bool = True) -> tuple[Link, Link]:
+        """A link to `other`: (our side, theirs)."""
+        count = len(other.receiver.of("opened"))
+        link = self.transport.connect(other.endpoints, timeout_s=TIMEOUT_S)
+        link.trusted = trusted
+        return link, other.receiver.wait("opened", count + 1)[count].link
+
+    def num_refused(self, link: Link, other: End) -> int:
+        """Try all four calls that a forked child may not make, and count those that raise TransferError."""
+        count = 0
+        for call in (
+            lambda: self.transport.send(link, b"f"),
+            lambda: self.transport.write(link, b"w", []),
+            lambda: self.transport.fence(link),
+            lambda: self.transport.connect(other.endpoints, timeout_s=1),
+        ):
+            try:
+                call()
+            except TransferError:
+                count += 1
+        return count
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def finished(transfer: Transfer) -> Transfer:
+    wait_until(lambda: transfer.done)
+    return transfer
