@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "reports are dropped",
         "src/pdinfer/engine/ranks/leader.py",
-        "                self._ends.hear(rank, message)\n",
+        "                self._channel.hear(rank, message)\n",
         "                pass\n",
         "tests/unit/engine/ranks/test_leader.py::test_what_decode_runs_is_told_before_all_agree",
     ),
@@ -862,7 +862,7 @@ MUTANTS = [
     Mutant(
         "a prefill's unsent window is not looked at",
         "src/pdinfer/engine/prefill.py",
-        "lambda prompt: not self._ends.is_full(prompt.grant), self._queue",
+        "lambda prompt: not self._channel.is_full(prompt.grant), self._queue",
         "lambda prompt: True, self._queue",
         "tests/unit/engine/test_prefill.py::test_a_full_decode_holds_its_own_prompts_and_no_others",
     ),
@@ -883,8 +883,8 @@ MUTANTS = [
     Mutant(
         "withheld pages are given",
         "src/pdinfer/engine/prefill.py",
-        "<= pool.num_available - self._num_withheld",
-        "<= pool.num_available",
+        "<= self.pool.num_available - self._num_withheld",
+        "<= self.pool.num_available",
         "tests/unit/engine/test_prefill.py::test_no_more_tokens_are_held_than_allowed",
     ),
     Mutant(

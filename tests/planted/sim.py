@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "decode tells of a room at once",
         "src/pdinfer/engine/decode.py",
-        "if self._ends.expects(room) else",
+        "if self._channel.expects(room) else",
         "if True else",
         "tests/unit/engine/test_decode.py::test_a_grant_is_told_when_every_rank_expects_its_room",
     ),

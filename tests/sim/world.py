@@ -463,10 +463,10 @@ class World:
         """What the ranks of an engine that has nothing to do still keep for each other."""
         if name not in self.teams or not self._lives(name):
             return ""
-        ends = self.engines[name]._ends
-        kept = [ends._words, ends._settled, ends._stops, ends._sent]
+        channel = self.engines[name].ranks.channel
+        kept = [channel._words, channel._settled, channel._stops, channel._sent]
         for one in self.following[name]:
-            follower = one.engine._ranks.follower
+            follower = one.engine.ranks.follower
             kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
             kept += [one.engine.channel._expected._rooms, one.engine.channel._accepted._rooms]
         return f"{name}: its ranks keep {[what for what in kept if what]}" if any(kept) else ""

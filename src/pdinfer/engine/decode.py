@@ -37,7 +37,7 @@ _log = logging.getLogger("pdinfer")
 
 
 class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
-    """Continuous batching over the pages of `channel.pool`; the only author of tokens.
+    """Continuous batching over the pages of its `pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
     page by page. When the pool is exhausted a running sequence is retracted (`schedule.choose_victim`): it returns to
@@ -67,8 +67,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._granted: dict[bytes, Sequence] = {}
         self._untold: list[Granted] = []
         self._running: list[Sequence] = []
-        self._tables = PageTables(channel.pool, self.config)
-        channel.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
+        self._tables = PageTables(self.pool, self.config)
+        self.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
         self._arrivals = 0
         self._num_grants = 0
         self._stalled = False
@@ -139,13 +139,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
-        self._ends.close()
+        self._channel.close()
         self._land()
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
         self._sequences, self._waiting, self._granted, self._untold, self._running = {}, [], {}, [], []
-        self._tables = PageTables(self.channel.pool, self.config)
+        self._tables = PageTables(self.pool, self.config)
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
             num_told=len(request.output),
-            chain=self.channel.pool.chain(request.cache_salt),
+            chain=self.pool.chain(request.cache_salt),
             processor=processor,
         )
         self._arrivals += 1
@@ -213,7 +213,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        for room, words in by_room(self._ends.poll()).items():
+        for room, words in by_room(self._channel.poll()).items():
             if self._tables.settle(room):
                 continue
             sequence = self._granted.pop(room)
@@ -255,7 +255,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         them holds it, so no one starves; only those whose prefill is gone are passed over."""
         self._miss_writers()
         while (sequence := self._next_in_line()) is not None:
-            self._tables.belong(sequence, shared=self._ends.shares_pool(sequence.writers))
+            self._tables.belong(sequence, shared=self._channel.shares_pool(sequence.writers))
             if not self._may_grant(sequence):
                 break
             self._waiting.remove(sequence)
@@ -266,7 +266,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)
 
     def _has_writers(self, sequence: Sequence) -> bool:
-        return all(map(self._ends.connected, sequence.writers))
+        return all(map(self._channel.connected, sequence.writers))
 
     def _miss_writers(self) -> None:
         """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
@@ -288,7 +288,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
         self._num_grants += 1
-        self._ends.expect(grant)
+        self._channel.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._untold.append(Granted(grant=grant, request=request))
@@ -297,7 +297,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         untold, self._untold = self._untold, []
         for event in untold:
             if (room := event.grant.room) in self._granted:  # else it was given up meanwhile
-                (self._events if self._ends.expects(room) else self._untold).append(event)
+                (self._events if self._channel.expects(room) else self._untold).append(event)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
@@ -322,7 +322,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         """Aborts an open room: its pages stay granted until the writers' last word."""
         grant = self._tables.orphan(sequence)
         del self._granted[grant.room]
-        self._ends.abort(grant, error)
+        self._channel.abort(grant, error)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pdinfer.engine.ranks.ranks import Ranks
 from pdinfer.errors import PDInferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.pool import PagePool
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import let_go
 
@@ -26,10 +27,11 @@ class Interruptible(OfOneProcess, Generic[Submitted]):
 
     role: str
     channel: KVChannel
+    pool: PagePool
     _unfinished_call = False
     _inbox: Inbox[Submitted | str]
     _arrived: deque[Submitted | str]
-    _ranks: Ranks | None
+    ranks: Ranks
 
     def _begin_call(self) -> None:
         """A call begins that changes what this engine has; it ends by taking `_unfinished_call` back. One before it
@@ -42,12 +44,11 @@ class Interruptible(OfOneProcess, Generic[Submitted]):
     def _recover(self, error: PDInferError) -> None:
         """Ends all requests with `error`. When the links are closed nobody writes our pages any more, so these are
         free. RankLost when there are other ranks, which cannot know of it."""
-        if self._ranks is not None:
-            self._ranks.leave(str(error))
+        self.ranks.leave(str(error))
         self.channel.recover()
         self._drop(error)
         self._arrived.clear()
-        self.channel.pool.rebuild()
+        self.pool.rebuild()
         self._unfinished_call = False
 
     @abstractmethod

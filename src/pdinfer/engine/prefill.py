@@ -14,7 +14,7 @@ import attrs
 
 from pdinfer.config import EngineConfig
 from pdinfer.engine.engine import Engine
-from pdinfer.engine.ranks.leader import RankChannel, empty_prefill
+from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.schedule import by_age, due_at, is_late, plan_chunk
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
@@ -85,7 +85,7 @@ class _Prompt:
 
 
 class PrefillEngine(Engine[tuple[Request, PageGrant]]):
-    """Runs prompts in chunks over the pages of `channel.pool` and pushes each layer as it is finished.
+    """Runs prompts in chunks over the pages of its `pool` and pushes each layer as it is finished.
 
     It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
     """
@@ -112,7 +112,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._arrivals = 0
         self._num_starts = 0
         self._num_chunks = 0
-        channel.pool.hold(self._held)
+        self.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:
@@ -133,7 +133,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if self._closed:
             return
         self._take_inbox()
-        for room, error in self._ends.poll_stops():
+        for room, error in self._channel.poll_stops():
             self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
         self._return_pages()
         self._admit()
@@ -167,9 +167,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Aborts what is unfinished and closes the channel."""
         self._take_inbox()
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
-        self._ends.drain(1.0)
+        self._channel.drain(1.0)
         self._closed = True
-        self._ends.close()
+        self._channel.close()
         self._return_pages()
 
     def _held(self) -> Held:
@@ -188,7 +188,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
             self._arrivals += 1
             try:
-                self._ends.accept(grant)
+                self._channel.accept(grant)
             except TransferError as error:
                 _log.info("prefill dropped a request: %s", error)
                 continue
@@ -202,7 +202,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             except RequestError as error:
                 self._finish(prompt, error=error)
                 continue
-            chain = self.channel.pool.chain(request.cache_salt)
+            chain = self.pool.chain(request.cache_salt)
             chain.extend(request.tokens)
             prompt.keys = chain.keys
             self._queue.append(prompt)
@@ -224,24 +224,22 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
             return None
-        able = partial(filter, lambda prompt: not self._ends.is_full(prompt.grant), self._queue)
+        able = partial(filter, lambda prompt: not self._channel.is_full(prompt.grant), self._queue)
         oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
         first = oldest or next(able(), None)
         return first if first is not None and self._fits(first) else None
 
     def _fits(self, prompt: _Prompt) -> bool:
-        pool = self.channel.pool
-        if self._ends.shares_pool(prompt.grant.destinations):
+        if self._channel.shares_pool(prompt.grant.destinations):
             return True
         known = self._known(prompt)
-        num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
-        return num_new + pool.num_unused(known) <= pool.num_available - self._num_withheld
+        num_new = self.pool.layout.num_pages(prompt.num_tokens) - len(known)
+        return num_new + self.pool.num_unused(known) <= self.pool.num_available - self._num_withheld
 
     def _known(self, prompt: _Prompt) -> tuple[int, ...]:
         """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
         be drawn, and its page with it, since a shared page is not written again."""
-        pool = self.channel.pool
-        return pool.find(prompt.keys[: (prompt.num_tokens - 1) // pool.layout.page_size])
+        return self.pool.find(prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size])
 
     def _admit(self) -> None:
         while (prompt := self._next()) is not None:
@@ -257,9 +255,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     def _lay_out(self, prompt: _Prompt) -> None:
         """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
         grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
-        pool = self.channel.pool
+        pool = self.pool
         size = pool.layout.page_size
-        if self._ends.shares_pool(prompt.grant.destinations):
+        if self._channel.shares_pool(prompt.grant.destinations):
             if pool.generations(prompt.grant.pages) != prompt.grant.generations:
                 raise TransferError("the granted pages have changed hands since")
             start = prompt.grant.tokens.start
@@ -320,13 +318,12 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             # with what decode lacks of the tokens we had; none when it has more of them than we
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
-        if isinstance(self._ends, RankChannel):
-            self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
+        self.ranks.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
             mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
-                    self._ends.push(
+                    self._channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
         mark(self._trace, "emit")
@@ -359,7 +356,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
     def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
         for prompt in prompts:
-            self.channel.pool.forget(prompt.pages)
+            self.pool.forget(prompt.pages)
         self._abort(prompts, error)
 
     def _finish(
@@ -387,7 +384,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             compute_s=now - started,
         )
         prompt.landed = error is None
-        prompt.sent = self._ends.finish(prompt.grant, handoff)
+        prompt.sent = self._channel.finish(prompt.grant, handoff)
         for line in (self._queue, self._active):
             if prompt in line:
                 line.remove(prompt)
@@ -395,10 +392,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._return_pages()
 
     def _return_pages(self) -> None:
-        pool = self.channel.pool
         for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
             self._sending.remove(prompt)
             if prompt.landed:
                 full = prompt.held[: len(prompt.keys)]
-                prompt.held = (*pool.keep(prompt.keys, full), *prompt.held[len(full) :])
-            pool.release(prompt.held)
+                prompt.held = (*self.pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+            self.pool.release(prompt.held)

@@ -42,20 +42,21 @@ def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
 
 
 class RankRunner:
-    """Runs every step of a model together with all ranks, and tells followers what to run. What they report goes to
-    `ends`."""
+    """Runs every step of a model together with all ranks, and tells followers, if there are any, what to run. What
+    they report goes to `channel`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         lockstep: Lockstep,
         run_empty: RunEmpty,
-        ends: KVChannel | RankChannel,
+        channel: RankChannel,
     ) -> None:
         self._runner = runner
         self._lockstep = lockstep
         self._run_empty = run_empty
-        self._ends = ends
+        self._channel = channel
+        self._has_followers = lockstep.groups.attention.size > 1
         self._numbers: weakref.WeakKeyDictionary[Draft, int] = weakref.WeakKeyDictionary()
         self._num_drafts = 0
 
@@ -65,6 +66,12 @@ class RankRunner:
         if agreement is not None and agreement.runs:
             with self._lockstep.together():
                 self._run_empty(self._runner, agreement)
+
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        """The next prefill runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
+        if self._has_followers:
+            packed = [say.PackedRow.of(row) for row in rows]
+            self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         self._agree(num_rows=len(rows))
@@ -79,7 +86,7 @@ class RankRunner:
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
         draft = self._runner.draft(states)
-        if self._leads and draft.state is not None:
+        if self._has_followers and draft.state is not None:
             number = self._numbers[draft] = self._num_drafts
             self._num_drafts += 1
             self._lockstep.tell(say.KeepDraft(number, list(states)))
@@ -87,7 +94,7 @@ class RankRunner:
         return draft
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        if self._leads:
+        if self._has_followers:
             order = say.Decode([say.PackedRow.of(row) for row in rows])
             if self._runner.drafts:
                 order.drafts = [self._numbers.get(draft) for draft in drafts]
@@ -101,15 +108,10 @@ class RankRunner:
 
     def _agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
         agreement = self._lockstep.agree(num_rows=num_rows, num_passes=num_passes, is_closing=is_closing)
-        if agreement is not None and isinstance(self._ends, RankChannel):
+        if agreement is not None:
             for rank, message in agreement.heard:
-                self._ends.hear(rank, message)
+                self._channel.hear(rank, message)
         return agreement
-
-    @property
-    def _leads(self) -> bool:
-        """Whether there are followers."""
-        return isinstance(self._ends, RankChannel)
 
 
 @attrs.define
@@ -215,11 +217,6 @@ class RankChannel:
     def accept(self, grant: PageGrant) -> None:
         self._channel.accept(grant)
         self._lockstep.tell(say.Accept(PackedGrant.of(grant)))
-
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """The next step runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
-        packed = [say.PackedRow.of(row) for row in rows]
-        self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
 
     def push(
         self,

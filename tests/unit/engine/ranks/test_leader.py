@@ -14,6 +14,7 @@ from pdinfer.execution.drafting import MAX_NEWEST, Draft
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.model.batch import Row
+from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
 from tests.unit.engine.ranks.rank_fakes import (
@@ -96,7 +97,7 @@ def test_behind_the_close_nobody_is_waited_for() -> None:
 def test_each_rank_pushes_its_share_of_the_tokens() -> None:
     leader = Leader()
     row = Row([5, 6, 7, 8], 3, (4, 2, 7), 9)
-    leader.ends.announce([row], [GRANT], [range(1, 7)])
+    leader.runs.announce([row], [GRANT], [range(1, 7)])
     assert leader.lockstep.take() == [say.Prefill([say.PackedRow.of(row)], [ROOM], [range(1, 7)])]
     leader.ends.push(GRANT, layers=range(2, 3), tokens=range(1, 7), pages=row.pages, ready=ready)
     ((share,), *_) = even_slices(range(1, 7), SIZE)
@@ -279,11 +280,13 @@ def test_a_prefill_is_agreed_upon_before_its_first_layer() -> None:
 
 
 def test_a_rank_that_leads_nobody_tells_nothing() -> None:
-    lockstep, channel, runner = FakeLockstep.of(0), FakeChannel(), FakeRunner(drafts=True)
-    given: Any = (runner, lockstep, empty_decode, channel)
-    runs = RankRunner(*given)
+    lockstep, channel, runner = FakeLockstep(Groups.single()), FakeChannel(), FakeRunner(drafts=True)
+    own: Any = channel
+    given: Any = (runner, lockstep)
+    runs = RankRunner(*given, empty_decode, RankChannel(own, given[1]))
     lockstep.next = [agreement(num_rows=2)]
     draft = runs.draft([STATE])
+    runs.announce(ROWS[:1], [GRANT], [range(1)])
     runs.decode(ROWS[:1], draws_of(1), [draft])
     del draft
     runner.calls.clear()
