@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prefill", "decode"),
         ("engine", "page_tables"),
         ("interrupted", "experts", "sequence"),
-        ("ranks", "schedule"),
+        ("ranks", "schedule", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),

@@ -148,21 +148,21 @@ MUTANTS = [
     Mutant(
         "a follower ignores Abort",
         "src/pdinfer/engine/ranks/follower.py",
-        "                channel.abort(self._grants[order.room], order.error)",
-        "                pass",
+        "                    self._channel.abort(self._grants[room], error)",
+        "                    pass",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
     Mutant(
         "a follower aborts what has settled",
         "src/pdinfer/engine/ranks/follower.py",
-        "if order.room in self._grants:  # else it has settled meanwhile",
+        "if room in self._grants:  # else it has settled meanwhile",
         "if True:",
         "tests/unit/engine/ranks/test_follower.py::test_a_room_that_settled_is_reported_and_not_aborted_any_more",
     ),
     Mutant(
         "a follower expects the leader's generations",
         "src/pdinfer/engine/ranks/follower.py",
-        "            grant = attrs.evolve(grant, generations=channel.pool.generations(grant.pages))\n",
+        "        grant = attrs.evolve(grant, generations=self._channel.pool.generations(grant.pages))\n",
         "",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "a follower runs though nobody does",
         "src/pdinfer/engine/ranks/follower.py",
-        "            elif agreement.runs:\n",
-        "            else:\n",
+        "                case None if agreement.runs:\n",
+        "                case None:\n",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
     Mutant(

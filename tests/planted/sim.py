@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "a follower keeps every draft",
         "src/pdinfer/engine/ranks/follower.py",
-        "            self._drafts.pop(order.number, None)\n",
-        "            pass\n",
+        "                self._drafts.pop(number, None)\n",
+        "                pass\n",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "a follower does not say that it expects a room",
         "src/pdinfer/engine/ranks/follower.py",
-        "            self._lockstep.tell(say.Expecting(grant.room))\n",
+        "        self._lockstep.tell(say.Expecting(grant.room))\n",
         "",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),

@@ -3,6 +3,7 @@
     prefill.py       `PrefillEngine`: prompts in, latents pushed, a hand-off each
     decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
     engine.py        what both share
+    commands.py      what a host asks of one, between steps
     schedule.py      the decisions as pure functions
     sequence.py      one request in a decode engine
     page_tables.py   the pages of its sequences

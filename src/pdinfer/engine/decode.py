@@ -13,6 +13,7 @@ from operator import attrgetter
 import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
@@ -36,7 +37,7 @@ a link that broke between two that live is dialled again, and this is how long t
 _log = logging.getLogger("pdinfer")
 
 
-class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
+class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     """Continuous batching over the pages of its `pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
@@ -86,12 +87,12 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
-        self._put((request, tuple(writers)))
+        self._put(SubmitDecode(request, tuple(writers)))
 
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
         """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
         and will use them if it is retracted. Unknown or finished ids are ignored."""
-        self._put((request_id, tuple(writers)))
+        self._put(ChangeWriters(request_id, tuple(writers)))
 
     def _step(self) -> None:
         """Takes what came, admits what landed, grants pages, runs one batch."""
@@ -105,7 +106,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def load(self) -> DecodeLoad:
         """What this engine holds, counting what was submitted and not yet seen by a step."""
-        unseen = [item[0] for item in self._inbox.peek() if isinstance(item[0], Request)]
+        unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
         return DecodeLoad(
@@ -150,16 +151,14 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
     def _take_inbox(self) -> None:
-        for item in self._arrivals_in_order():
-            if isinstance(item, str):
-                if item in self._sequences:
-                    self._end(self._sequences[item], FinishReason.CANCELLED)
-                continue
-            what, writers = item
-            if isinstance(what, Request):
-                self._receive(what, writers)
-            elif what in self._sequences and writers:
-                self._change_writers(self._sequences[what], writers)
+        for command in self._arrivals_in_order():
+            match command:
+                case SubmitDecode(request, writers):
+                    self._receive(request, writers)
+                case ChangeWriters(request_id, writers) if request_id in self._sequences and writers:
+                    self._change_writers(self._sequences[request_id], writers)
+                case Cancel(request_id) if request_id in self._sequences:
+                    self._end(self._sequences[request_id], FinishReason.CANCELLED)
 
     def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
         request_id = request.request_id or ""

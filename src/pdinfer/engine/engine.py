@@ -14,6 +14,7 @@ import torch
 
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
+from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import Rebalanced
 from pdinfer.engine.interrupted import Interruptible
 from pdinfer.engine.ranks.lockstep import Agreement
@@ -34,14 +35,14 @@ from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
 
-Submitted = TypeVar("Submitted")
+Command = TypeVar("Command")
 
 DRAIN_POLL_S = 0.1
 
 _log = logging.getLogger("pdinfer")
 
 
-class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
+class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
     """An engine over the pages of its `pool`, the channel's, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -81,7 +82,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         self._num_withheld = withheld_pages(
             self.pool.num_pages, page_size=self.pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
-        self._inbox: Inbox[Submitted | str] = Inbox()
+        self._inbox: Inbox[Command | Cancel] = Inbox()
         self._rebalancing = Rebalancing(
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
@@ -181,14 +182,14 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         """Closes the channel's link to a peer; what that one still owed settles ABORTED."""
         self.channel.drop_peer(peer)
 
-    def _put(self, item: Submitted | str) -> None:
+    def _put(self, command: Command | Cancel) -> None:
         """Into the inbox, if this rank takes requests."""
         self.ranks.check_leads()
-        self._inbox.put(item)
+        self._inbox.put(command)
 
     def cancel(self, request_id: str) -> None:
         """Stops a request at the next step. Unknown or finished ids are ignored."""
-        self._put(request_id)
+        self._put(Cancel(request_id))
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener`, from any thread, when a step would do something."""

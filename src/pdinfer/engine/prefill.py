@@ -13,6 +13,7 @@ from typing import Protocol
 import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.schedule import by_age, due_at, is_late, plan_chunk
@@ -84,7 +85,7 @@ class _Prompt:
         return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
 
 
-class PrefillEngine(Engine[tuple[Request, PageGrant]]):
+class PrefillEngine(Engine[SubmitPrefill]):
     """Runs prompts in chunks over the pages of its `pool` and pushes each layer as it is finished.
 
     It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
@@ -126,7 +127,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""
-        self._put((request, grant))
+        self._put(SubmitPrefill(request, grant))
 
     def _step(self) -> None:
         """Takes what came, runs one chunk, hands off what it finished. Tells nothing (see `DecodeEngine`)."""
@@ -144,7 +145,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def load(self) -> PrefillLoad:
         """What this engine has to do, counting what was submitted and not yet seen by a step."""
-        unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
+        unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
         known = self._unfinished
         tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
         return PrefillLoad(
@@ -179,34 +180,37 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._queue, self._active, self._sending = [], [], []
 
     def _take_inbox(self) -> None:
-        for item in self._arrivals_in_order():
-            if isinstance(item, str):
-                cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == item]
-                self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
-                continue
-            request, grant = item
-            prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
-            self._arrivals += 1
-            try:
-                self._channel.accept(grant)
-            except TransferError as error:
-                _log.info("prefill dropped a request: %s", error)
-                continue
-            try:
-                prompt.processor = self._take(request)
-                if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
-                    raise RequestError(
-                        f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
-                        f"{prompt.num_tokens}"
-                    )
-            except RequestError as error:
-                self._finish(prompt, error=error)
-                continue
-            chain = self.pool.chain(request.cache_salt)
-            chain.extend(request.tokens)
-            prompt.keys = chain.keys
-            self._queue.append(prompt)
+        for command in self._arrivals_in_order():
+            match command:
+                case SubmitPrefill(request, grant):
+                    self._receive(request, grant)
+                case Cancel(request_id):
+                    cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == request_id]
+                    self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
         self._queue.sort(key=lambda prompt: prompt.order)
+
+    def _receive(self, request: Request, grant: PageGrant) -> None:
+        prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
+        self._arrivals += 1
+        try:
+            self._channel.accept(grant)
+        except TransferError as error:
+            _log.info("prefill dropped a request: %s", error)
+            return
+        try:
+            prompt.processor = self._take(request)
+            if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
+                raise RequestError(
+                    f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
+                    f"{prompt.num_tokens}"
+                )
+        except RequestError as error:
+            self._finish(prompt, error=error)
+            return
+        chain = self.pool.chain(request.cache_salt)
+        chain.extend(request.tokens)
+        prompt.keys = chain.keys
+        self._queue.append(prompt)
 
     @property
     def _unfinished(self) -> list[_Prompt]:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import attrs
 
+from pdinfer.engine.commands import DecodeCommand, SubmitDecode
 from pdinfer.engine.schedule import RESUME_TOKENS, due_at
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
@@ -197,7 +198,7 @@ class Sequence:
 
 def ends_of(
     sequences: Iterable[Sequence],
-    arrived: Iterable[tuple[Request | str, tuple[PeerAddress, ...]] | str],
+    arrived: Iterable[DecodeCommand],
     events: Iterable[Event],
     error: PDInferError,
 ) -> list[Event]:
@@ -213,8 +214,8 @@ def ends_of(
             del sequence.output[max([sequence.num_told, *emitted]) :]
             told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
             ended.add(sequence.request_id)
-    for item in arrived:
-        request = None if isinstance(item, str) else item[0]
-        if isinstance(request, Request) and request.request_id is not None and request.request_id not in ended:
-            told.append(Refused(request_id=request.request_id, error=error))
+    for command in arrived:
+        match command:
+            case SubmitDecode(Request(request_id=str(request_id))) if request_id not in ended:
+                told.append(Refused(request_id=request_id, error=error))
     return told

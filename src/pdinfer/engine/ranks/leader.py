@@ -144,19 +144,20 @@ class RankChannel:
 
     def hear(self, rank: int, message: say.Message) -> None:
         """Takes a follower's report."""
-        if isinstance(message, say.Linked):
-            self._links[rank] = frozenset(map(peer_key, message.peers))
-        elif isinstance(message, say.Expecting):
-            self._num_expecting[message.room] += 1
-        elif isinstance(message, say.Settled):
-            self._settled.setdefault(message.room, []).append(message.error)
-        elif isinstance(message, say.Stopped):
-            self._stops.append((message.room, TransferError(str(message.error))))
-        elif isinstance(message, say.Sent):
-            sent = self._sent[message.room]
-            sent.waits_for -= 1
-            if not sent.waits_for:
-                del self._sent[message.room]
+        match message:
+            case say.Linked(peers):
+                self._links[rank] = frozenset(map(peer_key, peers))
+            case say.Expecting(room):
+                self._num_expecting[room] += 1
+            case say.Settled(room, error):
+                self._settled.setdefault(room, []).append(error)
+            case say.Stopped(room, cause):
+                self._stops.append((room, TransferError(str(cause))))
+            case say.Sent(room):
+                sent = self._sent[room]
+                sent.waits_for -= 1
+                if not sent.waits_for:
+                    del self._sent[room]
 
     # -- links ------------------------------------------------------------------------------------------------------
 
