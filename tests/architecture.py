@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("prefill", "decode"),
         ("engine", "page_tables"),
         ("interrupted", "experts", "sequence"),
-        ("ranks", "schedule", "commands"),
+        ("ranks", "schedule", "admission", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
@@ -123,6 +123,7 @@ ONLY: dict[str, dict[str, frozenset[str]]] = {
     "layers": {"kv": frozenset()},
     "kv": {"kernels": frozenset(), "parallel": frozenset()},
     "config": {"kernels": frozenset(), "parallel": frozenset()},
+    "engine.admission": {"kv": frozenset()},
     "engine.schedule": {"kv": frozenset()},
 }
 
@@ -157,6 +158,7 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "moe.placement": frozenset({"torch"}),
     "moe.placement.recorder": frozenset(),
     "moe.placement.replicas": frozenset(),
+    "engine.admission": frozenset({"torch"}),
     "engine.page_tables": frozenset({"torch"}),
     "engine.schedule": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),

@@ -4,7 +4,8 @@
     decode.py        `DecodeEngine`: pages granted, hand-offs admitted, tokens out
     engine.py        what both share
     commands.py      what a host asks of one, between steps
-    schedule.py      the decisions as pure functions
+    admission.py     which requests may enter, as pure functions
+    schedule.py      the other decisions as pure functions
     sequence.py      one request in a decode engine
     page_tables.py   the pages of its sequences
     experts.py       what engines offer of their experts

@@ -13,6 +13,7 @@ from operator import attrgetter
 import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
@@ -169,7 +170,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
-            processor = self._take(request)
+            request = check_request(request, [self.limits])
+            processor = self._make_processor(request.sampling)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
         except PDInferError as error:

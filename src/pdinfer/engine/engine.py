@@ -19,7 +19,7 @@ from pdinfer.engine.experts import Rebalanced
 from pdinfer.engine.interrupted import Interruptible
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
-from pdinfer.engine.schedule import check_request, withheld_pages
+from pdinfer.engine.schedule import withheld_pages
 from pdinfer.errors import Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -33,7 +33,7 @@ from pdinfer.process.forked import begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.trace import STEP, Trace, mark, span
-from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
+from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
 
 Command = TypeVar("Command")
 
@@ -303,14 +303,13 @@ class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
     def _close(self) -> None:
         """Ends what is unfinished and closes the channel."""
 
-    def _take(self, request: Request) -> LogitsProcessor | None:
-        """Checks a request, and makes its logits processor; RequestError when either fails."""
-        check_request(request, [self.limits])
-        name = request.sampling.logits_processor
+    def _make_processor(self, sampling: SamplingParams) -> LogitsProcessor | None:
+        """Makes the logits processor of a request that was checked; RequestError when that fails."""
+        name = sampling.logits_processor
         if name is None:
             return None
         try:
-            processor = self._factories[name](request.sampling.logits_processor_argument)
+            processor = self._factories[name](sampling.logits_processor_argument)
             if not callable(processor):
                 raise TypeError("its factory made no function")
         except Exception as error:  # a host's own code, and what it says of the argument is for who sent it

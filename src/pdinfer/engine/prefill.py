@@ -13,6 +13,7 @@ from typing import Protocol
 import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
@@ -198,7 +199,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
             _log.info("prefill dropped a request: %s", error)
             return
         try:
-            prompt.processor = self._take(request)
+            check_request(request, [self.limits])
+            prompt.processor = self._make_processor(request.sampling)
             if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
                 raise RequestError(
                     f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
