@@ -279,14 +279,14 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_lockstep.py::test_a_rank_that_left_a_common_step_says_so_ever_after",
     ),
     Mutant(
-        "a ring is not heard",
+        "a notification is not heard",
         "src/pdinfer/engine/ranks/lockstep.py",
-        "if self._is_active or self._rung == self._number or",
+        "if self._is_active or self._notified == self._number or",
         "if self._is_active or",
         "tests/unit/engine/ranks/test_lockstep.py::test_a_rank_with_work_wakes_the_others_and_nobody_else_does",
     ),
     Mutant(
-        "any ring wakes",
+        "any notification wakes",
         "src/pdinfer/engine/ranks/lockstep.py",
         "        if number == self._number:\n",
         "        if True:\n",

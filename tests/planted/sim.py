@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "what a follower lost counts as landed",
         "src/pdinfer/engine/ranks/leader.py",
-        "        if error is None or any(word",
-        "        if True or any(word",
+        "        if error is None or any(",
+        "        if True or any(",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         "a follower reports every room as landed",
         "src/pdinfer/engine/ranks/follower.py",
-        "            tell(say.Settled(room, None if landed else first_error(words)))\n",
+        "            tell(say.Settled(room, None if landed else first_error(handoffs)))\n",
         "            tell(say.Settled(room, None))\n",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),

@@ -214,28 +214,28 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        for room, words in by_room(self._channel.poll()).items():
+        for room, handoffs in by_room(self._channel.poll()).items():
             if self._tables.settle(room):
                 continue
             sequence = self._granted.pop(room)
-            if all(word.status is HandoffStatus.LANDED for word in words):
-                self._admit(sequence, words)
+            if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
+                self._admit(sequence, handoffs)
             else:
-                self._lose(sequence, first_error(words))
+                self._lose(sequence, first_error(handoffs))
 
-    def _admit(self, sequence: Sequence, words: Seq[Handoff]) -> None:
+    def _admit(self, sequence: Sequence, handoffs: Seq[Handoff]) -> None:
         """Every writer's part is here and verified: the pages are ours and the first token is out."""
         self._tables.adopt(sequence)
-        sequence.committed(words, self._clock())
+        sequence.committed(handoffs, self._clock())
         sequence.state = SequenceState.RUNNING
         self._running.append(sequence)
         try:
-            first = sequence.first_token(words, self.model.config.vocab_size)
+            first = sequence.first_token(handoffs, self.model.config.vocab_size)
         except TransferError as error:
             self._end(sequence, FinishReason.FAILED, error)
             return
         if self.config.num_draft_tokens:
-            sequence.draft = self._runner.draft([state for word in words for state in word.state])
+            sequence.draft = self._runner.draft([state for handoff in handoffs for state in handoff.state])
         self._tables.keep(sequence)
         self._append(sequence, first)
 

@@ -103,11 +103,11 @@ class Sequence:
         """An attempt begins, and with it its part of the timeline."""
         self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
 
-    def committed(self, words: Iterable[Handoff], now: float) -> None:
-        """The attempt's KV is whole; its writers' words tell when it came, in seconds since the grant."""
+    def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
+        """The attempt's KV is whole; its hand-offs tell when it came, in seconds since the grant."""
         granted_s = self.timeline.granted_s or 0.0
-        first = [granted_s + word.first_byte_s for word in words if word.first_byte_s is not None]
-        last = [granted_s + word.last_byte_s for word in words if word.last_byte_s is not None]
+        first = [granted_s + handoff.first_byte_s for handoff in handoffs if handoff.first_byte_s is not None]
+        last = [granted_s + handoff.last_byte_s for handoff in handoffs if handoff.last_byte_s is not None]
         self.timeline = attrs.evolve(
             self.timeline,
             first_byte_s=min(first, default=None),
@@ -115,21 +115,21 @@ class Sequence:
             committed_s=now - self.submitted_at,
         )
 
-    def first_token(self, words: Seq[Handoff], vocab_size: int) -> Drawn:
+    def first_token(self, handoffs: Seq[Handoff], vocab_size: int) -> Drawn:
         """The token that a hand-off brings; what prefill found in its pages is noted unless the request is a resumed
-        one, which finds its own. TransferError for what cannot be so, whatever the words say."""
-        first = next((word for word in words if word.token is not None), words[0])
+        one, which finds its own. TransferError for what cannot be so, whatever the hand-offs say."""
+        first = next((handoff for handoff in handoffs if handoff.token is not None), handoffs[0])
         ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
         if first.token is None or first.logprob is None or not all(0 <= token < vocab_size for token in ids):
             raise TransferError("the hand-off holds no token of this vocabulary")
         if len(first.top_logprobs) > (self.request.sampling.logprobs or 0):
             raise TransferError(f"the hand-off holds {len(first.top_logprobs)} log-probabilities that nobody asked for")
-        found = max(word.num_cached_tokens for word in words)
+        found = max(handoff.num_cached_tokens for handoff in handoffs)
         if not 0 <= found <= self.num_tokens:
             raise TransferError(f"the hand-off says that {found} of {self.num_tokens} tokens were cached")
         if self.first_token_at is None:
             self.cached_tokens = found
-        self.waited_s += max(word.queue_s for word in words)
+        self.waited_s += max(handoff.queue_s for handoff in handoffs)
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
     def tokens_to_reserve(self, max_attempts: int) -> int:

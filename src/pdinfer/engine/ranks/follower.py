@@ -77,10 +77,10 @@ class Follower:
 
     def _report(self) -> None:
         tell = self._lockstep.tell
-        for room, words in by_room(self._channel.poll()).items():
+        for room, handoffs in by_room(self._channel.poll()).items():
             del self._grants[room]
-            landed = all(word.status is HandoffStatus.LANDED for word in words)
-            tell(say.Settled(room, None if landed else first_error(words)))
+            landed = all(handoff.status is HandoffStatus.LANDED for handoff in handoffs)
+            tell(say.Settled(room, None if landed else first_error(handoffs)))
         for room, error in self._channel.poll_stops():
             tell(say.Stopped(room, error))
         for room in [room for room, sent in self._sending.items() if sent.done]:
@@ -132,8 +132,8 @@ class Follower:
         """This rank's last word: its share has left, or will not come."""
         self._refused.discard(grant.room)
         status = HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED
-        word = Handoff(room=grant.room, writer=self._channel.address, status=status, error=error)
-        self._sending[grant.room] = self._channel.finish(grant, word)
+        handoff = Handoff(room=grant.room, writer=self._channel.address, status=status, error=error)
+        self._sending[grant.room] = self._channel.finish(grant, handoff)
 
     # -- the model --------------------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class RankRunner:
 
 @attrs.define
 class _Sent:
-    """The last words on a room: `done` when neither this rank nor a follower reads its pages any more."""
+    """A hand-off on its way: `done` when neither this rank nor a follower reads its pages any more."""
 
     own: Transfer
     waits_for: int
@@ -137,7 +137,7 @@ class RankChannel:
         self._num_followers = self._size - 1
         self._links: dict[int, frozenset[PeerKey]] = {}
         self._num_expecting: Counter[bytes] = Counter()
-        self._words: dict[bytes, list[Handoff]] = {}
+        self._handoffs: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
         self._stops: list[tuple[bytes, TransferError]] = []
         self._sent: dict[bytes, _Sent] = {}
@@ -199,19 +199,19 @@ class RankChannel:
         self._lockstep.tell(say.Abort(grant.room, error))
 
     def poll(self) -> list[Handoff]:
-        """The words of rooms that are settled on every rank; ABORTED when they are on one."""
-        for word in self._channel.poll():
-            self._words.setdefault(word.room, []).append(word)
-        settled = [room for room in self._words if len(self._settled.get(room, ())) >= self._num_followers]
+        """The hand-offs of rooms that are settled on every rank; ABORTED when they are on one."""
+        for handoff in self._channel.poll():
+            self._handoffs.setdefault(handoff.room, []).append(handoff)
+        settled = [room for room in self._handoffs if len(self._settled.get(room, ())) >= self._num_followers]
         for room in settled:
             del self._num_expecting[room]
-        return [word for room in settled for word in self._whole(self._words.pop(room), self._settled.pop(room, []))]
+        return [one for room in settled for one in self._whole(self._handoffs.pop(room), self._settled.pop(room, []))]
 
-    def _whole(self, words: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:
+    def _whole(self, handoffs: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:
         error = next((error for error in errors if error is not None), None)
-        if error is None or any(word.status is HandoffStatus.ABORTED for word in words):
-            return words
-        return [attrs.evolve(word, status=HandoffStatus.ABORTED, error=error) for word in words]
+        if error is None or any(one.status is HandoffStatus.ABORTED for one in handoffs):
+            return handoffs
+        return [attrs.evolve(one, status=HandoffStatus.ABORTED, error=error) for one in handoffs]
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.engine.ranks.follower import Follower, SharedSampler
 from pdinfer.engine.ranks.leader import RankChannel, RankRunner, RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep, compare, gather_bytes
+from pdinfer.engine.ranks.messages import VERSION
 from pdinfer.errors import ConfigError, RankLost, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.inbox import Inbox
@@ -130,7 +130,7 @@ class SeveralRanks(Ranks):
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
-        compare(groups.world, {**limits, "the version of rank messages": rank_messages.VERSION})
+        compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
         told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
         self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
