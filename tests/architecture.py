@@ -51,8 +51,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (("client", "served"), ("session",), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables"),
-        ("interrupted", "experts", "sequence"),
+        ("engine", "page_tables", "queue"),
+        ("interrupted", "experts", "sequence", "prompt"),
         ("ranks", "schedule", "admission", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
@@ -196,9 +196,7 @@ MUTABLE_CALLS = frozenset(
 MAX_FILE_LINES = 400
 LONGER = {
     "pairing.broker": "one object: what becomes of a request, whatever its ports do",
-    "engine.decode": "one object: the life of a request at decode, from its grant to its last token",
     "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
-    "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
     "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
     "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",

@@ -967,7 +967,7 @@ MUTANTS = [
     Mutant(
         "a change of writers leaves the room open",
         "src/pdinfer/engine/decode.py",
-        '            self._give_up(sequence, TransferError("another prefill takes over"))\n            self._queue(sequence)\n',
+        '            self._give_up(sequence, TransferError("another prefill takes over"))\n            self._waiting.add(sequence)\n',
         "            pass\n",
         "tests/unit/engine/test_decode.py::test_other_writers_get_another_room_and_the_first_one_is_asked_to_stop",
     ),

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
-from operator import attrgetter
 
 import attrs
 
@@ -17,9 +14,10 @@ from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.queue import WaitingQueue
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.schedule import by_age, choose_victim
-from pdinfer.engine.sequence import Sequence, SequenceState, ends_of
+from pdinfer.engine.schedule import choose_victim
+from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, ends_of
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
@@ -30,10 +28,6 @@ from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
-
-WRITER_GRACE_S = 30.0
-"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
-a link that broke between two that live is dialled again, and this is how long that may take."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -65,14 +59,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(self._has_writers, clock)
         self._granted: dict[bytes, Sequence] = {}
         self._untold: list[Granted] = []
         self._running: list[Sequence] = []
         self._tables = PageTables(self.pool, self.config)
         self.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
         self._arrivals = 0
-        self._num_grants = 0
         self._stalled = False
         self._drafted = DraftCounts()
 
@@ -126,9 +119,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             return bool(self._events)
         if self._running and not self._stalled:
             return True
-        if (first := self._next_in_line()) is not None and self._may_grant(first):
+        if (first := self._waiting.next()) is not None and self._may_grant(first):
             return True  # what ended in the last step has left pages
-        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
+        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._sleep(timeout_s, left_s)
 
@@ -146,7 +139,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
-        self._sequences, self._waiting, self._granted, self._untold, self._running = {}, [], {}, [], []
+        self._sequences, self._granted, self._untold, self._running = {}, {}, [], []
+        self._waiting.clear()
         self._tables = PageTables(self.pool, self.config)
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
@@ -192,18 +186,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
-        self._queue(sequence)
+        self._waiting.add(sequence)
 
     def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
         sequence.writers = writers
         if sequence.state is SequenceState.GRANTED:
             self._give_up(sequence, TransferError("another prefill takes over"))
-            self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
-        sequence.waiting_since = self._clock()
-        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+            self._waiting.add(sequence)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -245,7 +234,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             self._tables.forget(sequence)
         self._tables.release(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
-            self._queue(sequence)
+            self._waiting.add(sequence)
         else:
             self._end(sequence, FinishReason.FAILED, error)
 
@@ -254,27 +243,18 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _grant(self) -> None:
         """Grants pages down the line, every OLDEST_EVERY-th time to who has waited longest. The first who cannot have
         them holds it, so no one starves; only those whose prefill is gone are passed over."""
-        self._miss_writers()
-        while (sequence := self._next_in_line()) is not None:
+        for deserted in self._waiting.deserted():
+            error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
+            self._end(deserted, FinishReason.FAILED, error)
+        while (sequence := self._waiting.next()) is not None:
             self._tables.belong(sequence, shared=self._channel.shares_pool(sequence.writers))
             if not self._may_grant(sequence):
                 break
-            self._waiting.remove(sequence)
+            self._waiting.take(sequence)
             self._open_room(sequence)
-
-    def _next_in_line(self) -> Sequence | None:
-        able, now = partial(filter, self._has_writers, self._waiting), self._clock()
-        return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)
 
     def _has_writers(self, sequence: Sequence) -> bool:
         return all(map(self._channel.connected, sequence.writers))
-
-    def _miss_writers(self) -> None:
-        """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
-        for sequence in list(self._waiting):
-            if sequence.missing_s(self._clock(), connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
-                error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
-                self._end(sequence, FinishReason.FAILED, error)
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = [*self._running, *self._granted.values()]
@@ -288,7 +268,6 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         sequence.granted(self._clock())
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
-        self._num_grants += 1
         self._channel.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
@@ -317,7 +296,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
         self._tables.release(sequence)
-        self._queue(sequence)
+        self._waiting.add(sequence)
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
         """Aborts an open room: its pages stay granted until the writers' last word."""
@@ -408,5 +387,5 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self._tables.release(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        else:
+            self._waiting.discard(sequence)

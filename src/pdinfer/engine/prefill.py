@@ -6,20 +6,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
-from typing import Protocol
-
-import attrs
 
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
+from pdinfer.engine.prompt import Prompt
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.schedule import by_age, due_at, is_late, plan_chunk
+from pdinfer.engine.schedule import by_age, is_late, plan_chunk
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.execution.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
@@ -33,57 +31,6 @@ FIRST = (False, -math.inf, False)
 """Sorts before every class of prompts: (whether it is late, minus its priority, whether it has given no token)."""
 
 _log = logging.getLogger("pdinfer")
-
-
-class Sending(Protocol):
-    """Bytes on their way out of our pages, such as a Transfer."""
-
-    @property
-    def done(self) -> bool: ...
-
-
-@attrs.define(eq=False)
-class _Prompt:
-    """One accepted grant. `pages` is its page table: known pages of its beginning, then new ones, which are the grant's
-    own in a pool that both ends share. What is not the grant's is `held` until all is sent. `num_computed` tokens are
-    in the pages, the first `num_cached` of them from before; those up to `num_pushed` are at decode or on the way.
-    `keys` are those of its full pages."""
-
-    request: Request
-    grant: PageGrant
-    arrival: int
-    submitted_at: float
-    num_pushed: int
-    processor: LogitsProcessor | None = None
-    keys: list[bytes] = attrs.field(factory=list)
-    pages: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    started_at: float = 0.0
-    num_cached: int = 0
-    num_computed: int = 0
-    sent: Sending | None = None
-    landed: bool = False
-
-    @property
-    def num_remaining(self) -> int:
-        return self.num_tokens - self.num_computed
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far: all that has to be in the pages."""
-        return len(self.request.prompt) + len(self.request.output)
-
-    @cached_property
-    def deadline_at(self) -> float | None:
-        """By this engine's clock."""
-        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
-
-    @cached_property
-    def order(self) -> tuple[int, bool, float, int]:
-        """Both lines are sorted by this: priority first, then who has given tokens already and whose reader waits for
-        the next, then deadline and age."""
-        is_new = not self.request.output
-        return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
 
 
 class PrefillEngine(Engine[SubmitPrefill]):
@@ -108,9 +55,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
         model.experts.check_step(*largest, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
-        self._queue: list[_Prompt] = []
-        self._active: list[_Prompt] = []
-        self._sending: list[_Prompt] = []
+        self._queue: list[Prompt] = []
+        self._active: list[Prompt] = []
+        self._sending: list[Prompt] = []
         self._arrivals = 0
         self._num_starts = 0
         self._num_chunks = 0
@@ -191,7 +138,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._queue.sort(key=lambda prompt: prompt.order)
 
     def _receive(self, request: Request, grant: PageGrant) -> None:
-        prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
+        prompt = Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
         self._arrivals += 1
         try:
             self._channel.accept(grant)
@@ -215,17 +162,17 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._queue.append(prompt)
 
     @property
-    def _unfinished(self) -> list[_Prompt]:
+    def _unfinished(self) -> list[Prompt]:
         return [*self._queue, *self._active]
 
-    def _abort(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+    def _abort(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
         for prompt in prompts:
             self._finish(prompt, error=error)
 
     def _can_run(self) -> bool:
         return bool(self._active) or self._next() is not None
 
-    def _next(self) -> _Prompt | None:
+    def _next(self) -> Prompt | None:
         """The prompt that may start now. One whose decode is full lets others pass; one that waits for pages does not,
         or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
@@ -235,14 +182,14 @@ class PrefillEngine(Engine[SubmitPrefill]):
         first = oldest or next(able(), None)
         return first if first is not None and self._fits(first) else None
 
-    def _fits(self, prompt: _Prompt) -> bool:
+    def _fits(self, prompt: Prompt) -> bool:
         if self._channel.shares_pool(prompt.grant.destinations):
             return True
         known = self._known(prompt)
         num_new = self.pool.layout.num_pages(prompt.num_tokens) - len(known)
         return num_new + self.pool.num_unused(known) <= self.pool.num_available - self._num_withheld
 
-    def _known(self, prompt: _Prompt) -> tuple[int, ...]:
+    def _known(self, prompt: Prompt) -> tuple[int, ...]:
         """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
         be drawn, and its page with it, since a shared page is not written again."""
         return self.pool.find(prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size])
@@ -258,7 +205,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             except TransferError as error:
                 self._finish(prompt, error=error)
 
-    def _lay_out(self, prompt: _Prompt) -> None:
+    def _lay_out(self, prompt: Prompt) -> None:
         """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
         grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
         pool = self.pool
@@ -279,7 +226,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         prompt.num_cached = prompt.num_computed = len(known) * size
         self._looked_up(prompt.num_tokens, found=prompt.num_cached)
 
-    def _plan(self) -> list[tuple[_Prompt, int]]:
+    def _plan(self) -> list[tuple[Prompt, int]]:
         """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
         else needs; every OLDEST_EVERY-th chunk begins with who came first, if that has waited long."""
         now, speed = self._clock(), self._best_tokens_per_s
@@ -287,7 +234,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
             for prompt in self._active
         }
-        classes: dict[_Prompt, tuple[bool, float, bool]] = {
+        classes: dict[Prompt, tuple[bool, float, bool]] = {
             prompt: (late[prompt], *prompt.order[:2]) for prompt in self._active
         }
         oldest = by_age(self._active, attrgetter("submitted_at"), num_turns=self._num_chunks, now=now)
@@ -303,7 +250,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         )
         return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
 
-    def _run(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+    def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """One chunk through the model; an exception ends the prompts in it and nothing else."""
         started = self._clock()
         try:
@@ -316,7 +263,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
-    def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+    def _compute(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         rows, spans = [], []
         for prompt, count in zip(prompts, counts, strict=True):
             start, stop = prompt.num_computed, prompt.num_computed + count
@@ -342,7 +289,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         if whole:
             self._hand_off(whole, [prompts[index] for index in whole])
 
-    def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
+    def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
         requests = [prompt.request for prompt in prompts]
         draws = [
@@ -359,7 +306,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             else:
                 self._fail([prompt], first.error)
 
-    def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+    def _fail(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
         for prompt in prompts:
             self.pool.forget(prompt.pages)
@@ -367,7 +314,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def _finish(
         self,
-        prompt: _Prompt,
+        prompt: Prompt,
         first: Drawn | None = None,
         state: tuple[NamedState, ...] = (),
         *,
@@ -391,9 +338,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
         )
         prompt.landed = error is None
         prompt.sent = self._channel.finish(prompt.grant, handoff)
-        for line in (self._queue, self._active):
-            if prompt in line:
-                line.remove(prompt)
+        for prompts in (self._queue, self._active):
+            if prompt in prompts:
+                prompts.remove(prompt)
         self._sending.append(prompt)
         self._return_pages()
 

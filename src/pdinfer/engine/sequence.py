@@ -30,6 +30,10 @@ from pdinfer.types import (
     Usage,
 )
 
+WRITER_GRACE_S = 30.0
+"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
+a link that broke between two that live is dialled again, and this is how long that may take."""
+
 
 class SequenceState(enum.Enum):
     """WAITING holds no page; GRANTED holds pages that prefill may write; RUNNING owns pages with its whole context."""
@@ -149,9 +153,10 @@ class Sequence:
             self.missed_at = now
         return 0.0 if self.missed_at is None else now - self.missed_at
 
-    def ends_at(self, writer_grace_s: float) -> list[float]:
+    @property
+    def ends_at(self) -> list[float]:
         """When, if nothing happens, it ends."""
-        missed_until = None if self.missed_at is None else self.missed_at + writer_grace_s
+        missed_until = None if self.missed_at is None else self.missed_at + WRITER_GRACE_S
         return [end for end in (self.deadline_at, missed_until) if end is not None]
 
     def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
