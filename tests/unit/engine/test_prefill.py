@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import pytest
@@ -13,7 +15,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.testing import VirtualClock, random_model
-from pdinfer.types import Handoff, HandoffStatus
+from pdinfer.types import Handoff, HandoffStatus, NamedState
 
 MODEL = random_model()
 PROMPT = tuple(range(5, 25))
@@ -52,17 +54,24 @@ class Bench:
         return self.decode.poll()
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
+@contextlib.contextmanager
+def made(clock: Callable[[], float] = time.monotonic) -> Iterator[Bench]:
+    """A bench at whose end nothing is held."""
     hub = LoopbackHub()
     ours, theirs = (KVChannel(pd.PagePool(MODEL, SMALL), LoopbackTransport(hub)) for _ in range(2))
-    prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1))
+    prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1), clock=clock)
     prefill.connect(theirs.address)
     yield Bench(prefill, theirs, hub)
     prefill.close()
     assert ours.pool.num_available == ours.pool.num_pages
     ours.pool.check()
     theirs.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with made() as bench:
+        yield bench
 
 
 def request(**more: object) -> pd.Request:
@@ -82,13 +91,14 @@ def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
 def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it fails after the hand-off of one of them."""
     bench.prefill.submit(request(), bench.grant())
-    finish, first = bench.prefill._finish, Drawn(token=3, logprob=-1.0)
+    runner = bench.prefill.ranks.runner
 
-    def finish_and_fail(*args: object, **more: object) -> None:
-        finish(*args, **more)  # type: ignore[arg-type]
+    def one_and_fail(rows: Sequence[int]) -> Iterator[tuple[NamedState, ...]]:
+        yield ()
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench.prefill, "_hand_off", lambda rows, prompts: finish_and_fail(prompts[0], first))
+    monkeypatch.setattr(runner, "first_tokens", lambda rows, draws: [Drawn(token=3, logprob=-1.0)])
+    monkeypatch.setattr(runner, "states", one_and_fail)
     (handoff,) = bench.run()
     assert (handoff.status, handoff.token) == (HandoffStatus.LANDED, 3)
 
@@ -257,26 +267,29 @@ def test_a_stop_ends_its_own_room_and_no_other(bench: Bench) -> None:
 def test_a_token_that_a_request_makes_impossible_aborts_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     error = pd.RequestError("nothing may come")
     with monkeypatch.context() as patched:
-        patched.setattr(bench.prefill._runner, "first_tokens", lambda *_: [Drawn(token=0, logprob=0.0, error=error)])
+        patched.setattr(
+            bench.prefill.ranks.runner, "first_tokens", lambda *_: [Drawn(token=0, logprob=0.0, error=error)]
+        )
         bench.prefill.submit(request(), bench.grant())
         (handoff,) = bench.run()
     assert (handoff.status, str(handoff.error)) == (HandoffStatus.ABORTED, "nothing may come")
 
 
-def test_a_hand_off_tells_how_long_it_waited_and_ran(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_off_tells_how_long_it_waited_and_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock(100.0)
-    monkeypatch.setattr(bench.prefill, "_clock", clock)
-    pool, first_tokens = bench.prefill.channel.pool, bench.prefill._runner.first_tokens
+    with made(clock) as bench:
+        pool, runner = bench.prefill.pool, bench.prefill.ranks.runner
+        first_tokens = runner.first_tokens
 
-    def slow(rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        clock.advance(2.0)
-        return first_tokens(rows, draws)
+        def slow(rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+            clock.advance(2.0)
+            return first_tokens(rows, draws)
 
-    monkeypatch.setattr(bench.prefill._runner, "first_tokens", slow)
-    taken = pool.own(pool.num_free)
-    bench.prefill.submit(request(), bench.grant())
-    assert bench.run(1) == []
-    clock.advance(5.0)
-    pool.release(taken)
-    (handoff,) = bench.run()
-    assert (handoff.queue_s, handoff.compute_s) == (5.0, 2.0)
+        monkeypatch.setattr(runner, "first_tokens", slow)
+        taken = pool.own(pool.num_free)
+        bench.prefill.submit(request(), bench.grant())
+        assert bench.run(1) == []
+        clock.advance(5.0)
+        pool.release(taken)
+        (handoff,) = bench.run()
+        assert (handoff.queue_s, handoff.compute_s) == (5.0, 2.0)
