@@ -51,9 +51,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (("client", "served"), ("session",), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables"),
-        ("interrupted", "experts", "sequence"),
-        ("ranks", "schedule"),
+        ("engine", "page_tables", "queue"),
+        ("interrupted", "experts", "sequence", "prompt"),
+        ("ranks", "schedule", "admission", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
@@ -130,6 +130,7 @@ ONLY: dict[str, dict[str, frozenset[str]]] = {
     "layers": {"kv": frozenset()},
     "kv": {"kernels": frozenset(), "parallel": frozenset()},
     "config": {"kernels": frozenset(), "parallel": frozenset()},
+    "engine.admission": {"kv": frozenset()},
     "engine.schedule": {"kv": frozenset()},
 }
 
@@ -166,6 +167,7 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "moe.placement": frozenset({"torch"}),
     "moe.placement.recorder": frozenset(),
     "moe.placement.replicas": frozenset(),
+    "engine.admission": frozenset({"torch"}),
     "engine.page_tables": frozenset({"torch"}),
     "engine.schedule": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),
@@ -203,9 +205,7 @@ MUTABLE_CALLS = frozenset(
 MAX_FILE_LINES = 400
 LONGER = {
     "pairing.broker": "one object: what becomes of a request, whatever its ports do",
-    "engine.decode": "one object: the life of a request at decode, from its grant to its last token",
     "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
-    "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

@@ -92,7 +92,7 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One prompt to continue. Checked when it is submitted, not when it is made: see `schedule.check_request`.
+    """One prompt to continue. Checked when it is submitted, not when it is made: see `admission.check_request`.
 
     `output` holds tokens already emitted (a resumed request); `priority` is higher first; `deadline_s` counts
     seconds from `Pairing.submit`; prefixes are shared only between requests of equal `cache_salt`.
@@ -109,7 +109,7 @@ class Request:
     @property
     def tokens(self) -> tuple[int, ...]:
         """Prompt and output so far: what prefill has to run."""
-        return self.prompt + self.output
+        return self.prompt + self.output if self.output else self.prompt
 
 
 @attrs.frozen(kw_only=True)

@@ -165,7 +165,7 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
         assert running is not None
         mine = [scattered(running, 10 + rank), scattered(running, 20)]
         seen = []
-        number = engine._ranks._lockstep  # type: ignore[union-attr]
+        number = engine.ranks._lockstep  # type: ignore[attr-defined]
         if rank == 0:
             engine.stage_placement(mine[0])
         first = number._number

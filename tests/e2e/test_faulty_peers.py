@@ -130,17 +130,17 @@ def test_a_sequence_waits_for_the_pages_of_a_room_that_is_given_up_instead_of_lo
         seen = watch(decode)
         setup.pairing.submit(request(count=16))
         events = setup.pairing.step()
-        while not decode._running:
+        while not decode.load().num_running_requests:
             events += setup.pairing.step()
         hang(prefill)
         setup.pairing.submit(request("b", cache_salt=b"another"))
         events += setup.pairing.step()
-        assert decode._granted, "b has what is left of the pages"
+        assert decode.load().num_granted_requests == 1, "b has what is left of the pages"
         setup.pairing.cancel("b")
         for _ in range(20):
             events += setup.pairing.step()
-        assert decode._tables.num_orphans == 1
-        assert len(decode._running) == 1
+        assert decode.num_unfinished == 2  # a, and the room of b
+        assert decode.load().num_running_requests == 1
         assert [event.grant.request_id for event in seen if isinstance(event, pd.Granted)] == ["a", "b"]
         recover(prefill)
         events += collect(setup.pairing)

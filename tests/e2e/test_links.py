@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pdinfer as pd
-from pdinfer.engine.decode import WRITER_GRACE_S
+from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.pairing.broker import LINK_WAIT_S, LOOK_S
 from pdinfer.testing import VirtualClock
 from tests.e2e.setups import (

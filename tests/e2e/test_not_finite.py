@@ -53,7 +53,7 @@ def run(
     events = []
     if while_they_run is not None:
         decode = setup.decodes[0]
-        while len(decode._running) < len(asked):
+        while decode.load().num_running_requests < len(asked):
             assert setup.pairing.num_unfinished == len(asked), "one has ended before the last one runs"
             events += setup.pairing.step()
         while_they_run({sequence.request_id: sequence.pages for sequence in decode._running})

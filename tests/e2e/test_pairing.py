@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -76,7 +77,8 @@ def test_a_full_line_raises_overloaded_and_takes_nothing() -> None:
 
 def speed_of(engine: pd.PrefillEngine | pd.DecodeEngine, tokens_per_s: int) -> None:
     """What the engine's loads tell."""
-    engine._num_tokens, engine._busy_s = tokens_per_s, 1.0
+    load: Any = engine.load
+    engine.load = lambda: attrs.evolve(load(), num_tokens=tokens_per_s, busy_s=1.0)  # type: ignore[method-assign]
 
 
 def test_who_would_wait_beyond_its_deadline_is_turned_away() -> None:
@@ -367,7 +369,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         def long_step() -> list[pd.types.Event]:
             inside.set()
             assert go_on.wait(10.0)
-            assert not decode._closed
+            assert not decode.closed
             return step()
 
         decode.step = long_step  # type: ignore[method-assign]
@@ -384,7 +386,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         for thread in (stepper, closer):
             thread.join(10.0)
             assert not thread.is_alive()
-        assert decode._closed
+        assert decode.closed
         assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
 
 
@@ -618,23 +620,23 @@ def test_a_lost_attempt_is_made_good_by_the_next_one() -> None:
 def test_an_error_of_the_model_fails_its_requests_at_once_and_no_others() -> None:
     with local() as setup:
         prefill, decode = setup.prefills[0], setup.decodes[0]
-        compute, forward = prefill._compute, decode._forward
+        at_prefill, at_decode = prefill.ranks.runner, decode.ranks.runner
 
         def broken(*_: object) -> None:
             raise ValueError("secret prompt")
 
         setup.pairing.submit(request("running", 12))
         events = setup.pairing.step() + setup.pairing.step()
-        prefill._compute = broken  # type: ignore[method-assign]
+        at_prefill.prefill = broken  # type: ignore[method-assign,assignment]
         setup.pairing.submit(request("in prefill"))
         events += setup.pairing.step() + setup.pairing.step()
-        prefill._compute = compute  # type: ignore[method-assign]
+        del at_prefill.prefill
         events += collect(setup.pairing)
         setup.pairing.submit(request("in decode"))
         events += setup.pairing.step()
-        decode._forward = broken  # type: ignore[method-assign,assignment]
+        at_decode.decode = broken  # type: ignore[method-assign,assignment]
         events += setup.pairing.step()
-        decode._forward = forward  # type: ignore[method-assign]
+        del at_decode.decode
         setup.pairing.submit(request("after"))
         streams = by_request(events + collect(setup.pairing))
         setup.check_idle()

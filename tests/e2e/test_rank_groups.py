@@ -114,8 +114,8 @@ def test_an_engine_that_closes_waits_for_no_follower_to_send() -> None:
         made.pairing.submit(request("a", prompt=prompt_of(30)))
         collect(made.pairing)
         leader = made.prefills[0]
-        ends: Any = leader._ends
-        ends.hear = lambda rank, message: None  # its followers' last reports do not come any more
+        channel: Any = leader.ranks.channel
+        channel.hear = lambda rank, message: None  # its followers' last reports do not come any more
         made.pairing.submit(request("b", prompt=prompt_of(31, seed=1)))
         collect(made.pairing)
         assert leader.num_unfinished
@@ -160,7 +160,9 @@ def test_a_link_that_a_follower_lost_aborts_the_attempt() -> None:
         made.pairing.submit(request("a", 3))
         collect(made.pairing)
         made.prefills[1].channel.drop_peer(made.decodes[1].address)
-        wait_until(lambda: made.pairing.step() == [] and not made.decodes[0]._ends.connected(made.prefills[1].address))
+        wait_until(
+            lambda: made.pairing.step() == [] and not made.decodes[0].ranks.channel.connected(made.prefills[1].address)
+        )
         made.pairing.submit(request("b", 3, prompt_of(12)))
         made.pairing.step()
         assert made.decodes[0].load().num_waiting_requests == 1  # it is not granted without all its writers

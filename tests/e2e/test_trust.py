@@ -88,7 +88,7 @@ def test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote() -> Non
         prompt = pd.Request(request_id="a", prompt=COMMON, sampling=greedy(30, ignore_eos=True))
         setup.pairing.submit(prompt)
         events = []
-        while not decode._running:
+        while not decode.load().num_running_requests:
             events += setup.pairing.step()
         said = [*COMMON, *decode._running[0].output]
         decode.change_writers("a", writers=[writer])

@@ -90,7 +90,7 @@ FIRST_S, LAYER_S, TOKEN_S = 0.5, 0.05, 0.02
 
 def slow_down(engine: pd.PrefillEngine | pd.DecodeEngine, path: Path) -> None:
     """Sleeps in the engine's steps while there is a file at `path`."""
-    runner: Any = engine._runner
+    runner: Any = engine.ranks.runner
     prefill, decode = runner.prefill, runner.decode
     first = [FIRST_S]
 

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "the page accounts stay as an interrupt left them",
         "src/pdinfer/engine/interrupted.py",
-        "        self.channel.pool.rebuild()\n",
+        "        self.pool.rebuild()\n",
         "",
         CALLS,
     ),

@@ -271,7 +271,7 @@ MUTANTS = [
     Mutant(
         "pages of a failed prompt stay known to prefill",
         "src/pdinfer/engine/prefill.py",
-        "            self.channel.pool.forget(prompt.pages)\n",
+        "            self.pool.forget(prompt.pages)\n",
         "            pass\n",
         "tests/e2e/test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten",
     ),

@@ -53,15 +53,15 @@ MUTANTS = [
     ),
     Mutant(
         "a retracted stream is the newest at its prefill",
-        "src/pdinfer/engine/prefill.py",
+        "src/pdinfer/engine/prompt.py",
         "is_new = not self.request.output",
         "is_new = True",
         LINE + "test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill",
     ),
     Mutant(
         "decode grants by priority alone",
-        "src/pdinfer/engine/decode.py",
-        'return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)',
+        "src/pdinfer/engine/queue.py",
+        'return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_turns, now=now) or next(able(), None)',
         "return next(able(), None)",
         LINE + "test_a_low_priority_runs_though_high_ones_never_end",
     ),

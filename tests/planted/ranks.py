@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         "reports are dropped",
         "src/pdinfer/engine/ranks/leader.py",
-        "                self._ends.hear(rank, message)\n",
+        "                self._channel.hear(rank, message)\n",
         "                pass\n",
         "tests/unit/engine/ranks/test_leader.py::test_what_decode_runs_is_told_before_all_agree",
     ),
@@ -148,21 +148,21 @@ MUTANTS = [
     Mutant(
         "a follower ignores Abort",
         "src/pdinfer/engine/ranks/follower.py",
-        "                channel.abort(self._grants[order.room], order.error)",
-        "                pass",
+        "                    self._channel.abort(self._grants[room], error)",
+        "                    pass",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
     Mutant(
         "a follower aborts what has settled",
         "src/pdinfer/engine/ranks/follower.py",
-        "if order.room in self._grants:  # else it has settled meanwhile",
+        "if room in self._grants:  # else it has settled meanwhile",
         "if True:",
         "tests/unit/engine/ranks/test_follower.py::test_a_room_that_settled_is_reported_and_not_aborted_any_more",
     ),
     Mutant(
         "a follower expects the leader's generations",
         "src/pdinfer/engine/ranks/follower.py",
-        "            grant = attrs.evolve(grant, generations=channel.pool.generations(grant.pages))\n",
+        "        grant = attrs.evolve(grant, generations=self._channel.pool.generations(grant.pages))\n",
         "",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
@@ -211,8 +211,8 @@ MUTANTS = [
     Mutant(
         "a follower runs though nobody does",
         "src/pdinfer/engine/ranks/follower.py",
-        "            elif agreement.runs:\n",
-        "            else:\n",
+        "                case None if agreement.runs:\n",
+        "                case None:\n",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
     Mutant(
@@ -279,14 +279,14 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_lockstep.py::test_a_rank_that_left_a_common_step_says_so_ever_after",
     ),
     Mutant(
-        "a ring is not heard",
+        "a notification is not heard",
         "src/pdinfer/engine/ranks/lockstep.py",
-        "if self._is_active or self._rung == self._number or",
+        "if self._is_active or self._notified == self._number or",
         "if self._is_active or",
         "tests/unit/engine/ranks/test_lockstep.py::test_a_rank_with_work_wakes_the_others_and_nobody_else_does",
     ),
     Mutant(
-        "any ring wakes",
+        "any notification wakes",
         "src/pdinfer/engine/ranks/lockstep.py",
         "        if number == self._number:\n",
         "        if True:\n",
@@ -862,7 +862,7 @@ MUTANTS = [
     Mutant(
         "a prefill's unsent window is not looked at",
         "src/pdinfer/engine/prefill.py",
-        "lambda prompt: not self._ends.is_full(prompt.grant), self._queue",
+        "lambda prompt: not self._channel.is_full(prompt.grant), self._queue",
         "lambda prompt: True, self._queue",
         "tests/unit/engine/test_prefill.py::test_a_full_decode_holds_its_own_prompts_and_no_others",
     ),
@@ -883,8 +883,8 @@ MUTANTS = [
     Mutant(
         "withheld pages are given",
         "src/pdinfer/engine/prefill.py",
-        "<= pool.num_available - self._num_withheld",
-        "<= pool.num_available",
+        "<= self.pool.num_available - self._num_withheld",
+        "<= self.pool.num_available",
         "tests/unit/engine/test_prefill.py::test_no_more_tokens_are_held_than_allowed",
     ),
     Mutant(
@@ -967,7 +967,7 @@ MUTANTS = [
     Mutant(
         "a change of writers leaves the room open",
         "src/pdinfer/engine/decode.py",
-        '            self._give_up(sequence, TransferError("another prefill takes over"))\n            self._queue(sequence)\n',
+        '            self._give_up(sequence, TransferError("another prefill takes over"))\n            self._waiting.add(sequence)\n',
         "            pass\n",
         "tests/unit/engine/test_decode.py::test_other_writers_get_another_room_and_the_first_one_is_asked_to_stop",
     ),

@@ -29,8 +29,8 @@ MUTANTS = [
     Mutant(
         "what a follower lost counts as landed",
         "src/pdinfer/engine/ranks/leader.py",
-        "        if error is None or any(word",
-        "        if True or any(word",
+        "        if error is None or any(",
+        "        if True or any(",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "a follower reports every room as landed",
         "src/pdinfer/engine/ranks/follower.py",
-        "            tell(say.Settled(room, None if landed else first_error(words)))\n",
+        "            tell(say.Settled(room, None if landed else first_error(handoffs)))\n",
         "            tell(say.Settled(room, None))\n",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
         "a follower keeps every draft",
         "src/pdinfer/engine/ranks/follower.py",
-        "            self._drafts.pop(order.number, None)\n",
-        "            pass\n",
+        "                self._drafts.pop(number, None)\n",
+        "                pass\n",
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
@@ -99,14 +99,14 @@ MUTANTS = [
     Mutant(
         "decode tells of a room at once",
         "src/pdinfer/engine/decode.py",
-        "if self._ends.expects(room) else",
+        "if self._channel.expects(room) else",
         "if True else",
         "tests/unit/engine/test_decode.py::test_a_grant_is_told_when_every_rank_expects_its_room",
     ),
     Mutant(
         "a follower does not say that it expects a room",
         "src/pdinfer/engine/ranks/follower.py",
-        "            self._lockstep.tell(say.Expecting(grant.room))\n",
+        "        self._lockstep.tell(say.Expecting(grant.room))\n",
         "",
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),

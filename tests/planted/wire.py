@@ -252,14 +252,14 @@ MUTANTS = [
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",
     ),
     Mutant(
-        "the doorbell listens on every interface",
+        "a rank that waits to be woken listens on every interface",
         "src/pdinfer/engine/ranks/wakeup.py",
         "self._socket.bind((LOOPBACK if len(hosts) == 1 else own, 0))",
         'self._socket.bind(("", 0))',
         "tests/unit/engine/ranks/test_wakeup.py",
     ),
     Mutant(
-        "the doorbell hears anybody",
+        "anybody wakes a rank",
         "src/pdinfer/engine/ranks/wakeup.py",
         "                    if hmac.compare_digest(secret, self._secret):\n                        self._heard(number)",
         "                    self._heard(number)",

@@ -233,9 +233,8 @@ class Following:
 
 def due_in_s(engine: Engine, delay: float | None) -> float | None:
     """How long a host may sleep: `delay`, or less because of the other ranks."""
-    if engine._ranks is None:
-        return delay
-    return max(LAG_S, min(engine._ranks.due_in_s(), delay or POLL_S))
+    due_s = engine.ranks.due_in_s()
+    return delay if due_s == float("inf") else max(LAG_S, min(due_s, delay or POLL_S))
 
 
 class Port:

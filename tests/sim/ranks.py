@@ -111,7 +111,7 @@ class Team:
     def __init__(self, simulation: Simulation, nodes: Sequence[str]) -> None:
         self.nodes = tuple(nodes)
         self.fibers = [Fiber() for _ in nodes]
-        self.bells: dict[int, Callable[[int], None]] = {}
+        self.wakeups: dict[int, Callable[[int], None]] = {}
         self.simulation = simulation
         self._rounds: dict[int, dict[int, tuple[str, Tensor]]] = {}
         self._num_calls = [0] * len(nodes)
@@ -159,10 +159,10 @@ class Team:
             raise Violation(f"ranks of {self.nodes[0]} make different calls: {sorted(told)}")
         return [brought[other][1] for other in range(size)]
 
-    def ring(self, rank: int, number: int) -> None:
+    def notify(self, rank: int, number: int) -> None:
         """Tells all others, most of the time."""
         rng = self.simulation.rng
-        for other, heard in self.bells.items():
+        for other, heard in self.wakeups.items():
             if other != rank and rng.random() >= LOST_RINGS:
                 self.simulation.later(rng.uniform(*FLIGHT_S), partial(heard, number), node=self.nodes[other])
 
@@ -224,15 +224,15 @@ class SimGroup(Group):
         return self.team.meet(self.rank, f"{self.name}.{what}", x)
 
 
-class SimBell:
-    """Stands in for a Doorbell; now and then a ring is lost."""
+class SimWakeup:
+    """Stands in for a Wakeup; now and then a notification is lost."""
 
     def __init__(self, world: SimGroup, heard: Callable[[int], None]) -> None:
         self._world = world
-        world.team.bells[world.rank] = heard
+        world.team.wakeups[world.rank] = heard
 
-    def ring(self, number: int) -> None:
-        self._world.team.ring(self._world.rank, number)
+    def notify(self, number: int) -> None:
+        self._world.team.notify(self._world.rank, number)
 
     def close(self) -> None:
-        self._world.team.bells.pop(self._world.rank, None)
+        self._world.team.wakeups.pop(self._world.rank, None)

@@ -33,7 +33,7 @@ from tests.sim import reach
 from tests.sim.fakes import CellBrain, Violation
 from tests.sim.plan import Arrival, Focus, Plan, Trouble, draw, focus_of
 from tests.sim.ports import Engine, Following, Loop, Served
-from tests.sim.ranks import Gone, SimBell, Team
+from tests.sim.ranks import Gone, SimWakeup, Team
 
 HEAL_S = 60.0
 PROMPT_S = 0.25
@@ -206,8 +206,8 @@ class World:
         errors = _Errors()
         logger = logging.getLogger("pdinfer")
         logger.addHandler(errors)
-        grouping, bell = pushes.GROUP_BYTES, lockstep.Doorbell
-        pushes.GROUP_BYTES, lockstep.Doorbell = self.plan.group_bytes, SimBell
+        grouping, wakeup = pushes.GROUP_BYTES, lockstep.Wakeup
+        pushes.GROUP_BYTES, lockstep.Wakeup = self.plan.group_bytes, SimWakeup
         try:
             self._build()
             if self.plan.quiet and not self.simulation.run(self._linked, timeout_s=HEAL_S):
@@ -227,7 +227,7 @@ class World:
             self.counts["port is back"] += sum(lost.is_back for lost in self.pairing.stats.ports_lost)
             errors.check(quiet=self.plan.quiet)
         finally:
-            pushes.GROUP_BYTES, lockstep.Doorbell = grouping, bell
+            pushes.GROUP_BYTES, lockstep.Wakeup = grouping, wakeup
             for team in self._every_team:
                 team.end()
             logger.removeHandler(errors)
@@ -466,10 +466,10 @@ class World:
         """What the ranks of an engine that has nothing to do still keep for each other."""
         if name not in self.teams or not self._lives(name):
             return ""
-        ends = self.engines[name]._ends
-        kept = [ends._words, ends._settled, ends._stops, ends._sent]
+        channel = self.engines[name].ranks.channel
+        kept = [channel._handoffs, channel._settled, channel._stops, channel._sent]
         for one in self.following[name]:
-            follower = one.engine._ranks.follower
+            follower = one.engine.ranks.follower
             kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
             held = one.engine.channel.snapshot()
             written = (AcceptedState.OPEN, AcceptedState.STOPPING)

@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from pdinfer.bounds import PRINTABLE, broken_bound, escaped
+from pdinfer.engine.admission import check_request
 from pdinfer.engine.ranks import messages as rank_messages
-from pdinfer.engine.schedule import check_request
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.remote import messages

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
-from operator import attrgetter
 
 import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.admission import check_request
+from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
+from pdinfer.engine.queue import WaitingQueue
 from pdinfer.engine.ranks.leader import empty_decode
-from pdinfer.engine.schedule import by_age, choose_victim
-from pdinfer.engine.sequence import Sequence, SequenceState, ends_of
+from pdinfer.engine.schedule import choose_victim
+from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, ends_of
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
@@ -29,15 +29,11 @@ from pdinfer.model.model import Model
 from pdinfer.stats import DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
-WRITER_GRACE_S = 30.0
-"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
-a link that broke between two that live is dialled again, and this is how long that may take."""
-
 _log = logging.getLogger("pdinfer")
 
 
-class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
-    """Continuous batching over the pages of `channel.pool`; the only author of tokens.
+class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
+    """Continuous batching over the pages of its `pool`; the only author of tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
     page by page. When the pool is exhausted a running sequence is retracted (`schedule.choose_victim`): it returns to
@@ -63,14 +59,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []
+        self._waiting = WaitingQueue(self._has_writers, clock)
         self._granted: dict[bytes, Sequence] = {}
         self._untold: list[Granted] = []
         self._running: list[Sequence] = []
-        self._tables = PageTables(channel.pool, self.config)
-        channel.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
+        self._tables = PageTables(self.pool, self.config)
+        self.pool.hold(lambda: self._tables.held([*self._running, *self._granted.values()]))
         self._arrivals = 0
-        self._num_grants = 0
         self._stalled = False
         self._drafted = DraftCounts()
 
@@ -86,12 +81,12 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
-        self._put((request, tuple(writers)))
+        self._put(SubmitDecode(request, tuple(writers)))
 
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
         """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
         and will use them if it is retracted. Unknown or finished ids are ignored."""
-        self._put((request_id, tuple(writers)))
+        self._put(ChangeWriters(request_id, tuple(writers)))
 
     def _step(self) -> None:
         """Takes what came, admits what landed, grants pages, runs one batch."""
@@ -105,7 +100,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
 
     def load(self) -> DecodeLoad:
         """What this engine holds, counting what was submitted and not yet seen by a step."""
-        unseen = [item[0] for item in self._inbox.peek() if isinstance(item[0], Request)]
+        unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
         return DecodeLoad(
@@ -124,9 +119,9 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             return bool(self._events)
         if self._running and not self._stalled:
             return True
-        if (first := self._next_in_line()) is not None and self._may_grant(first):
+        if (first := self._waiting.next()) is not None and self._may_grant(first):
             return True  # what ended in the last step has left pages
-        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at(WRITER_GRACE_S)]
+        ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._sleep(timeout_s, left_s)
 
@@ -139,27 +134,26 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
-        self._ends.close()
+        self._channel.close()
         self._land()
 
     def _drop(self, error: PDInferError) -> None:
         self._events = ends_of(self._sequences.values(), self._arrived, self._events, error)
-        self._sequences, self._waiting, self._granted, self._untold, self._running = {}, [], {}, [], []
-        self._tables = PageTables(self.channel.pool, self.config)
+        self._sequences, self._granted, self._untold, self._running = {}, {}, [], []
+        self._waiting.clear()
+        self._tables = PageTables(self.pool, self.config)
 
     # -- arrivals ---------------------------------------------------------------------------------------------------
 
     def _take_inbox(self) -> None:
-        for item in self._arrivals_in_order():
-            if isinstance(item, str):
-                if item in self._sequences:
-                    self._end(self._sequences[item], FinishReason.CANCELLED)
-                continue
-            what, writers = item
-            if isinstance(what, Request):
-                self._receive(what, writers)
-            elif what in self._sequences and writers:
-                self._change_writers(self._sequences[what], writers)
+        for command in self._arrivals_in_order():
+            match command:
+                case SubmitDecode(request, writers):
+                    self._receive(request, writers)
+                case ChangeWriters(request_id, writers) if request_id in self._sequences and writers:
+                    self._change_writers(self._sequences[request_id], writers)
+                case Cancel(request_id) if request_id in self._sequences:
+                    self._end(self._sequences[request_id], FinishReason.CANCELLED)
 
     def _receive(self, request: Request, writers: tuple[PeerAddress, ...]) -> None:
         request_id = request.request_id or ""
@@ -170,7 +164,8 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever say the last word on its room
                 raise RequestError("writers is empty; name at least one prefill")
-            processor = self._take(request)
+            request = check_request(request, [self.limits])
+            processor = self._make_processor(request.sampling)
             if len(self._waiting) >= self.config.max_queued_requests:
                 raise Overloaded(f"decode already has {len(self._waiting)} requests waiting for pages")
         except PDInferError as error:
@@ -186,23 +181,18 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             deadline_at=None if request.deadline_s is None else now + request.deadline_s,
             output=list(request.output),
             num_told=len(request.output),
-            chain=self.channel.pool.chain(request.cache_salt),
+            chain=self.pool.chain(request.cache_salt),
             processor=processor,
         )
         self._arrivals += 1
         self._sequences[request_id] = sequence
-        self._queue(sequence)
+        self._waiting.add(sequence)
 
     def _change_writers(self, sequence: Sequence, writers: tuple[PeerAddress, ...]) -> None:
         sequence.writers = writers
         if sequence.state is SequenceState.GRANTED:
             self._give_up(sequence, TransferError("another prefill takes over"))
-            self._queue(sequence)
-
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.state = SequenceState.WAITING
-        sequence.waiting_since = self._clock()
-        insort(self._waiting, sequence, key=lambda waiting: waiting.order)
+            self._waiting.add(sequence)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -213,28 +203,28 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     # -- hand-offs --------------------------------------------------------------------------------------------------
 
     def _land(self) -> None:
-        for room, words in by_room(self._ends.poll()).items():
+        for room, handoffs in by_room(self._channel.poll()).items():
             if self._tables.settle(room):
                 continue
             sequence = self._granted.pop(room)
-            if all(word.status is HandoffStatus.LANDED for word in words):
-                self._admit(sequence, words)
+            if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
+                self._admit(sequence, handoffs)
             else:
-                self._lose(sequence, first_error(words))
+                self._lose(sequence, first_error(handoffs))
 
-    def _admit(self, sequence: Sequence, words: Seq[Handoff]) -> None:
+    def _admit(self, sequence: Sequence, handoffs: Seq[Handoff]) -> None:
         """Every writer's part is here and verified: the pages are ours and the first token is out."""
         self._tables.adopt(sequence)
-        sequence.committed(words, self._clock())
+        sequence.committed(handoffs, self._clock())
         sequence.state = SequenceState.RUNNING
         self._running.append(sequence)
         try:
-            first = sequence.first_token(words, self.model.config.vocab_size)
+            first = sequence.first_token(handoffs, self.model.config.vocab_size)
         except TransferError as error:
             self._end(sequence, FinishReason.FAILED, error)
             return
         if self.config.num_draft_tokens:
-            sequence.draft = self._runner.draft([state for word in words for state in word.state])
+            sequence.draft = self._runner.draft([state for handoff in handoffs for state in handoff.state])
         self._tables.keep(sequence)
         self._append(sequence, first)
 
@@ -244,7 +234,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
             self._tables.forget(sequence)
         self._tables.release(sequence)
         if isinstance(error, TransferError) and sequence.attempts < self.config.max_attempts:
-            self._queue(sequence)
+            self._waiting.add(sequence)
         else:
             self._end(sequence, FinishReason.FAILED, error)
 
@@ -253,27 +243,18 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
     def _grant(self) -> None:
         """Grants pages down the line, every OLDEST_EVERY-th time to who has waited longest. The first who cannot have
         them holds it, so no one starves; only those whose prefill is gone are passed over."""
-        self._miss_writers()
-        while (sequence := self._next_in_line()) is not None:
-            self._tables.belong(sequence, shared=self._ends.shares_pool(sequence.writers))
+        for deserted in self._waiting.deserted():
+            error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
+            self._end(deserted, FinishReason.FAILED, error)
+        while (sequence := self._waiting.next()) is not None:
+            self._tables.belong(sequence, shared=self._channel.shares_pool(sequence.writers))
             if not self._may_grant(sequence):
                 break
-            self._waiting.remove(sequence)
+            self._waiting.take(sequence)
             self._open_room(sequence)
 
-    def _next_in_line(self) -> Sequence | None:
-        able, now = partial(filter, self._has_writers, self._waiting), self._clock()
-        return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_grants, now=now) or next(able(), None)
-
     def _has_writers(self, sequence: Sequence) -> bool:
-        return all(map(self._ends.connected, sequence.writers))
-
-    def _miss_writers(self) -> None:
-        """A request whose prefill is gone waits a while: its host is about to name another one, or it never will."""
-        for sequence in list(self._waiting):
-            if sequence.missing_s(self._clock(), connected=self._has_writers(sequence)) >= WRITER_GRACE_S:
-                error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
-                self._end(sequence, FinishReason.FAILED, error)
+        return all(map(self._channel.connected, sequence.writers))
 
     def _may_grant(self, sequence: Sequence) -> bool:
         holding = [*self._running, *self._granted.values()]
@@ -287,8 +268,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         sequence.granted(self._clock())
         sequence.state = SequenceState.GRANTED
         self._granted[grant.room] = sequence
-        self._num_grants += 1
-        self._ends.expect(grant)
+        self._channel.expect(grant)
         left_s = None if sequence.deadline_at is None else max(0.0, sequence.deadline_at - self._clock())
         request = attrs.evolve(sequence.request, output=tuple(sequence.output), deadline_s=left_s)
         self._untold.append(Granted(grant=grant, request=request))
@@ -297,7 +277,7 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         untold, self._untold = self._untold, []
         for event in untold:
             if (room := event.grant.room) in self._granted:  # else it was given up meanwhile
-                (self._events if self._ends.expects(room) else self._untold).append(event)
+                (self._events if self._channel.expects(room) else self._untold).append(event)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
@@ -316,13 +296,13 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         _log.info("retracting a request with %d tokens: the pool is exhausted", sequence.num_tokens)
         self._running.remove(sequence)
         self._tables.release(sequence)
-        self._queue(sequence)
+        self._waiting.add(sequence)
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
         """Aborts an open room: its pages stay granted until the writers' last word."""
         grant = self._tables.orphan(sequence)
         del self._granted[grant.room]
-        self._ends.abort(grant, error)
+        self._channel.abort(grant, error)
 
     # -- tokens -----------------------------------------------------------------------------------------------------
 
@@ -407,5 +387,5 @@ class DecodeEngine(Engine[tuple[Request | str, tuple[PeerAddress, ...]]]):
         elif sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
             self._tables.release(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        else:
+            self._waiting.discard(sequence)

@@ -14,12 +14,12 @@ import torch
 
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
+from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import Rebalanced
 from pdinfer.engine.interrupted import Interruptible
-from pdinfer.engine.ranks.leader import RankChannel
 from pdinfer.engine.ranks.lockstep import Agreement
-from pdinfer.engine.ranks.ranks import Ranks
-from pdinfer.engine.schedule import check_request, withheld_pages
+from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
+from pdinfer.engine.schedule import withheld_pages
 from pdinfer.errors import Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
@@ -33,17 +33,17 @@ from pdinfer.process.forked import begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.trace import STEP, Trace, mark, span
-from pdinfer.types import Event, PeerAddress, Request, RequestLimits, SamplingParams
+from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
 
-Submitted = TypeVar("Submitted")
+Command = TypeVar("Command")
 
 DRAIN_POLL_S = 0.1
 
 _log = logging.getLogger("pdinfer")
 
 
-class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
-    """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
+class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
+    """An engine over the pages of its `pool`, the channel's, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
 
@@ -78,30 +78,17 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
             self._trace = Trace.in_folder(self.config.trace, self.role, channel.address.engine_id)
         if self.config.keep_freed_memory and model.device.type == "cpu":
             keep_freed_memory()
-        pool = channel.pool
+        self.pool = channel.pool
         self._num_withheld = withheld_pages(
-            pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
+            self.pool.num_pages, page_size=self.pool.layout.page_size, max_total_tokens=self.config.max_total_tokens
         )
-        self._inbox: Inbox[Submitted | str] = Inbox()
+        self._inbox: Inbox[Command | Cancel] = Inbox()
         self._rebalancing = Rebalancing(
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
-        self._model_runner = self.make_runner(model, pool.memory)
-        self._runner: Runner = self._model_runner
-        self._ends: KVChannel | RankChannel = channel
-        self._ranks: Ranks | None = None
-        if model.groups.world.size > 1:
-            self._ranks = Ranks(
-                model.groups,
-                channel,
-                self._model_runner,
-                rebalancing=self._rebalancing,
-                run_empty=self.run_empty,
-                limits=self._shared_limits(),
-                wake=self._inbox.wake,
-                clock=self._clock,
-            )
-            self._runner, self._ends = self._ranks.runner, self._ranks.ends
+        self._model_runner = self.make_runner(model, self.pool.memory)
+        self.ranks = self._join_ranks()
+        self._runner, self._channel = self.ranks.runner, self.ranks.channel
         self._events: list[Event] = []
         self.longest_warm_up_s = 0.0
         self._num_tokens = 0
@@ -113,16 +100,31 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         self._arrived = deque()
         channel.notify(self._inbox.wake)
 
+    def _join_ranks(self) -> Ranks:
+        """Takes this engine's place among its ranks, together with all of them."""
+        groups = self.model.groups
+        if groups.world.size == 1:
+            return SingleRank(self.channel, self._model_runner, self._rebalancing)
+        return SeveralRanks(
+            groups,
+            self.channel,
+            self._model_runner,
+            rebalancing=self._rebalancing,
+            run_empty=self.run_empty,
+            limits=self._shared_limits(),
+            inbox=self._inbox,
+            clock=self._clock,
+        )
+
     def _shared_limits(self) -> dict[str, object]:
         """What must be the same on all ranks for their steps and pages to fit together."""
         limits = attrs.asdict(self.config, filter=lambda field, _: field.name not in ("trace", "num_threads"))
-        pool = self.channel.pool
         return {
             **limits,
             "role": self.role,
-            "num_pages": pool.num_pages,
-            "page_size": pool.layout.page_size,
-            "layout_id": pool.layout.layout_id.hex(),
+            "num_pages": self.pool.num_pages,
+            "page_size": self.pool.layout.page_size,
+            "layout_id": self.pool.layout.layout_id.hex(),
             "mtp": self.model.mtp is not None,
         }
 
@@ -148,14 +150,13 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
     @property
     def addresses(self) -> tuple[PeerAddress, ...]:
         """Those of all ranks that have the same requests, the leader's first."""
-        return (self.address,) if self._ranks is None else self._ranks.addresses
+        return self.ranks.addresses
 
     @property
     def limits(self) -> RequestLimits:
         """What a request may ask of this engine."""
-        pool = self.channel.pool
-        num_pages = pool.num_pages - self._num_withheld
-        held = min(self.model.config.max_position_embeddings, num_pages * pool.layout.page_size)
+        num_pages = self.pool.num_pages - self._num_withheld
+        held = min(self.model.config.max_position_embeddings, num_pages * self.pool.layout.page_size)
         return RequestLimits(
             name=self.role,
             vocab_size=self.model.config.vocab_size,
@@ -175,21 +176,20 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
-        self._ends.connect(peer, timeout_s=timeout_s)
+        self._channel.connect(peer, timeout_s=timeout_s)
 
     def disconnect(self, peer: PeerAddress) -> None:
         """Closes the channel's link to a peer; what that one still owed settles ABORTED."""
         self.channel.drop_peer(peer)
 
-    def _put(self, item: Submitted | str) -> None:
+    def _put(self, command: Command | Cancel) -> None:
         """Into the inbox, if this rank takes requests."""
-        if self._ranks is not None:
-            self._ranks.check_leads()
-        self._inbox.put(item)
+        self.ranks.check_leads()
+        self._inbox.put(command)
 
     def cancel(self, request_id: str) -> None:
         """Stops a request at the next step. Unknown or finished ids are ignored."""
-        self._put(request_id)
+        self._put(Cancel(request_id))
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener`, from any thread, when a step would do something."""
@@ -203,13 +203,14 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
             with using_threads(self.config.num_threads), span(self._trace, STEP):
                 mark(self._trace, "schedule")
                 self.channel.redial()
-                self._step_alone() if self._ranks is None else self._step_among(self._ranks)
+                self.ranks.step(self._step)
+                if self.ranks.are_closing:
+                    self.close()
         except PDInferError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - a step that fails must not stop the engine
             let_go()
-            if self._ranks is not None:
-                raise
+            self.ranks.propagate(error)
             _log.exception("a step of the %s engine failed: what it had ends with it", self.role)
             self._recover(PDInferError(f"a step of the {self.role} engine failed: {type(error).__name__}"))
         except BaseException:
@@ -223,24 +224,6 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         except BaseException:  # the caller has not got them
             self._events = events + self._events
             raise
-
-    def _step_alone(self) -> None:
-        """A step without other ranks: what one says all say."""
-        self._step()
-        if self._rebalancing.has_news:
-            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
-
-    def _step_among(self, ranks: Ranks) -> None:
-        """A step with the other ranks."""
-        if ranks.follower is None or self._closed:
-            self._step()
-        else:
-            self._inbox.take()
-            ranks.follower.step()
-        if not self._closed:
-            ranks.check()
-        if ranks.are_closing:
-            self.close()
 
     @abstractmethod
     def _step(self) -> None:
@@ -264,7 +247,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         self._begin_call()
         run = WarmUpRun(
             runner=self._model_runner,
-            pool=self.channel.pool,
+            pool=self.pool,
             config=self.config,
             limits=self.limits,
             clock=self._clock,
@@ -289,11 +272,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
 
     def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
         """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
-        if self._ranks is not None:
-            left_s = min(left_s, self._ranks.due_in_s())
-        elif self._rebalancing.has_news:
-            left_s = 0.0
-        left_s = min(left_s, self.channel.redial_in_s())
+        left_s = min(left_s, self.ranks.due_in_s(), self.channel.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
@@ -313,14 +292,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         next step. A second call does nothing."""
         if self._closed:
             return
-        if self._ranks is None:
-            self._begin_call()
-        else:
-            self._ranks.close()
-        if self._ranks is None or self._ranks.follower is None:
-            self._close()
-        else:
-            self.channel.close()
+        self.ranks.close(begin=self._begin_call, end=self._close)
         self._rebalancing.close()
         self._closed, self._unfinished_call = True, False
         self._inbox.wake()
@@ -331,14 +303,13 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
     def _close(self) -> None:
         """Ends what is unfinished and closes the channel."""
 
-    def _take(self, request: Request) -> LogitsProcessor | None:
-        """Checks a request, and makes its logits processor; RequestError when either fails."""
-        check_request(request, [self.limits])
-        name = request.sampling.logits_processor
+    def _make_processor(self, sampling: SamplingParams) -> LogitsProcessor | None:
+        """Makes the logits processor of a request that was checked; RequestError when that fails."""
+        name = sampling.logits_processor
         if name is None:
             return None
         try:
-            processor = self._factories[name](request.sampling.logits_processor_argument)
+            processor = self._factories[name](sampling.logits_processor_argument)
             if not callable(processor):
                 raise TypeError("its factory made no function")
         except Exception as error:  # a host's own code, and what it says of the argument is for who sent it
@@ -374,13 +345,12 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
 
     def _common_load(self) -> dict[str, Any]:
         """The fields of EngineLoad."""
-        pool = self.channel.pool
         return {
             "address": self.address,
-            "num_free_pages": pool.num_free,
-            "num_cached_pages": pool.num_cached,
-            "num_total_pages": pool.num_pages,
-            "page_size": pool.layout.page_size,
+            "num_free_pages": self.pool.num_free,
+            "num_cached_pages": self.pool.num_cached,
+            "num_total_pages": self.pool.num_pages,
+            "page_size": self.pool.layout.page_size,
             "num_tokens": self._num_tokens,
             "busy_s": self._busy_s,
             "prefix_query_tokens": self._prefix_query_tokens,

@@ -11,25 +11,28 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from pdinfer.engine.commands import Cancel
 from pdinfer.engine.ranks.ranks import Ranks
 from pdinfer.errors import PDInferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.pool import PagePool
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import let_go
 
-Submitted = TypeVar("Submitted")
+Command = TypeVar("Command")
 
 
-class Interruptible(OfOneProcess, Generic[Submitted]):
-    """The part of an engine that does so. `_arrived` are items of the inbox that are not dealt with yet."""
+class Interruptible(OfOneProcess, Generic[Command]):
+    """The part of an engine that does so. `_arrived` are commands of the inbox that are not dealt with yet."""
 
     role: str
     channel: KVChannel
+    pool: PagePool
     _unfinished_call = False
-    _inbox: Inbox[Submitted | str]
-    _arrived: deque[Submitted | str]
-    _ranks: Ranks | None
+    _inbox: Inbox[Command | Cancel]
+    _arrived: deque[Command | Cancel]
+    ranks: Ranks
 
     def _begin_call(self) -> None:
         """A call begins that changes what this engine has; it ends by taking `_unfinished_call` back. One before it
@@ -42,20 +45,19 @@ class Interruptible(OfOneProcess, Generic[Submitted]):
     def _recover(self, error: PDInferError) -> None:
         """Ends all requests with `error`. When the links are closed nobody writes our pages any more, so these are
         free. RankLost when there are other ranks, which cannot know of it."""
-        if self._ranks is not None:
-            self._ranks.leave(str(error))
+        self.ranks.leave(str(error))
         self.channel.recover()
         self._drop(error)
         self._arrived.clear()
-        self.channel.pool.rebuild()
+        self.pool.rebuild()
         self._unfinished_call = False
 
     @abstractmethod
     def _drop(self, error: PDInferError) -> None:
         """Ends every request, without a look at what it holds."""
 
-    def _arrivals_in_order(self) -> Iterator[Submitted | str]:
-        """What the inbox has, each item remembered until it has been dealt with."""
+    def _arrivals_in_order(self) -> Iterator[Command | Cancel]:
+        """What the inbox has, each command remembered until it has been dealt with."""
         self._arrived.extend(self._inbox.take())
         while self._arrived:
             yield self._arrived[0]

@@ -6,18 +6,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from operator import attrgetter
-from typing import Protocol
-
-import attrs
 
 from pdinfer.config import EngineConfig
+from pdinfer.engine.admission import check_request
+from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
-from pdinfer.engine.ranks.leader import RankChannel, empty_prefill
-from pdinfer.engine.schedule import by_age, due_at, is_late, plan_chunk
+from pdinfer.engine.prompt import Prompt
+from pdinfer.engine.ranks.leader import empty_prefill
+from pdinfer.engine.schedule import by_age, is_late, plan_chunk
 from pdinfer.errors import PDInferError, RequestError, TransferError
-from pdinfer.execution.sampling import Drawn, LogitsProcessor, LogitsProcessorFactory
+from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
@@ -33,59 +33,8 @@ FIRST = (False, -math.inf, False)
 _log = logging.getLogger("pdinfer")
 
 
-class Sending(Protocol):
-    """Bytes on their way out of our pages, such as a Transfer."""
-
-    @property
-    def done(self) -> bool: ...
-
-
-@attrs.define(eq=False)
-class _Prompt:
-    """One accepted grant. `pages` is its page table: known pages of its beginning, then new ones, which are the grant's
-    own in a pool that both ends share. What is not the grant's is `held` until all is sent. `num_computed` tokens are
-    in the pages, the first `num_cached` of them from before; those up to `num_pushed` are at decode or on the way.
-    `keys` are those of its full pages."""
-
-    request: Request
-    grant: PageGrant
-    arrival: int
-    submitted_at: float
-    num_pushed: int
-    processor: LogitsProcessor | None = None
-    keys: list[bytes] = attrs.field(factory=list)
-    pages: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
-    started_at: float = 0.0
-    num_cached: int = 0
-    num_computed: int = 0
-    sent: Sending | None = None
-    landed: bool = False
-
-    @property
-    def num_remaining(self) -> int:
-        return self.num_tokens - self.num_computed
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output so far: all that has to be in the pages."""
-        return len(self.request.prompt) + len(self.request.output)
-
-    @cached_property
-    def deadline_at(self) -> float | None:
-        """By this engine's clock."""
-        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
-
-    @cached_property
-    def order(self) -> tuple[int, bool, float, int]:
-        """Both lines are sorted by this: priority first, then who has given tokens already and whose reader waits for
-        the next, then deadline and age."""
-        is_new = not self.request.output
-        return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
-
-
-class PrefillEngine(Engine[tuple[Request, PageGrant]]):
-    """Runs prompts in chunks over the pages of `channel.pool` and pushes each layer as it is finished.
+class PrefillEngine(Engine[SubmitPrefill]):
+    """Runs prompts in chunks over the pages of its `pool` and pushes each layer as it is finished.
 
     It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
     """
@@ -106,13 +55,13 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         model.experts.check_step(*largest, tp_size=model.topology.tp_size)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         channel.window_bytes = self.config.send_window_bytes
-        self._queue: list[_Prompt] = []
-        self._active: list[_Prompt] = []
-        self._sending: list[_Prompt] = []
+        self._queue: list[Prompt] = []
+        self._active: list[Prompt] = []
+        self._sending: list[Prompt] = []
         self._arrivals = 0
         self._num_starts = 0
         self._num_chunks = 0
-        channel.pool.hold(self._held)
+        self.pool.hold(self._held)
 
     @property
     def num_unfinished(self) -> int:
@@ -126,14 +75,14 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queues a prompt whose pages decode has granted."""
-        self._put((request, grant))
+        self._put(SubmitPrefill(request, grant))
 
     def _step(self) -> None:
         """Takes what came, runs one chunk, hands off what it finished. Tells nothing (see `DecodeEngine`)."""
         if self._closed:
             return
         self._take_inbox()
-        for room, error in self._ends.poll_stops():
+        for room, error in self._channel.poll_stops():
             self._abort([prompt for prompt in self._unfinished if prompt.grant.room == room], error)
         self._return_pages()
         self._admit()
@@ -144,7 +93,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
 
     def load(self) -> PrefillLoad:
         """What this engine has to do, counting what was submitted and not yet seen by a step."""
-        unseen = [item[0] for item in self._inbox.peek() if isinstance(item, tuple)]
+        unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
         known = self._unfinished
         tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
         return PrefillLoad(
@@ -167,9 +116,9 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         """Aborts what is unfinished and closes the channel."""
         self._take_inbox()
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
-        self._ends.drain(1.0)
+        self._channel.drain(1.0)
         self._closed = True
-        self._ends.close()
+        self._channel.close()
         self._return_pages()
 
     def _held(self) -> Held:
@@ -179,69 +128,71 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         self._queue, self._active, self._sending = [], [], []
 
     def _take_inbox(self) -> None:
-        for item in self._arrivals_in_order():
-            if isinstance(item, str):
-                cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == item]
-                self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
-                continue
-            request, grant = item
-            prompt = _Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
-            self._arrivals += 1
-            try:
-                self._ends.accept(grant)
-            except TransferError as error:
-                _log.info("prefill dropped a request: %s", error)
-                continue
-            try:
-                prompt.processor = self._take(request)
-                if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
-                    raise RequestError(
-                        f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
-                        f"{prompt.num_tokens}"
-                    )
-            except RequestError as error:
-                self._finish(prompt, error=error)
-                continue
-            chain = self.channel.pool.chain(request.cache_salt)
-            chain.extend(request.tokens)
-            prompt.keys = chain.keys
-            self._queue.append(prompt)
+        for command in self._arrivals_in_order():
+            match command:
+                case SubmitPrefill(request, grant):
+                    self._receive(request, grant)
+                case Cancel(request_id):
+                    cancelled = [prompt for prompt in self._unfinished if prompt.request.request_id == request_id]
+                    self._abort(cancelled, RequestError("the request was cancelled at the prefill engine"))
         self._queue.sort(key=lambda prompt: prompt.order)
 
+    def _receive(self, request: Request, grant: PageGrant) -> None:
+        prompt = Prompt(request, grant, self._arrivals, self._clock(), grant.tokens.start)
+        self._arrivals += 1
+        try:
+            self._channel.accept(grant)
+        except TransferError as error:
+            _log.info("prefill dropped a request: %s", error)
+            return
+        try:
+            check_request(request, [self.limits])
+            prompt.processor = self._make_processor(request.sampling)
+            if not 0 <= grant.tokens.start < grant.tokens.stop == prompt.num_tokens:
+                raise RequestError(
+                    f"the grant is for tokens {grant.tokens.start} to {grant.tokens.stop} and the request has "
+                    f"{prompt.num_tokens}"
+                )
+        except RequestError as error:
+            self._finish(prompt, error=error)
+            return
+        chain = self.pool.chain(request.cache_salt)
+        chain.extend(request.tokens)
+        prompt.keys = chain.keys
+        self._queue.append(prompt)
+
     @property
-    def _unfinished(self) -> list[_Prompt]:
+    def _unfinished(self) -> list[Prompt]:
         return [*self._queue, *self._active]
 
-    def _abort(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+    def _abort(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
         for prompt in prompts:
             self._finish(prompt, error=error)
 
     def _can_run(self) -> bool:
         return bool(self._active) or self._next() is not None
 
-    def _next(self) -> _Prompt | None:
+    def _next(self) -> Prompt | None:
         """The prompt that may start now. One whose decode is full lets others pass; one that waits for pages does not,
         or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
             return None
-        able = partial(filter, lambda prompt: not self._ends.is_full(prompt.grant), self._queue)
+        able = partial(filter, lambda prompt: not self._channel.is_full(prompt.grant), self._queue)
         oldest = by_age(able(), attrgetter("submitted_at"), num_turns=self._num_starts, now=self._clock())
         first = oldest or next(able(), None)
         return first if first is not None and self._fits(first) else None
 
-    def _fits(self, prompt: _Prompt) -> bool:
-        pool = self.channel.pool
-        if self._ends.shares_pool(prompt.grant.destinations):
+    def _fits(self, prompt: Prompt) -> bool:
+        if self._channel.shares_pool(prompt.grant.destinations):
             return True
         known = self._known(prompt)
-        num_new = pool.layout.num_pages(prompt.num_tokens) - len(known)
-        return num_new + pool.num_unused(known) <= pool.num_available - self._num_withheld
+        num_new = self.pool.layout.num_pages(prompt.num_tokens) - len(known)
+        return num_new + self.pool.num_unused(known) <= self.pool.num_available - self._num_withheld
 
-    def _known(self, prompt: _Prompt) -> tuple[int, ...]:
+    def _known(self, prompt: Prompt) -> tuple[int, ...]:
         """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
         be drawn, and its page with it, since a shared page is not written again."""
-        pool = self.channel.pool
-        return pool.find(prompt.keys[: (prompt.num_tokens - 1) // pool.layout.page_size])
+        return self.pool.find(prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size])
 
     def _admit(self) -> None:
         while (prompt := self._next()) is not None:
@@ -254,12 +205,12 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             except TransferError as error:
                 self._finish(prompt, error=error)
 
-    def _lay_out(self, prompt: _Prompt) -> None:
+    def _lay_out(self, prompt: Prompt) -> None:
         """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
         grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
-        pool = self.channel.pool
+        pool = self.pool
         size = pool.layout.page_size
-        if self._ends.shares_pool(prompt.grant.destinations):
+        if self._channel.shares_pool(prompt.grant.destinations):
             if pool.generations(prompt.grant.pages) != prompt.grant.generations:
                 raise TransferError("the granted pages have changed hands since")
             start = prompt.grant.tokens.start
@@ -275,7 +226,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         prompt.num_cached = prompt.num_computed = len(known) * size
         self._looked_up(prompt.num_tokens, found=prompt.num_cached)
 
-    def _plan(self) -> list[tuple[_Prompt, int]]:
+    def _plan(self) -> list[tuple[Prompt, int]]:
         """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
         else needs; every OLDEST_EVERY-th chunk begins with who came first, if that has waited long."""
         now, speed = self._clock(), self._best_tokens_per_s
@@ -283,7 +234,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
             for prompt in self._active
         }
-        classes: dict[_Prompt, tuple[bool, float, bool]] = {
+        classes: dict[Prompt, tuple[bool, float, bool]] = {
             prompt: (late[prompt], *prompt.order[:2]) for prompt in self._active
         }
         oldest = by_age(self._active, attrgetter("submitted_at"), num_turns=self._num_chunks, now=now)
@@ -299,7 +250,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         )
         return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
 
-    def _run(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+    def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """One chunk through the model; an exception ends the prompts in it and nothing else."""
         started = self._clock()
         try:
@@ -312,7 +263,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
-    def _compute(self, prompts: Sequence[_Prompt], counts: Sequence[int]) -> None:
+    def _compute(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         rows, spans = [], []
         for prompt, count in zip(prompts, counts, strict=True):
             start, stop = prompt.num_computed, prompt.num_computed + count
@@ -320,13 +271,12 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
             # with what decode lacks of the tokens we had; none when it has more of them than we
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
-        if isinstance(self._ends, RankChannel):
-            self._ends.announce(rows, [prompt.grant for prompt in prompts], spans)
+        self.ranks.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
             mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
-                    self._ends.push(
+                    self._channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
         mark(self._trace, "emit")
@@ -339,7 +289,7 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
         if whole:
             self._hand_off(whole, [prompts[index] for index in whole])
 
-    def _hand_off(self, rows: Sequence[int], prompts: Sequence[_Prompt]) -> None:
+    def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
         """Draws the first token of each finished prompt: it travels in the hand-off."""
         requests = [prompt.request for prompt in prompts]
         draws = [
@@ -356,15 +306,15 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             else:
                 self._fail([prompt], first.error)
 
-    def _fail(self, prompts: Sequence[_Prompt], error: PDInferError) -> None:
+    def _fail(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
         """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
         for prompt in prompts:
-            self.channel.pool.forget(prompt.pages)
+            self.pool.forget(prompt.pages)
         self._abort(prompts, error)
 
     def _finish(
         self,
-        prompt: _Prompt,
+        prompt: Prompt,
         first: Drawn | None = None,
         state: tuple[NamedState, ...] = (),
         *,
@@ -387,18 +337,17 @@ class PrefillEngine(Engine[tuple[Request, PageGrant]]):
             compute_s=now - started,
         )
         prompt.landed = error is None
-        prompt.sent = self._ends.finish(prompt.grant, handoff)
-        for line in (self._queue, self._active):
-            if prompt in line:
-                line.remove(prompt)
+        prompt.sent = self._channel.finish(prompt.grant, handoff)
+        for prompts in (self._queue, self._active):
+            if prompt in prompts:
+                prompts.remove(prompt)
         self._sending.append(prompt)
         self._return_pages()
 
     def _return_pages(self) -> None:
-        pool = self.channel.pool
         for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
             self._sending.remove(prompt)
             if prompt.landed:
                 full = prompt.held[: len(prompt.keys)]
-                prompt.held = (*pool.keep(prompt.keys, full), *prompt.held[len(full) :])
-            pool.release(prompt.held)
+                prompt.held = (*self.pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+            self.pool.release(prompt.held)

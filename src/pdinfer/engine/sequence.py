@@ -10,6 +10,7 @@ from functools import cached_property
 
 import attrs
 
+from pdinfer.engine.commands import DecodeCommand, SubmitDecode
 from pdinfer.engine.schedule import RESUME_TOKENS, due_at
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
@@ -28,6 +29,10 @@ from pdinfer.types import (
     TokenEvent,
     Usage,
 )
+
+WRITER_GRACE_S = 30.0
+"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
+a link that broke between two that live is dialled again, and this is how long that may take."""
 
 
 class SequenceState(enum.Enum):
@@ -102,11 +107,11 @@ class Sequence:
         """An attempt begins, and with it its part of the timeline."""
         self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
 
-    def committed(self, words: Iterable[Handoff], now: float) -> None:
-        """The attempt's KV is whole; its writers' words tell when it came, in seconds since the grant."""
+    def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
+        """The attempt's KV is whole; its hand-offs tell when it came, in seconds since the grant."""
         granted_s = self.timeline.granted_s or 0.0
-        first = [granted_s + word.first_byte_s for word in words if word.first_byte_s is not None]
-        last = [granted_s + word.last_byte_s for word in words if word.last_byte_s is not None]
+        first = [granted_s + handoff.first_byte_s for handoff in handoffs if handoff.first_byte_s is not None]
+        last = [granted_s + handoff.last_byte_s for handoff in handoffs if handoff.last_byte_s is not None]
         self.timeline = attrs.evolve(
             self.timeline,
             first_byte_s=min(first, default=None),
@@ -114,21 +119,21 @@ class Sequence:
             committed_s=now - self.submitted_at,
         )
 
-    def first_token(self, words: Seq[Handoff], vocab_size: int) -> Drawn:
+    def first_token(self, handoffs: Seq[Handoff], vocab_size: int) -> Drawn:
         """The token that a hand-off brings; what prefill found in its pages is noted unless the request is a resumed
-        one, which finds its own. TransferError for what cannot be so, whatever the words say."""
-        first = next((word for word in words if word.token is not None), words[0])
+        one, which finds its own. TransferError for what cannot be so, whatever the hand-offs say."""
+        first = next((handoff for handoff in handoffs if handoff.token is not None), handoffs[0])
         ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
         if first.token is None or first.logprob is None or not all(0 <= token < vocab_size for token in ids):
             raise TransferError("the hand-off holds no token of this vocabulary")
         if len(first.top_logprobs) > (self.request.sampling.logprobs or 0):
             raise TransferError(f"the hand-off holds {len(first.top_logprobs)} log-probabilities that nobody asked for")
-        found = max(word.num_cached_tokens for word in words)
+        found = max(handoff.num_cached_tokens for handoff in handoffs)
         if not 0 <= found <= self.num_tokens:
             raise TransferError(f"the hand-off says that {found} of {self.num_tokens} tokens were cached")
         if self.first_token_at is None:
             self.cached_tokens = found
-        self.waited_s += max(word.queue_s for word in words)
+        self.waited_s += max(handoff.queue_s for handoff in handoffs)
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
@@ -148,9 +153,10 @@ class Sequence:
             self.missed_at = now
         return 0.0 if self.missed_at is None else now - self.missed_at
 
-    def ends_at(self, writer_grace_s: float) -> list[float]:
+    @property
+    def ends_at(self) -> list[float]:
         """When, if nothing happens, it ends."""
-        missed_until = None if self.missed_at is None else self.missed_at + writer_grace_s
+        missed_until = None if self.missed_at is None else self.missed_at + WRITER_GRACE_S
         return [end for end in (self.deadline_at, missed_until) if end is not None]
 
     def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
@@ -197,7 +203,7 @@ class Sequence:
 
 def ends_of(
     sequences: Iterable[Sequence],
-    arrived: Iterable[tuple[Request | str, tuple[PeerAddress, ...]] | str],
+    arrived: Iterable[DecodeCommand],
     events: Iterable[Event],
     error: PDInferError,
 ) -> list[Event]:
@@ -213,8 +219,8 @@ def ends_of(
             del sequence.output[max([sequence.num_told, *emitted]) :]
             told.append(sequence.event(finish_reason=FinishReason.FAILED, error=error))
             ended.add(sequence.request_id)
-    for item in arrived:
-        request = None if isinstance(item, str) else item[0]
-        if isinstance(request, Request) and request.request_id is not None and request.request_id not in ended:
-            told.append(Refused(request_id=request.request_id, error=error))
+    for command in arrived:
+        match command:
+            case SubmitDecode(Request(request_id=str(request_id))) if request_id not in ended:
+                told.append(Refused(request_id=request_id, error=error))
     return told

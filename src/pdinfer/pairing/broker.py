@@ -20,8 +20,8 @@ import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
-from pdinfer.engine.decode import WRITER_GRACE_S
 from pdinfer.engine.schedule import queueing_s
+from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, TransferError
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import Port, Promised, ReturningPort, Roster

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
+from pdinfer.engine.admission import check_request
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.engine.schedule import check_request
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import LogitsProcessorFactory
 from pdinfer.inbox import Inbox
@@ -128,7 +128,7 @@ class Pairing(OfOneProcess):
         the request's deadline would probably be over before its turn; then nothing was taken. In a full line it takes
         the place of the youngest request of the lowest priority below its own, which ends FAILED with Overloaded.
         """
-        check_request(request, self._roster.roomiest_limits())
+        request = check_request(request, self._roster.roomiest_limits())
         ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
         with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
             if self._closed:

@@ -35,7 +35,7 @@ class PackedRequest(msgspec.Struct):
     output: Packed
 
     def __post_init__(self) -> None:
-        """ValueError, which refuses the message, for lists that are none; the rest `schedule.check_request` judges."""
+        """ValueError, which refuses the message, for lists that are none; the rest `admission.check_request` judges."""
         wire.check_packed("prompt", self.prompt)
         wire.check_packed("output", self.output)
 

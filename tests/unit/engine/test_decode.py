@@ -115,12 +115,12 @@ class Bench:
 
     def hand_off(self, grant: pd.PageGrant, **more: Any) -> list[pd.types.Event]:
         """Bytes, whatever they are, and the last word; what decode says to it."""
-        word = Handoff(room=grant.room, writer=self.prefill.address, status=HandoffStatus.LANDED, **more)
+        handoff = Handoff(room=grant.room, writer=self.prefill.address, status=HandoffStatus.LANDED, **more)
         pool = self.prefill.pool
         pages = pool.own(pool.layout.num_pages(grant.tokens.stop))
         self.prefill.accept(grant)
         self.prefill.push(grant, layers=pool.layout.layers, tokens=grant.tokens, pages=pages)
-        self.prefill.finish(grant, word)
+        self.prefill.finish(grant, handoff)
         pool.release(pages)
         return self.decode.step()
 
@@ -211,9 +211,9 @@ def test_other_writers_get_another_room_and_the_first_one_is_asked_to_stop() -> 
         assert isinstance(again, pd.Granted)
         assert again.grant.room != granted.grant.room
         assert [room for room, _ in made.prefill.poll_stops()] == [granted.grant.room]
-        word = Handoff(room=granted.grant.room, writer=made.prefill.address, status=HandoffStatus.ABORTED)
+        handoff = Handoff(room=granted.grant.room, writer=made.prefill.address, status=HandoffStatus.ABORTED)
         assert made.decode.num_unfinished == 2  # the request, and the room whose writer may still write
-        made.prefill.finish(granted.grant, word)
+        made.prefill.finish(granted.grant, handoff)
         made.decode.step()
         assert made.decode.num_unfinished == 1
 

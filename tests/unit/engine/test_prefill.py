@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import pytest
@@ -13,7 +15,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.testing import VirtualClock, random_model
-from pdinfer.types import Handoff, HandoffStatus
+from pdinfer.types import Handoff, HandoffStatus, NamedState
 
 MODEL = random_model()
 PROMPT = tuple(range(5, 25))
@@ -52,17 +54,24 @@ class Bench:
         return self.decode.poll()
 
 
-@pytest.fixture
-def bench() -> Iterator[Bench]:
+@contextlib.contextmanager
+def made(clock: Callable[[], float] = time.monotonic) -> Iterator[Bench]:
+    """A bench at whose end nothing is held."""
     hub = LoopbackHub()
     ours, theirs = (KVChannel(pd.PagePool(MODEL, SMALL), LoopbackTransport(hub)) for _ in range(2))
-    prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1))
+    prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1), clock=clock)
     prefill.connect(theirs.address)
     yield Bench(prefill, theirs, hub)
     prefill.close()
     assert ours.pool.num_available == ours.pool.num_pages
     ours.pool.check()
     theirs.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    with made() as bench:
+        yield bench
 
 
 def request(**more: object) -> pd.Request:
@@ -73,8 +82,8 @@ def request(**more: object) -> pd.Request:
 
 def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
     bench.prefill.submit(request(), bench.grant())
-    (word,) = bench.run()
-    assert (word.status, word.token) == (HandoffStatus.LANDED, int(MODEL.logits(PROMPT)[-1].argmax()))
+    (handoff,) = bench.run()
+    assert (handoff.status, handoff.token) == (HandoffStatus.LANDED, int(MODEL.logits(PROMPT)[-1].argmax()))
     assert bench.prefill.num_unfinished == 0
     assert bench.prefill.load().num_tokens == len(PROMPT)
 
@@ -82,48 +91,49 @@ def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
 def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it fails after the hand-off of one of them."""
     bench.prefill.submit(request(), bench.grant())
-    finish, first = bench.prefill._finish, Drawn(token=3, logprob=-1.0)
+    runner = bench.prefill.ranks.runner
 
-    def finish_and_fail(*args: object, **more: object) -> None:
-        finish(*args, **more)  # type: ignore[arg-type]
+    def one_and_fail(rows: Sequence[int]) -> Iterator[tuple[NamedState, ...]]:
+        yield ()
         raise ValueError("broken")
 
-    monkeypatch.setattr(bench.prefill, "_hand_off", lambda rows, prompts: finish_and_fail(prompts[0], first))
-    (word,) = bench.run()
-    assert (word.status, word.token) == (HandoffStatus.LANDED, 3)
+    monkeypatch.setattr(runner, "first_tokens", lambda rows, draws: [Drawn(token=3, logprob=-1.0)])
+    monkeypatch.setattr(runner, "states", one_and_fail)
+    (handoff,) = bench.run()
+    assert (handoff.status, handoff.token) == (HandoffStatus.LANDED, 3)
 
 
 def test_a_model_that_fails_aborts_and_the_engine_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(pd.Model, "head", lambda *_: 1 / 0)
         bench.prefill.submit(request(), bench.grant())
-        (word,) = bench.run()
-    assert word.status is HandoffStatus.ABORTED
-    assert "ZeroDivisionError" in str(word.error)
+        (handoff,) = bench.run()
+    assert handoff.status is HandoffStatus.ABORTED
+    assert "ZeroDivisionError" in str(handoff.error)
     bench.prefill.submit(request(), bench.grant(room=b"s" * 16))
-    (word,) = bench.run()
-    assert word.status is HandoffStatus.LANDED
+    (handoff,) = bench.run()
+    assert handoff.status is HandoffStatus.LANDED
 
 
 def test_a_grant_for_another_number_of_tokens_is_aborted(bench: Bench) -> None:
     bench.prefill.submit(request(), bench.grant(num_tokens=12))
-    (word,) = bench.run()
-    assert isinstance(word.error, pd.RequestError)
-    assert "tokens 0 to 12 and the request has 20" in str(word.error)
+    (handoff,) = bench.run()
+    assert isinstance(handoff.error, pd.RequestError)
+    assert "tokens 0 to 12 and the request has 20" in str(handoff.error)
 
 
 def test_a_salt_that_is_no_salt_is_aborted(bench: Bench) -> None:
     bench.prefill.submit(request(cache_salt="tenant"), bench.grant())
-    (word,) = bench.run()
-    assert isinstance(word.error, pd.RequestError)
-    assert "cache_salt must be at most" in str(word.error)
+    (handoff,) = bench.run()
+    assert isinstance(handoff.error, pd.RequestError)
+    assert "cache_salt must be at most" in str(handoff.error)
 
 
 def test_a_grant_of_no_tokens_is_aborted(bench: Bench) -> None:
     grant = bench.grant()
     bench.prefill.submit(request(), attrs.evolve(grant, tokens=range(len(PROMPT), len(PROMPT))))
-    (word,) = bench.run()
-    assert "tokens 20 to 20 and the request has 20" in str(word.error)
+    (handoff,) = bench.run()
+    assert "tokens 20 to 20 and the request has 20" in str(handoff.error)
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -133,8 +143,8 @@ def test_a_cancel_is_an_aborted_hand_off(bench: Bench, num_steps: int) -> None:
         bench.prefill.step()
     bench.prefill.cancel("a")
     bench.prefill.cancel("nobody")
-    (word,) = bench.run()
-    assert word.status is HandoffStatus.ABORTED
+    (handoff,) = bench.run()
+    assert handoff.status is HandoffStatus.ABORTED
 
 
 def test_a_full_decode_holds_its_own_prompts_and_no_others(bench: Bench) -> None:
@@ -152,12 +162,12 @@ def test_a_full_decode_holds_its_own_prompts_and_no_others(bench: Bench) -> None
         prefill.submit(request(), Bench(prefill, other, bench.hub).grant(room=b"o" * 16))
         assert prefill.wait(0.0)
         assert bench.run() == []
-        assert [word.status for word in other.poll()] == [HandoffStatus.LANDED]
+        assert [handoff.status for handoff in other.poll()] == [HandoffStatus.LANDED]
     assert bench.run() == []
     ours.finish(full, Handoff(room=full.room, writer=prefill.address, status=HandoffStatus.ABORTED))
     ours.pool.release(pages)
     assert prefill.wait(0.0)
-    assert {word.room: word.status for word in bench.run()} == {
+    assert {handoff.room: handoff.status for handoff in bench.run()} == {
         full.room: HandoffStatus.ABORTED,
         held.room: HandoffStatus.LANDED,
     }
@@ -173,7 +183,7 @@ def test_a_prompt_that_waits_for_pages_is_not_overtaken(bench: Bench) -> None:
     assert bench.run() == []
     assert not bench.prefill.wait(0.0)
     pool.release(taken)
-    assert {word.room for word in bench.run()} == {b"l" * 16, b"s" * 16}
+    assert {handoff.room for handoff in bench.run()} == {b"l" * 16, b"s" * 16}
 
 
 def submit(bench: Bench, name: str, num_tokens: int, **more: object) -> None:
@@ -183,7 +193,7 @@ def submit(bench: Bench, name: str, num_tokens: int, **more: object) -> None:
 
 
 def order_of_landing(bench: Bench) -> str:
-    return "".join(word.room[:1].decode() for _ in range(12) for word in bench.run(1))
+    return "".join(handoff.room[:1].decode() for _ in range(12) for handoff in bench.run(1))
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(bench: Bench) -> None:
@@ -233,7 +243,7 @@ def test_no_more_tokens_are_held_than_allowed() -> None:
 def test_pages_are_held_until_they_are_sent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = bench.prefill.channel
     sending = Transfer(0)
-    monkeypatch.setattr(ours, "finish", lambda grant, word: sending)
+    monkeypatch.setattr(ours, "finish", lambda grant, handoff: sending)
     bench.prefill.submit(request(), bench.grant())
     bench.run()
     assert (ours.pool.num_owned, bench.prefill.num_unfinished) == (5, 1)
@@ -248,7 +258,7 @@ def test_a_stop_ends_its_own_room_and_no_other(bench: Bench) -> None:
     bench.prefill.submit(attrs.evolve(request(), request_id="b"), bench.grant(room=b"o" * 16))
     assert bench.run(1) == []
     bench.decode.abort(stopped, pd.TransferError("enough"))
-    assert {word.room[:1]: word.status for word in bench.run()} == {
+    assert {handoff.room[:1]: handoff.status for handoff in bench.run()} == {
         b"s": HandoffStatus.ABORTED,
         b"o": HandoffStatus.LANDED,
     }
@@ -257,26 +267,29 @@ def test_a_stop_ends_its_own_room_and_no_other(bench: Bench) -> None:
 def test_a_token_that_a_request_makes_impossible_aborts_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     error = pd.RequestError("nothing may come")
     with monkeypatch.context() as patched:
-        patched.setattr(bench.prefill._runner, "first_tokens", lambda *_: [Drawn(token=0, logprob=0.0, error=error)])
+        patched.setattr(
+            bench.prefill.ranks.runner, "first_tokens", lambda *_: [Drawn(token=0, logprob=0.0, error=error)]
+        )
         bench.prefill.submit(request(), bench.grant())
-        (word,) = bench.run()
-    assert (word.status, str(word.error)) == (HandoffStatus.ABORTED, "nothing may come")
+        (handoff,) = bench.run()
+    assert (handoff.status, str(handoff.error)) == (HandoffStatus.ABORTED, "nothing may come")
 
 
-def test_a_hand_off_tells_how_long_it_waited_and_ran(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_off_tells_how_long_it_waited_and_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = VirtualClock(100.0)
-    monkeypatch.setattr(bench.prefill, "_clock", clock)
-    pool, first_tokens = bench.prefill.channel.pool, bench.prefill._runner.first_tokens
+    with made(clock) as bench:
+        pool, runner = bench.prefill.pool, bench.prefill.ranks.runner
+        first_tokens = runner.first_tokens
 
-    def slow(rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        clock.advance(2.0)
-        return first_tokens(rows, draws)
+        def slow(rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+            clock.advance(2.0)
+            return first_tokens(rows, draws)
 
-    monkeypatch.setattr(bench.prefill._runner, "first_tokens", slow)
-    taken = pool.own(pool.num_free)
-    bench.prefill.submit(request(), bench.grant())
-    assert bench.run(1) == []
-    clock.advance(5.0)
-    pool.release(taken)
-    (word,) = bench.run()
-    assert (word.queue_s, word.compute_s) == (5.0, 2.0)
+        monkeypatch.setattr(runner, "first_tokens", slow)
+        taken = pool.own(pool.num_free)
+        bench.prefill.submit(request(), bench.grant())
+        assert bench.run(1) == []
+        clock.advance(5.0)
+        pool.release(taken)
+        (handoff,) = bench.run()
+        assert (handoff.queue_s, handoff.compute_s) == (5.0, 2.0)

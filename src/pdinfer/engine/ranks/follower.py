@@ -60,25 +60,27 @@ class Follower:
         with self._lockstep.together():
             work: say.Prefill | say.Decode | None = None
             for _, order in agreement.heard:
-                if isinstance(order, say.Prefill | say.Decode):
-                    work = order
-                else:
-                    self._obey(order)
-            if isinstance(work, say.Prefill):
-                self._prefill(work)
-            elif isinstance(work, say.Decode):
-                self._decode(work, agreement.num_passes)
-            elif agreement.runs:
-                self._run_empty(self._runner, agreement)
+                match order:
+                    case say.Prefill() | say.Decode():
+                        work = order
+                    case _:
+                        self._obey(order)
+            match work:
+                case say.Prefill():
+                    self._prefill(work)
+                case say.Decode():
+                    self._decode(work, agreement.num_passes)
+                case None if agreement.runs:
+                    self._run_empty(self._runner, agreement)
 
     # -- reports ----------------------------------------------------------------------------------------------------
 
     def _report(self) -> None:
         tell = self._lockstep.tell
-        for room, words in by_room(self._channel.poll()).items():
+        for room, handoffs in by_room(self._channel.poll()).items():
             del self._grants[room]
-            landed = all(word.status is HandoffStatus.LANDED for word in words)
-            tell(say.Settled(room, None if landed else first_error(words)))
+            landed = all(handoff.status is HandoffStatus.LANDED for handoff in handoffs)
+            tell(say.Settled(room, None if landed else first_error(handoffs)))
         for room, error in self._channel.poll_stops():
             tell(say.Stopped(room, error))
         for room in [room for room, sent in self._sending.items() if sent.done]:
@@ -94,26 +96,29 @@ class Follower:
     # -- orders -----------------------------------------------------------------------------------------------------
 
     def _obey(self, order: say.Message) -> None:
-        channel = self._channel
-        if isinstance(order, say.Connect):
-            channel.connect(order.peer, timeout_s=0.0)
-        elif isinstance(order, say.Expect):
-            grant = order.grant.unpack()  # pages change hands in the leader's pool alone, so ours stay of generation 0
-            grant = attrs.evolve(grant, generations=channel.pool.generations(grant.pages))
-            self._grants[grant.room] = grant
-            channel.expect(grant)
-            self._lockstep.tell(say.Expecting(grant.room))
-        elif isinstance(order, say.Abort):
-            if order.room in self._grants:  # else it has settled meanwhile
-                channel.abort(self._grants[order.room], order.error)
-        elif isinstance(order, say.Accept):
-            self._accept(order.grant.unpack())
-        elif isinstance(order, say.Finish):
-            self._finish(self._grants.pop(order.room), order.error)
-        elif isinstance(order, say.KeepDraft):
-            self._drafts[order.number] = self._runner.draft(order.states)
-        elif isinstance(order, say.DropDraft):
-            self._drafts.pop(order.number, None)
+        match order:
+            case say.Connect(peer):
+                self._channel.connect(peer, timeout_s=0.0)
+            case say.Expect(grant):
+                self._expect(grant.unpack())
+            case say.Abort(room, error):
+                if room in self._grants:  # else it has settled meanwhile
+                    self._channel.abort(self._grants[room], error)
+            case say.Accept(grant):
+                self._accept(grant.unpack())
+            case say.Finish(room, cause):
+                self._finish(self._grants.pop(room), cause)
+            case say.KeepDraft(number, states):
+                self._drafts[number] = self._runner.draft(states)
+            case say.DropDraft(number):
+                self._drafts.pop(number, None)
+
+    def _expect(self, grant: PageGrant) -> None:
+        # pages change hands in the leader's pool alone, so ours stay of generation 0
+        grant = attrs.evolve(grant, generations=self._channel.pool.generations(grant.pages))
+        self._grants[grant.room] = grant
+        self._channel.expect(grant)
+        self._lockstep.tell(say.Expecting(grant.room))
 
     def _accept(self, grant: PageGrant) -> None:
         self._grants[grant.room] = grant
@@ -127,8 +132,8 @@ class Follower:
         """This rank's last word: its share has left, or will not come."""
         self._refused.discard(grant.room)
         status = HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED
-        word = Handoff(room=grant.room, writer=self._channel.address, status=status, error=error)
-        self._sending[grant.room] = self._channel.finish(grant, word)
+        handoff = Handoff(room=grant.room, writer=self._channel.address, status=status, error=error)
+        self._sending[grant.room] = self._channel.finish(grant, handoff)
 
     # -- the model --------------------------------------------------------------------------------------------------
 

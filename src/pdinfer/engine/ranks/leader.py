@@ -42,20 +42,21 @@ def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
 
 
 class RankRunner:
-    """Runs every step of a model together with all ranks, and tells followers what to run. What they report goes to
-    `ends`."""
+    """Runs every step of a model together with all ranks, and tells followers, if there are any, what to run. What
+    they report goes to `channel`."""
 
     def __init__(
         self,
         runner: ModelRunner,
         lockstep: Lockstep,
         run_empty: RunEmpty,
-        ends: KVChannel | RankChannel,
+        channel: RankChannel,
     ) -> None:
         self._runner = runner
         self._lockstep = lockstep
         self._run_empty = run_empty
-        self._ends = ends
+        self._channel = channel
+        self._has_followers = lockstep.groups.attention.size > 1
         self._numbers: weakref.WeakKeyDictionary[Draft, int] = weakref.WeakKeyDictionary()
         self._num_drafts = 0
 
@@ -65,6 +66,12 @@ class RankRunner:
         if agreement is not None and agreement.runs:
             with self._lockstep.together():
                 self._run_empty(self._runner, agreement)
+
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        """The next prefill runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
+        if self._has_followers:
+            packed = [say.PackedRow.of(row) for row in rows]
+            self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         self._agree(num_rows=len(rows))
@@ -79,7 +86,7 @@ class RankRunner:
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
         draft = self._runner.draft(states)
-        if self._leads and draft.state is not None:
+        if self._has_followers and draft.state is not None:
             number = self._numbers[draft] = self._num_drafts
             self._num_drafts += 1
             self._lockstep.tell(say.KeepDraft(number, list(states)))
@@ -87,7 +94,7 @@ class RankRunner:
         return draft
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        if self._leads:
+        if self._has_followers:
             order = say.Decode([say.PackedRow.of(row) for row in rows])
             if self._runner.drafts:
                 order.drafts = [self._numbers.get(draft) for draft in drafts]
@@ -101,20 +108,15 @@ class RankRunner:
 
     def _agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
         agreement = self._lockstep.agree(num_rows=num_rows, num_passes=num_passes, is_closing=is_closing)
-        if agreement is not None and isinstance(self._ends, RankChannel):
+        if agreement is not None:
             for rank, message in agreement.heard:
-                self._ends.hear(rank, message)
+                self._channel.hear(rank, message)
         return agreement
-
-    @property
-    def _leads(self) -> bool:
-        """Whether there are followers."""
-        return isinstance(self._ends, RankChannel)
 
 
 @attrs.define
 class _Sent:
-    """The last words on a room: `done` when neither this rank nor a follower reads its pages any more."""
+    """A hand-off on its way: `done` when neither this rank nor a follower reads its pages any more."""
 
     own: Transfer
     waits_for: int
@@ -135,26 +137,27 @@ class RankChannel:
         self._num_followers = self._size - 1
         self._links: dict[int, frozenset[PeerKey]] = {}
         self._num_expecting: Counter[bytes] = Counter()
-        self._words: dict[bytes, list[Handoff]] = {}
+        self._handoffs: dict[bytes, list[Handoff]] = {}
         self._settled: dict[bytes, list[PDInferError | None]] = {}
         self._stops: list[tuple[bytes, TransferError]] = []
         self._sent: dict[bytes, _Sent] = {}
 
     def hear(self, rank: int, message: say.Message) -> None:
         """Takes a follower's report."""
-        if isinstance(message, say.Linked):
-            self._links[rank] = frozenset(map(peer_key, message.peers))
-        elif isinstance(message, say.Expecting):
-            self._num_expecting[message.room] += 1
-        elif isinstance(message, say.Settled):
-            self._settled.setdefault(message.room, []).append(message.error)
-        elif isinstance(message, say.Stopped):
-            self._stops.append((message.room, TransferError(str(message.error))))
-        elif isinstance(message, say.Sent):
-            sent = self._sent[message.room]
-            sent.waits_for -= 1
-            if not sent.waits_for:
-                del self._sent[message.room]
+        match message:
+            case say.Linked(peers):
+                self._links[rank] = frozenset(map(peer_key, peers))
+            case say.Expecting(room):
+                self._num_expecting[room] += 1
+            case say.Settled(room, error):
+                self._settled.setdefault(room, []).append(error)
+            case say.Stopped(room, cause):
+                self._stops.append((room, TransferError(str(cause))))
+            case say.Sent(room):
+                sent = self._sent[room]
+                sent.waits_for -= 1
+                if not sent.waits_for:
+                    del self._sent[room]
 
     # -- links ------------------------------------------------------------------------------------------------------
 
@@ -196,30 +199,25 @@ class RankChannel:
         self._lockstep.tell(say.Abort(grant.room, error))
 
     def poll(self) -> list[Handoff]:
-        """The words of rooms that are settled on every rank; ABORTED when they are on one."""
-        for word in self._channel.poll():
-            self._words.setdefault(word.room, []).append(word)
-        settled = [room for room in self._words if len(self._settled.get(room, ())) >= self._num_followers]
+        """The hand-offs of rooms that are settled on every rank; ABORTED when they are on one."""
+        for handoff in self._channel.poll():
+            self._handoffs.setdefault(handoff.room, []).append(handoff)
+        settled = [room for room in self._handoffs if len(self._settled.get(room, ())) >= self._num_followers]
         for room in settled:
             del self._num_expecting[room]
-        return [word for room in settled for word in self._whole(self._words.pop(room), self._settled.pop(room, []))]
+        return [one for room in settled for one in self._whole(self._handoffs.pop(room), self._settled.pop(room, []))]
 
-    def _whole(self, words: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:
+    def _whole(self, handoffs: list[Handoff], errors: Sequence[PDInferError | None]) -> list[Handoff]:
         error = next((error for error in errors if error is not None), None)
-        if error is None or any(word.status is HandoffStatus.ABORTED for word in words):
-            return words
-        return [attrs.evolve(word, status=HandoffStatus.ABORTED, error=error) for word in words]
+        if error is None or any(one.status is HandoffStatus.ABORTED for one in handoffs):
+            return handoffs
+        return [attrs.evolve(one, status=HandoffStatus.ABORTED, error=error) for one in handoffs]
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
         self._channel.accept(grant)
         self._lockstep.tell(say.Accept(PackedGrant.of(grant)))
-
-    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """The next step runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
-        packed = [say.PackedRow.of(row) for row in rows]
-        self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
 
     def push(
         self,

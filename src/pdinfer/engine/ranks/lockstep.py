@@ -1,11 +1,11 @@
 """Ranks move together: one small collective before each step of the model, in which all learn what all are about to do.
 
-    rank 0   has rows ── ring ──►│        │ model, with its rows   │ agree … nobody has rows: wait
-    rank 1   sleeps ── hears ───►│ agree  │ model, with none       │ agree …
-    rank 2   sleeps ── hears ───►│        │ model, with none       │ agree …
+    rank 0   has rows ─ notify ─►│        │ model, with its rows   │ agree … nobody has rows: wait
+    rank 1   sleeps ── wakes ───►│ agree  │ model, with none       │ agree …
+    rank 2   sleeps ── wakes ───►│        │ model, with none       │ agree …
 
-A rank whose last agreement was idle takes part in the next one when it has something itself, when the doorbell rings,
-or every BEAT_S: so a lost ring costs no more than that, and a rank that died is noticed without any work. Between
+A rank whose last agreement was idle takes part in the next one when it has something itself, when it is notified, or
+every BEAT_S: so a lost notification costs no more than that, and a rank that died is noticed without any work. Between
 agreements a rank decides alone; what must be the same on all ranks is decided from what the agreement says.
 """
 
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdinfer.engine.ranks import messages as rank_messages
-from pdinfer.engine.ranks.messages import Message
-from pdinfer.engine.ranks.wakeup import Doorbell
+from pdinfer.engine.ranks.messages import Message, decode, encode
+from pdinfer.engine.ranks.wakeup import Wakeup
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.inbox import Inbox
 from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
@@ -86,10 +85,10 @@ class Lockstep:
         self.clock = clock
         self._outbox: Inbox[Message] = Inbox()
         self._number = 0
-        self._rung = -1
+        self._notified = -1
         self._is_active = True
         self._agreed_at = clock()
-        self._bell = Doorbell(groups.world, self._hear)
+        self._wakeup = Wakeup(groups.world, self._hear)
 
     def tell(self, message: Message) -> None:
         """With the next agreement: to the followers if this is the leader, else to the leader. Any thread."""
@@ -98,7 +97,7 @@ class Lockstep:
 
     def due_in_s(self) -> float:
         """When to take part in an agreement though this rank has no rows; 0 for now."""
-        if self._is_active or self._rung == self._number or self._outbox.peek() or self.lost is not None:
+        if self._is_active or self._notified == self._number or self._outbox.peek() or self.lost is not None:
             return 0.0
         if self._rebalancing.has_news:
             return 0.0
@@ -112,7 +111,7 @@ class Lockstep:
         if not (num_rows or is_closing) and self.due_in_s():
             return None
         messages = self._outbox.take()
-        data = rank_messages.encode(messages) if messages else b""
+        data = encode(messages) if messages else b""
         ours = Standing(
             number=self._number,
             num_rows=num_rows,
@@ -120,8 +119,8 @@ class Lockstep:
             is_closing=int(is_closing),
             num_bytes=len(data),
         )
-        if not self._is_active and self._rung != self._number:
-            self._bell.ring(self._number)
+        if not self._is_active and self._notified != self._number:
+            self._wakeup.notify(self._number)
         self._number += 1
         with self.together():
             said = *attrs.astuple(ours), *attrs.astuple(self._rebalancing.standing())
@@ -157,11 +156,11 @@ class Lockstep:
 
     def close(self) -> None:
         """Hears no more. A second call does nothing."""
-        self._bell.close()
+        self._wakeup.close()
 
     def _hear(self, number: int) -> None:
         if number == self._number:
-            self._rung = number
+            self._notified = number
             self._wake()
 
     def _check_numbers(self, standings: Sequence[Standing]) -> None:
@@ -185,7 +184,7 @@ class Lockstep:
             orders = _tensor(data) if group.rank == 0 else torch.empty(sizes[0], dtype=torch.uint8)
             group.broadcast(orders)
             if group.rank:
-                heard += [(0, message) for message in rank_messages.decode(_bytes(orders))]
+                heard += [(0, message) for message in decode(_bytes(orders))]
         if any(sizes[1:]):
             counts = [0, *sizes[1:]]
             reports = torch.split(group.all_gather_rows(_tensor(data if group.rank else b""), counts), counts)
@@ -194,7 +193,7 @@ class Lockstep:
                     (rank, message)
                     for rank, report in enumerate(reports)
                     if len(report)
-                    for message in rank_messages.decode(_bytes(report))
+                    for message in decode(_bytes(report))
                 ]
         return tuple(heard)
 

@@ -1,36 +1,120 @@
 """An engine among the ranks of its world: who leads and who follows, and how all begin, step and close together.
 
 The first rank of an attention group *leads*: its engine is the one that decides, through a channel and a runner that
-have the followers do the same. With one rank none of this exists.
+have the followers do the same. One rank alone is the smallest world: it leads, and nobody follows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.engine.ranks.follower import Follower, SharedSampler
 from pdinfer.engine.ranks.leader import RankChannel, RankRunner, RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep, compare, gather_bytes
+from pdinfer.engine.ranks.messages import VERSION
 from pdinfer.errors import ConfigError, RankLost, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.model.batch import Row
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.parallel.groups import Groups
-from pdinfer.types import PeerAddress
+from pdinfer.types import PageGrant, PeerAddress
 
 _log = logging.getLogger("pdinfer")
 
 
-class Ranks:
-    """One engine's place among its ranks; made by all of them together. `limits` must be the same on all, or each
-    raises ConfigError. `wake` is called, from any thread, when a step would do something.
+class Ranks(ABC):
+    """One engine's place among its ranks.
 
-    `runner` and `ends` are what a leader acts through, `addresses` those of its group's ranks, its own first.
+    `channel` and `runner` are what the engine acts through, `addresses` those of its group's ranks, the leader's first.
+    `follower` is what a rank does that takes no requests; None on a leader.
     """
+
+    channel: KVChannel | RankChannel
+    runner: Runner
+    addresses: tuple[PeerAddress, ...]
+    follower: Follower | None = None
+
+    @property
+    @abstractmethod
+    def are_closing(self) -> bool:
+        """Whether it was agreed that all close."""
+
+    @abstractmethod
+    def check_leads(self) -> None:
+        """Raises RequestError on a rank that takes no requests."""
+
+    @abstractmethod
+    def step(self, lead: Callable[[], None]) -> None:
+        """One step: `lead` where requests are taken, else what the leader of the group does. Raises RankLost."""
+
+    @abstractmethod
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        """The next prefill runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
+
+    @abstractmethod
+    def due_in_s(self) -> float:
+        """When to step because of the other ranks or of experts that move; 0 for now, infinity for never."""
+
+    @abstractmethod
+    def propagate(self, error: Exception) -> None:
+        """A step ended with `error`: raises it again where other ranks cannot know of it."""
+
+    @abstractmethod
+    def leave(self, reason: str) -> None:
+        """This rank drops what it has: raises RankLost, now and in every later step, where others cannot know of it."""
+
+    @abstractmethod
+    def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        """Closes with the other ranks: `begin` makes up for a step that did not end, where there is a way, and `end`
+        closes what a leader has."""
+
+
+class SingleRank(Ranks):
+    """The only rank: what it says all say, and nobody else has to know."""
+
+    are_closing = False
+
+    def __init__(self, channel: KVChannel, runner: Runner, rebalancing: Rebalancing) -> None:
+        self.channel = channel
+        self.runner = runner
+        self.addresses = (channel.address,)
+        self._rebalancing = rebalancing
+
+    def check_leads(self) -> None:
+        pass
+
+    def step(self, lead: Callable[[], None]) -> None:
+        lead()
+        if self._rebalancing.has_news:
+            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
+
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        pass
+
+    def due_in_s(self) -> float:
+        return 0.0 if self._rebalancing.has_news else float("inf")
+
+    def propagate(self, error: Exception) -> None:
+        pass
+
+    def leave(self, reason: str) -> None:
+        pass
+
+    def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        begin()
+        end()
+
+
+class SeveralRanks(Ranks):
+    """One of several; made by all of them together. `limits` must be the same on all, or each raises ConfigError. The
+    `inbox` is woken, from any thread, when a step would do something."""
 
     def __init__(
         self,
@@ -41,48 +125,35 @@ class Ranks:
         rebalancing: Rebalancing,
         run_empty: RunEmpty,
         limits: Mapping[str, object],
-        wake: Callable[[], None],
+        inbox: Inbox[Any],
         clock: Callable[[], float],
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise ConfigError(f"ranks run a ModelRunner together, not a {type(runner).__name__}")
-        compare(groups.world, {**limits, "the version of rank messages": rank_messages.VERSION})
+        compare(groups.world, {**limits, "the version of rank messages": VERSION})
         attention = groups.attention
         told = gather_bytes(attention, msgspec.msgpack.encode(channel.address))
         self.addresses = tuple(msgspec.msgpack.decode(address, type=PeerAddress) for address in told)
-        self.ends: KVChannel | RankChannel = channel
         self._groups = groups
-        self._lockstep = Lockstep(groups, rebalancing, wake, clock=clock)
-        self.follower: Follower | None = None
+        self._inbox = inbox
+        self._own_channel = channel
+        self._closed = False
+        self._lockstep = Lockstep(groups, rebalancing, inbox.wake, clock=clock)
+        leader = RankChannel(channel, self._lockstep)
+        self.channel = channel
         if attention.size > 1:
-            self.ends = RankChannel(channel, self._lockstep)
+            self.channel = leader
             if runner.drafts:
                 runner.sample_with(SharedSampler(attention))
         if attention.rank:
             self.follower = Follower(runner, channel, self._lockstep, run_empty)
-        self.runner = RankRunner(runner, self._lockstep, run_empty, self.ends)
+        self._runner = self.runner = RankRunner(runner, self._lockstep, run_empty, leader)
 
     @property
     def are_closing(self) -> bool:
-        """Whether it was agreed that all close."""
         return self._lockstep.closing
 
-    def due_in_s(self) -> float:
-        """When to step because of the others; 0 for now."""
-        return self._lockstep.due_in_s()
-
-    def check(self) -> None:
-        """Raises RankLost when this rank cannot go on with the others."""
-        if self._lockstep.lost is not None:
-            raise self._lockstep.lost
-
-    def leave(self, reason: str) -> None:
-        """Raises RankLost, now and in every later step: this rank cannot catch up with the others."""
-        self._lockstep.lost = self._lockstep.lost or RankLost(f"{reason}; start all ranks anew")
-        raise self._lockstep.lost
-
     def check_leads(self) -> None:
-        """Raises RequestError on a rank that takes no requests."""
         if self.follower is not None:
             group = self._groups.attention
             ours, leader = group.ranks[group.rank], group.ranks[0]
@@ -90,16 +161,48 @@ class Ranks:
                 f"rank {ours} does what rank {leader} does: give requests to the engine of rank {leader}"
             )
 
-    def close(self) -> None:
-        """Has the others close too in their next step, unless that is agreed already or they are lost."""
+    def step(self, lead: Callable[[], None]) -> None:
+        if self._closed:
+            return
+        if self.follower is None:
+            lead()
+        else:
+            self._inbox.take()
+            self.follower.step()
+        if self._lockstep.lost is not None:
+            raise self._lockstep.lost
+
+    def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
+        self._runner.announce(rows, grants, tokens)
+
+    def due_in_s(self) -> float:
+        return self._lockstep.due_in_s()
+
+    def propagate(self, error: Exception) -> None:
+        raise error
+
+    def leave(self, reason: str) -> None:
+        self._lockstep.lost = self._lockstep.lost or RankLost(f"{reason}; start all ranks anew")
+        raise self._lockstep.lost
+
+    def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
         try:
-            if self._lockstep.closing or self._lockstep.lost is not None:
-                return
-            if self.follower is not None:
-                self.follower.step(is_closing=True)
-            else:
-                self.runner.idle(is_closing=True)
+            self._agree_to_close()
         except RankLost as error:
             _log.warning("an engine is closed without its other ranks: %s", error)
         finally:
             self._lockstep.close()
+        if self.follower is None:
+            end()
+        else:
+            self._own_channel.close()
+        self._closed = True
+
+    def _agree_to_close(self) -> None:
+        """Has the others close too in their next step, unless that is agreed already or they are lost."""
+        if self._lockstep.closing or self._lockstep.lost is not None:
+            return
+        if self.follower is not None:
+            self.follower.step(is_closing=True)
+        else:
+            self._runner.idle(is_closing=True)

@@ -1,4 +1,4 @@
-"""A doorbell between ranks: a rank that sleeps while its own inbox is empty hears that another one has work."""
+"""How a rank that sleeps is woken: its own inbox is empty, and another rank has work."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pdinfer.parallel.groups import Group
 from pdinfer.process.forked import OfOneProcess
 
 SECRET_BYTES = 8
-RING = struct.Struct(f"<{SECRET_BYTES}sq")
+DATAGRAM = struct.Struct(f"<{SECRET_BYTES}sq")
 """The secret of the rank that is woken, and a number."""
 LOOPBACK = "127.0.0.1"
 ANYWHERE = ("10.255.255.255", 9)
 """Asked for the way there, a host tells the address it has in its network; nothing is sent."""
 
 
-class Doorbell(OfOneProcess):
-    """A UDP socket on every rank of `world`, and a thread that listens to it: made by all ranks together.
+class Wakeup(OfOneProcess):
+    """A UDP socket on every rank of `world`, and a thread that listens to it. All ranks make it together.
 
     It listens on the loopback interface when all ranks are on one host, else on the one address of its host that the
-    others were told. A ring is a number, and `heard` is called with each from the thread. What does not carry the
-    secret that was told to the ranks alone is dropped; it travels in the clear, and a datagram may be lost, so a ring
-    is a hint: it may only hasten what would be done without it.
+    others were told. A notification is a number; the thread calls `heard` with each. A datagram that does not carry the
+    secret of the ranks is dropped. The secret travels in the clear and a datagram may be lost, so a notification is
+    only a hint: it may hasten what would be done without it, and nothing else.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Doorbell(OfOneProcess):
             ((socket.inet_ntoa(host.to_bytes(4, "big")), port), secret.to_bytes(SECRET_BYTES, "little", signed=True))
             for host, port, secret in theirs
         ]
-        self._thread = threading.Thread(target=self._listen, name="pdinfer-doorbell", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="pdinfer-wakeup", daemon=True)
         self._thread.start()
 
-    def ring(self, number: int) -> None:
+    def notify(self, number: int) -> None:
         """Sends `number` to all others; never blocks."""
         for address, secret in self._others:
             with contextlib.suppress(OSError):  # whoever does not hear it looks by himself
-                self._socket.sendto(RING.pack(secret, number), address)
+                self._socket.sendto(DATAGRAM.pack(secret, number), address)
 
     def close(self) -> None:
         """Ends the thread. A second call does nothing."""
@@ -72,8 +72,8 @@ class Doorbell(OfOneProcess):
         while not self._closing:
             with contextlib.suppress(OSError):  # a peer's closed port is told here
                 data = self._socket.recv(64)
-                if len(data) == RING.size:
-                    secret, number = RING.unpack(data)
+                if len(data) == DATAGRAM.size:
+                    secret, number = DATAGRAM.unpack(data)
                     if hmac.compare_digest(secret, self._secret):
                         self._heard(number)
 

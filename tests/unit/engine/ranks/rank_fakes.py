@@ -40,7 +40,7 @@ def grant_of(room: bytes = b"r" * 16, num_tokens: int = 9) -> PageGrant:
     )
 
 
-def word(room: bytes = b"r" * 16, status: HandoffStatus = LANDED, error: Exception | None = None) -> Handoff:
+def handoff(room: bytes = b"r" * 16, status: HandoffStatus = LANDED, error: Exception | None = None) -> Handoff:
     return Handoff(room=room, writer=PREFILL, status=status, error=error)  # type: ignore[arg-type]
 
 
@@ -93,11 +93,11 @@ class FakePool:
 
 @attrs.define(eq=False)
 class FakeChannel:
-    """Keeps what it is asked to do; `words` and `stops` are what comes next, `sent` what `finish` gave."""
+    """Keeps what it is asked to do; `handoffs` and `stops` are what comes next, `sent` what `finish` gave."""
 
     address: PeerAddress = PREFILL
     calls: list[tuple[Any, ...]] = attrs.field(factory=list)
-    words: list[Handoff] = attrs.field(factory=list)
+    handoffs: list[Handoff] = attrs.field(factory=list)
     stops: list[tuple[bytes, TransferError]] = attrs.field(factory=list)
     refuses: set[bytes] = attrs.field(factory=set)
     linked: set[bytes] = attrs.field(factory=set)
@@ -137,8 +137,8 @@ class FakeChannel:
         return self.sent[-1]
 
     def poll(self) -> list[Handoff]:
-        words, self.words = self.words, []
-        return words
+        handoffs, self.handoffs = self.handoffs, []
+        return handoffs
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         stops, self.stops = self.stops, []

@@ -31,8 +31,8 @@ from tests.unit.engine.ranks.rank_fakes import (
     FakeRunner,
     agreement,
     grant_of,
+    handoff,
     ready,
-    word,
 )
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
@@ -87,11 +87,11 @@ def test_a_room_that_settled_is_reported_and_not_aborted_any_more() -> None:
     following = Following()
     following.step(expect(), expect(OTHER_GRANT))
     following.channel.take()
-    following.channel.words = [word()]
+    following.channel.handoffs = [handoff()]
     assert following.step(say.Abort(ROOM, TransferError("too late"))) == [say.Settled(ROOM, None)]
     assert following.channel.take() == []
-    lost = word(OTHER_GRANT.room, ABORTED, TransferError("a bit fell over"))
-    following.channel.words = [word(OTHER_GRANT.room), lost]
+    lost = handoff(OTHER_GRANT.room, ABORTED, TransferError("a bit fell over"))
+    following.channel.handoffs = [handoff(OTHER_GRANT.room), lost]
     (settled,) = following.step()
     assert isinstance(settled, say.Settled)
     assert (settled.room, str(settled.error)) == (OTHER_GRANT.room, "a bit fell over")

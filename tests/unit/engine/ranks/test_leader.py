@@ -14,6 +14,7 @@ from pdinfer.execution.drafting import MAX_NEWEST, Draft
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.model.batch import Row
+from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import NamedState, SamplingParams
 from tests.unit.engine.ranks.rank_fakes import (
@@ -26,8 +27,8 @@ from tests.unit.engine.ranks.rank_fakes import (
     FakeRunner,
     agreement,
     grant_of,
+    handoff,
     ready,
-    word,
 )
 
 GRANT = grant_of()
@@ -56,8 +57,8 @@ class Leader:
 
 def test_pages_are_read_until_every_rank_has_sent_them() -> None:
     leader = Leader()
-    sent = leader.ends.finish(GRANT, word())
-    other = leader.ends.finish(grant_of(b"o" * 16), word())
+    sent = leader.ends.finish(GRANT, handoff())
+    other = leader.ends.finish(grant_of(b"o" * 16), handoff())
     assert leader.lockstep.take() == [say.Finish(ROOM, None), say.Finish(b"o" * 16, None)]
     (own, _) = leader.channel.sent
     own.complete(None)
@@ -71,7 +72,7 @@ def test_pages_are_read_until_every_rank_has_sent_them() -> None:
 
 def test_pages_are_read_until_this_rank_has_sent_them() -> None:
     leader = Leader()
-    sent = leader.ends.finish(GRANT, word(status=ABORTED, error=TransferError("stop")))
+    sent = leader.ends.finish(GRANT, handoff(status=ABORTED, error=TransferError("stop")))
     (finish,) = leader.lockstep.take()
     assert (finish.room, str(finish.error)) == (ROOM, "stop")  # type: ignore[union-attr]
     for rank in (1, 2):
@@ -84,19 +85,19 @@ def test_pages_are_read_until_this_rank_has_sent_them() -> None:
 def test_behind_the_close_nobody_is_waited_for() -> None:
     """Followers close their channels too; then nothing reads their pages."""
     leader = Leader()
-    sent = leader.ends.finish(GRANT, word())
+    sent = leader.ends.finish(GRANT, handoff())
     leader.channel.sent[0].complete(None)
     leader.ends.close()
     assert sent.done
-    leader.channel.words = [word()]
-    assert leader.ends.poll() == [word()]
+    leader.channel.handoffs = [handoff()]
+    assert leader.ends.poll() == [handoff()]
     assert leader.channel.calls[1] == ("close",)
 
 
 def test_each_rank_pushes_its_share_of_the_tokens() -> None:
     leader = Leader()
     row = Row([5, 6, 7, 8], 3, (4, 2, 7), 9)
-    leader.ends.announce([row], [GRANT], [range(1, 7)])
+    leader.runs.announce([row], [GRANT], [range(1, 7)])
     assert leader.lockstep.take() == [say.Prefill([say.PackedRow.of(row)], [ROOM], [range(1, 7)])]
     leader.ends.push(GRANT, layers=range(2, 3), tokens=range(1, 7), pages=row.pages, ready=ready)
     ((share,), *_) = even_slices(range(1, 7), SIZE)
@@ -160,10 +161,10 @@ def test_a_room_is_expected_when_every_rank_has_said_so() -> None:
     assert not leader.ends.expects(ROOM)
     leader.ends.hear(2, say.Expecting(ROOM))
     assert leader.ends.expects(ROOM)
-    leader.channel.words = [word()]
+    leader.channel.handoffs = [handoff()]
     for rank in (1, 2):
         leader.ends.hear(rank, say.Settled(ROOM, None))
-    assert leader.ends.poll() == [word()]
+    assert leader.ends.poll() == [handoff()]
     assert not leader.ends.expects(ROOM)  # and it is forgotten
 
 
@@ -186,21 +187,21 @@ def test_a_peer_is_connected_when_every_rank_is_linked_to_it() -> None:
 def test_a_room_has_landed_when_it_has_on_all_ranks(own_first: bool) -> None:
     leader = Leader()
     if own_first:
-        leader.channel.words = [word(), word(b"x" * 16)]
+        leader.channel.handoffs = [handoff(), handoff(b"x" * 16)]
     assert leader.ends.poll() == []
     leader.ends.hear(2, say.Settled(ROOM, None))
     assert leader.ends.poll() == []
     leader.ends.hear(1, say.Settled(ROOM, None))
     if not own_first:
         assert leader.ends.poll() == []
-        leader.channel.words = [word()]
-    assert leader.ends.poll() == [word()]
+        leader.channel.handoffs = [handoff()]
+    assert leader.ends.poll() == [handoff()]
     assert leader.ends.poll() == []
 
 
 def test_a_room_that_one_follower_lost_is_lost_with_its_reason() -> None:
     leader = Leader()
-    leader.channel.words = [word()]
+    leader.channel.handoffs = [handoff()]
     leader.ends.hear(1, say.Settled(ROOM, None))
     leader.ends.hear(2, say.Settled(ROOM, TransferError("a bit fell over")))
     (told,) = leader.ends.poll()
@@ -209,8 +210,8 @@ def test_a_room_that_one_follower_lost_is_lost_with_its_reason() -> None:
 
 def test_what_this_rank_was_told_goes_first() -> None:
     leader = Leader()
-    own = word(status=ABORTED, error=PDInferError("the prompt failed"))
-    leader.channel.words = [own]
+    own = handoff(status=ABORTED, error=PDInferError("the prompt failed"))
+    leader.channel.handoffs = [own]
     for rank in (1, 2):
         leader.ends.hear(rank, say.Settled(ROOM, TransferError("stopped")))
     assert leader.ends.poll() == [own]
@@ -279,11 +280,13 @@ def test_a_prefill_is_agreed_upon_before_its_first_layer() -> None:
 
 
 def test_a_rank_that_leads_nobody_tells_nothing() -> None:
-    lockstep, channel, runner = FakeLockstep.of(0), FakeChannel(), FakeRunner(drafts=True)
-    given: Any = (runner, lockstep, empty_decode, channel)
-    runs = RankRunner(*given)
+    lockstep, channel, runner = FakeLockstep(Groups.single()), FakeChannel(), FakeRunner(drafts=True)
+    own: Any = channel
+    given: Any = (runner, lockstep)
+    runs = RankRunner(*given, empty_decode, RankChannel(own, given[1]))
     lockstep.next = [agreement(num_rows=2)]
     draft = runs.draft([STATE])
+    runs.announce(ROWS[:1], [GRANT], [range(1)])
     runs.decode(ROWS[:1], draws_of(1), [draft])
     del draft
     runner.calls.clear()

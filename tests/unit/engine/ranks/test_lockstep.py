@@ -89,7 +89,7 @@ def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pyt
     with locksteps(groups) as (made, woken):
         assert made[1].agree() is None  # nothing to say, not rung: no collective
         assert made[1].due_in_s() > 1000
-        made[1]._bell._heard(77)  # whatever comes over the network
+        made[1]._wakeup._heard(77)  # whatever comes over the network
         assert not woken[1].is_set()
         with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
         with_work.start()
@@ -105,7 +105,7 @@ def test_a_rank_with_work_wakes_the_others_and_nobody_else_does(monkeypatch: pyt
 def test_a_ring_that_is_lost_costs_a_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = groups_of(dp_size=2)
     with locksteps(groups) as (made, _):
-        monkeypatch.setattr(made[0]._bell, "ring", lambda number: None)
+        monkeypatch.setattr(made[0]._wakeup, "notify", lambda number: None)
         with_work = threading.Thread(target=made[0].agree, kwargs={"num_rows": 1})
         with_work.start()
         agreement = meet(made[1])

@@ -1,4 +1,4 @@
-"""The doorbell between ranks: who can reach it, and whose rings count."""
+"""How ranks wake each other: who can reach one that sleeps, and whose notifications count."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from pdinfer.engine.ranks import wakeup as doorbell
-from pdinfer.engine.ranks.wakeup import RING, Doorbell
+from pdinfer.engine.ranks import wakeup
+from pdinfer.engine.ranks.wakeup import DATAGRAM, Wakeup
 from pdinfer.parallel.groups import Groups
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
@@ -18,10 +18,10 @@ TIMEOUT_S = 20.0
 
 
 @contextmanager
-def doorbells(groups: list[Groups]) -> Iterator[tuple[list[Doorbell], list[queue.Queue[int]]]]:
+def wakeups(groups: list[Groups]) -> Iterator[tuple[list[Wakeup], list[queue.Queue[int]]]]:
     """One per rank, and what each heard."""
     heard: list[queue.Queue[int]] = [queue.Queue() for _ in groups]
-    made = on_ranks(groups, lambda one: Doorbell(one.world, heard[one.world.rank].put))
+    made = on_ranks(groups, lambda one: Wakeup(one.world, heard[one.world.rank].put))
     with ExitStack() as stack:
         for one in made:
             stack.callback(one.close)
@@ -29,15 +29,15 @@ def doorbells(groups: list[Groups]) -> Iterator[tuple[list[Doorbell], list[queue
 
 
 def test_a_ring_is_heard_by_all_others() -> None:
-    with doorbells(groups_of(dp_size=3)) as (made, heard):
-        made[1].ring(2**40)
+    with wakeups(groups_of(dp_size=3)) as (made, heard):
+        made[1].notify(2**40)
         assert [heard[rank].get(timeout=TIMEOUT_S) for rank in (0, 2)] == [2**40, 2**40]
-        made[0].ring(-1)
+        made[0].notify(-1)
         assert heard[1].get(timeout=TIMEOUT_S) == -1  # nothing of its own before
 
 
 def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
-    with doorbells(groups_of(dp_size=2)) as (made, _):
+    with wakeups(groups_of(dp_size=2)) as (made, _):
         for one in made:
             assert one.address[0] == "127.0.0.1"
             assert one._socket.getsockname()[0] == "127.0.0.1"
@@ -46,26 +46,28 @@ def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
 def test_between_hosts_it_listens_on_the_address_that_the_others_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two hosts that are two loopback addresses."""
     addresses = iter(["127.0.0.2", "127.0.0.3"])
-    monkeypatch.setattr(doorbell, "_own_address", lambda: next(addresses))
-    with doorbells(groups_of(dp_size=2)) as (made, heard):
+    monkeypatch.setattr(wakeup, "_own_address", lambda: next(addresses))
+    with wakeups(groups_of(dp_size=2)) as (made, heard):
         assert sorted(one.address[0] for one in made) == ["127.0.0.2", "127.0.0.3"]
-        made[0].ring(5)
+        made[0].notify(5)
         assert heard[1].get(timeout=TIMEOUT_S) == 5
 
 
-@pytest.mark.parametrize("data", [b"", b"x", bytes(8), RING.pack(bytes(8), 7), RING.pack(b"\xff" * 8, 7), bytes(64)])
+@pytest.mark.parametrize(
+    "data", [b"", b"x", bytes(8), DATAGRAM.pack(bytes(8), 7), DATAGRAM.pack(b"\xff" * 8, 7), bytes(64)]
+)
 def test_what_does_not_carry_the_secret_is_not_heard(data: bytes) -> None:
-    with doorbells(groups_of(dp_size=2)) as (made, heard):
+    with wakeups(groups_of(dp_size=2)) as (made, heard):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
             anybody.sendto(data, made[1].address)
-        made[0].ring(8)
+        made[0].notify(8)
         assert heard[1].get(timeout=TIMEOUT_S) == 8
 
 
 def test_every_rank_has_a_secret_of_its_own() -> None:
-    with doorbells(groups_of(dp_size=3)) as (made, heard):
+    with wakeups(groups_of(dp_size=3)) as (made, heard):
         assert len({one._secret for one in made}) == 3
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
-            anybody.sendto(RING.pack(made[0]._secret, 7), made[1].address)
-        made[2].ring(8)
+            anybody.sendto(DATAGRAM.pack(made[0]._secret, 7), made[1].address)
+        made[2].notify(8)
         assert heard[1].get(timeout=TIMEOUT_S) == 8
