@@ -6,7 +6,7 @@
     schedule.py      the decisions as pure functions
     sequence.py      one request in a decode engine
     page_tables.py   the pages of its sequences
-    experts.py       what engines offer of their experts
+    experts.py       what a host may do with an engine's experts
     interrupted.py   how an engine goes on after a step that did not end
     ranks/           one engine in many processes
 

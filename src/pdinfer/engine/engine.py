@@ -14,7 +14,7 @@ import torch
 
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
-from pdinfer.engine.experts import Rebalanced
+from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.interrupted import Interruptible
 from pdinfer.engine.ranks.leader import RankChannel
 from pdinfer.engine.ranks.lockstep import Agreement
@@ -29,6 +29,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
@@ -42,7 +43,7 @@ DRAIN_POLL_S = 0.1
 _log = logging.getLogger("pdinfer")
 
 
-class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
+class Engine(Interruptible[Submitted], ABC, Generic[Submitted]):
     """An engine over the pages of `channel.pool`, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -86,6 +87,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         self._rebalancing = Rebalancing(
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
+        self.experts = EngineExperts(self._rebalancing)
         self._model_runner = self.make_runner(model, pool.memory)
         self._runner: Runner = self._model_runner
         self._ends: KVChannel | RankChannel = channel
@@ -191,6 +193,10 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         """Stops a request at the next step. Unknown or finished ids are ignored."""
         self._put(request_id)
 
+    def stage_placement(self, placement: ExpertPlacement) -> None:
+        """Place the experts like this at a common step of all ranks: `experts.stage`, under the next epoch."""
+        self.experts.stage(placement)
+
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener`, from any thread, when a step would do something."""
         self._inbox.listen(listener)
@@ -228,7 +234,7 @@ class Engine(Interruptible[Submitted], Rebalanced, ABC, Generic[Submitted]):
         """A step without other ranks: what one says all say."""
         self._step()
         if self._rebalancing.has_news:
-            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
+            self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
 
     def _step_among(self, ranks: Ranks) -> None:
         """A step with the other ranks."""

@@ -1,7 +1,10 @@
 """From one placement of experts to the next, while engines run.
 
     rebalancing.py   what all ranks agree on, and when
+    migration.py     one staged placement, until it runs or is dropped
     transfer.py      the weights on their way
+    solving.py       the conversation of all ranks with the solver
+    status.py        what ranks tell each other
 
 May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
 """
