@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.moe.migration.transfer import ExpertTransfer, _cut
-from pdinfer.moe.placement.difference import ExpertMove
+from pdinfer.moe.placement import ExpertMove
 
 RANKS = 3
 ENDS = ("source_rank", "destination_rank")

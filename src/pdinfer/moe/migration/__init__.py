@@ -8,3 +8,13 @@
 
 May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
 """
+
+from __future__ import annotations
+
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.migration.status import ExpertStatus
+
+__all__ = [
+    "ExpertStatus",
+    "Rebalancing",
+]

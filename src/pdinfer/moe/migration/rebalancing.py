@@ -17,16 +17,15 @@ import attrs
 
 from pdinfer.config import EngineConfig
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.process import SolverProcess
+from pdinfer.moe.balance import SolverProcess
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.migration.migration import Migration, MigrationState, Verdict, checked_epoch, digest_of
 from pdinfer.moe.migration.solving import Solver, Solving
 from pdinfer.moe.migration.status import ExpertRequests, ExpertStatus
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement.placement import ExpertPlacement, Ints
-from pdinfer.moe.placement.recorder import ExpertLoadRecorder
-from pdinfer.parallel.groups import Groups
+from pdinfer.moe.placement import ExpertLoadRecorder, ExpertPlacement, Ints
+from pdinfer.parallel import Groups
 from pdinfer.process.locks import new_lock
 
 _log = logging.getLogger("pdinfer")

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.process import unpack_placement
-from pdinfer.moe.placement.placement import ExpertPlacement, Ints
-from pdinfer.moe.placement.recorder import ExpertLoadRecorder
-from pdinfer.parallel.groups import Group
+from pdinfer.moe.balance import unpack_placement
+from pdinfer.moe.placement import ExpertLoadRecorder, ExpertPlacement, Ints
+from pdinfer.parallel import Group
 
 
 class Solver(Protocol):
