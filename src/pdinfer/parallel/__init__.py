@@ -4,6 +4,8 @@
     groups.py     the collectives that pdinfer uses
     slices.py     which tokens of a grant each of several writers sends, each exactly once
 
+Tested by tests/e2e/test_rank_groups.py too.
+
 May import: process, the ground.
 """
 

@@ -7,6 +7,8 @@
     deep_ep_config.py   their tuned file
     choose.py           which of them a model gets
 
+Tested by tests/conformance/test_dispatch.py.
+
 May import: config, kernels, parallel, the ground.
 """
 

@@ -6,6 +6,8 @@
     solving.py       the conversation of all ranks with the solver
     status.py        what ranks tell each other
 
+Tested by tests/e2e/test_rebalancing.py too.
+
 May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
 """
 
