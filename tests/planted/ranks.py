@@ -736,22 +736,22 @@ MUTANTS = [
     Mutant(
         "a step is counted again in the next",
         "src/pdinfer/moe/placement/recorder.py",
-        "            self._oldest = (self._oldest + 1) % len(self._steps)\n        self._step_LE.zero_()\n",
+        "            self._oldest = (self._oldest + 1) % len(self._steps)\n        self.step_LE.zero_()\n",
         "            self._oldest = (self._oldest + 1) % len(self._steps)\n",
         "tests/unit/moe/test_recorder.py::test_counts_are_those_of_the_steps_that_count",
     ),
     Mutant(
         "a reset leaves the open step",
         "src/pdinfer/moe/placement/recorder.py",
-        "(self._step_LE, self._total_LE, self._steps)",
+        "(self.step_LE, self._total_LE, self._steps)",
         "(self._total_LE, self._steps)",
         "tests/unit/moe/test_recorder.py::test_a_reset_forgets_the_open_step_too",
     ),
     Mutant(
         "a reset leaves the window",
         "src/pdinfer/moe/placement/recorder.py",
-        "(self._step_LE, self._total_LE, self._steps)",
-        "(self._step_LE, self._total_LE)",
+        "(self.step_LE, self._total_LE, self._steps)",
+        "(self.step_LE, self._total_LE)",
         "tests/unit/moe/test_recorder.py::test_counts_are_those_of_the_steps_that_count",
     ),
     Mutant(
