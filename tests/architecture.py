@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("parallel", "experts", "router", "balance"),
         ("dispatchers", "placement"),
     ),
-    "moe.migration": (("rebalancing",), ("transfer",)),
+    "moe.migration": (("rebalancing",), ("migration", "solving"), ("transfer", "status")),
     "moe.balance": (
         ("__main__",),
         ("solver", "process"),

@@ -10,12 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher
+from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.parallel.groups import Group
-from pdinfer.parallel.topology import Topology
+from pdinfer.parallel import Group, Topology
 from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.moe.dispatchers.base import Dispatched, LocalDispatcher, Masked, TokenDispatcher
-from pdinfer.parallel.groups import Group
+from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.parallel import Group
 from tests.rounding import gamma
 
 OPS = resolve_ops(torch.device("cpu"), torch.float32).ops

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 
 import pdinfer as pd
+from pdinfer.moe.balance import SolverProcess
+from pdinfer.moe.migration import Rebalancing
 from pdinfer.moe.migration.transfer import ExpertTransfer
 from tests.e2e.rank_worlds import join_world, make_engine, size_of
 
@@ -65,7 +67,7 @@ def serve_rank(
         rebalance_bytes_per_step=config["bytes_per_step"],
         **options,
     )
-    addresses, killed = addresses_of(engine), kill_once(engine)
+    addresses, killed = addresses_of(engine), kill_once()
     ended = threading.Event()
     stager = threading.Thread(target=stage_all, args=(engine, config["count"], ended))
     if role == "decode":
@@ -89,19 +91,30 @@ def serve_rank(
     }
 
 
-def kill_once(engine: Engine) -> list[int]:
-    """Kills the solver's process at its first request; the number of the process."""
-    solver, killed = engine._rebalancing.solver, []
-    ask = solver.ask
+def kill_once() -> list[int]:
+    """Kill this rank's solver process at its first request; return where its number will be."""
+    ask, killed = SolverProcess.ask, []
 
-    def broken(*arguments: Any, **named: Any) -> None:
-        ask(*arguments, **named)
+    def broken(solver: SolverProcess, *arguments: Any, **named: Any) -> None:
+        ask(solver, *arguments, **named)
         if not killed and solver.pid is not None:
             killed.append(solver.pid)
             os.kill(solver.pid, signal.SIGKILL)
 
-    solver.ask = broken  # type: ignore[method-assign]
+    SolverProcess.ask = broken  # type: ignore[method-assign]
     return killed
+
+
+def count_agreements() -> list[bool]:
+    """Return a list that grows by one with every agreement of this rank."""
+    agreed, seen = Rebalancing.agreed, []
+
+    def counted(rebalancing: Rebalancing, *arguments: Any, **named: Any) -> bool:
+        seen.append(agreed(rebalancing, *arguments, **named))
+        return seen[-1]
+
+    Rebalancing.agreed = counted  # type: ignore[method-assign]
+    return seen
 
 
 def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
@@ -113,7 +126,7 @@ def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
         running = engine.model.experts.placement
         if not load.is_placement_staged and running is not None:
             try:
-                engine.stage_placement(scattered(running, load.placement_epoch), epoch=load.placement_epoch + 1)
+                engine.experts.stage(scattered(running, load.placement_epoch), epoch=load.placement_epoch + 1)
             except pd.ConfigError:  # it came into use meanwhile
                 continue
 
@@ -165,26 +178,26 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
         assert running is not None
         mine = [scattered(running, 10 + rank), scattered(running, 20)]
         seen = []
-        number = engine.ranks._lockstep  # type: ignore[attr-defined]
+        agreements = count_agreements()
         if rank == 0:
-            engine.stage_placement(mine[0])
-        first = number._number
-        step_until(engine, lambda: number._number > first + 3)
+            engine.experts.stage(mine[0])
+        first = len(agreements)
+        step_until(engine, lambda: len(agreements) > first + 3)
         seen.append(placed(engine.load()))
         if rank == 1:
-            engine.stage_placement(mine[0])
-        first = number._number
-        step_until(engine, lambda: number._number > first + 3)
+            engine.experts.stage(mine[0])
+        first = len(agreements)
+        step_until(engine, lambda: len(agreements) > first + 3)
         seen.append(placed(engine.load()))
         if rank == 1:
-            engine.cancel_placement()
+            engine.experts.cancel()
         step_until(engine, lambda: not engine.load().is_placement_staged)
         seen.append(placed(engine.load()))
-        engine.stage_placement(mine[1])
-        first = number._number
+        engine.experts.stage(mine[1])
+        first = len(agreements)
         step_until(engine, lambda: not engine.load().is_placement_staged)
         seen.append(placed(engine.load()))
-        return {"seen": seen, "agreements": number._number - first, "same": engine.model.experts.placement == mine[1]}
+        return {"seen": seen, "agreements": len(agreements) - first, "same": engine.model.experts.placement == mine[1]}
 
 
 def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
@@ -204,14 +217,14 @@ def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
 
         ExpertTransfer.pack = broken  # type: ignore[method-assign]
         try:
-            engine.stage_placement(new)
+            engine.experts.stage(new)
             step_until(engine, lambda: not engine.load().is_placement_staged)
         finally:
             ExpertTransfer.pack = pack  # type: ignore[method-assign]
         after = [layer.experts.read_slot(slot) for layer in engine.model.moe_layers() for slot in range(6)]
         failed = engine.load()
         untouched = all(map(torch.equal, before, after)) and engine.model.experts.placement is running
-        engine.stage_placement(new)
+        engine.experts.stage(new)
         step_until(engine, lambda: not engine.load().is_placement_staged)
         return {
             "parts": parts,
@@ -226,13 +239,13 @@ def add_up(checkpoint: str, folder: str) -> dict[str, Any]:
     """Ranks that counted different things; rank 1 asks for the sum."""
     rank = int(os.environ["RANK"])
     with idle_engine(checkpoint, folder, TWO) as engine:
-        recorder = engine._rebalancing.recorder
+        recorder = engine.model.experts.recorder
         assert recorder is not None
         recorder.add(np.full((recorder.num_layers, recorder.num_experts), 1 + rank))
         recorder.end_step()
-        assert engine.expert_load is None
+        assert engine.experts.load is None
         if rank == 1:
-            engine.sum_expert_load()
-        step_until(engine, lambda: engine.expert_load is not None)
-        assert engine.expert_load is not None
-        return {"load": engine.expert_load.tolist(), "staged": engine.load().is_placement_staged}
+            engine.experts.sum_load()
+        step_until(engine, lambda: engine.experts.load is not None)
+        assert engine.experts.load is not None
+        return {"load": engine.experts.load.tolist(), "staged": engine.load().is_placement_staged}

@@ -10,7 +10,7 @@
     sequence.py      one request in a decode engine
     queue.py         which of its sequences has the next turn to get pages
     page_tables.py   the pages of its sequences
-    experts.py       what engines offer of their experts
+    experts.py       what a host may do with an engine's experts
     interrupted.py   how an engine goes on after a step that did not end
     ranks/           one engine in many processes
 

@@ -15,7 +15,7 @@ import torch
 from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
 from pdinfer.engine.commands import Cancel
-from pdinfer.engine.experts import Rebalanced
+from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.interrupted import Interruptible
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
@@ -29,6 +29,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
@@ -42,7 +43,7 @@ DRAIN_POLL_S = 0.1
 _log = logging.getLogger("pdinfer")
 
 
-class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
+class Engine(Interruptible[Command], ABC, Generic[Command]):
     """An engine over the pages of its `pool`, the channel's, which it alone uses; `close` also closes the channel.
 
     `logits_processors` are those that a request may name; give the engines of both roles the same ones.
@@ -86,6 +87,7 @@ class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
         self._rebalancing = Rebalancing(
             model.experts, model.moe_layers(), model.groups, self.config, wake=self._inbox.wake, clock=clock
         )
+        self.experts = EngineExperts(self._rebalancing)
         self._model_runner = self.make_runner(model, self.pool.memory)
         self.ranks = self._join_ranks()
         self._runner, self._channel = self.ranks.runner, self.ranks.channel
@@ -190,6 +192,10 @@ class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
     def cancel(self, request_id: str) -> None:
         """Stops a request at the next step. Unknown or finished ids are ignored."""
         self._put(Cancel(request_id))
+
+    def stage_placement(self, placement: ExpertPlacement) -> None:
+        """Place the experts like this at a common step of all ranks: `experts.stage`, under the next epoch."""
+        self.experts.stage(placement)
 
     def notify(self, listener: Callable[[], None]) -> None:
         """Calls `listener`, from any thread, when a step would do something."""

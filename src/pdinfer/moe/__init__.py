@@ -9,6 +9,8 @@
     balance/        from the load of experts to a placement
     migration/      from one placement to the next, live
 
+Tested by tests/e2e/test_expert_ranks.py too.
+
 May import: checkpoint, config, kernels, layers, parallel, process, the ground.
 """
 

@@ -14,7 +14,7 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import WeightSource
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, Masked
+from pdinfer.moe.dispatchers import Contiguous, Dispatched, Masked
 
 
 @attrs.frozen

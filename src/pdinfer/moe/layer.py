@@ -12,10 +12,10 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, WeightSource
-from pdinfer.moe.dispatchers.base import TokenDispatcher
+from pdinfer.moe.dispatchers import TokenDispatcher
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement.replicas import LayerReplicas
+from pdinfer.moe.placement import LayerReplicas
 from pdinfer.moe.router import Router
 from pdinfer.trace import Trace, mark
 

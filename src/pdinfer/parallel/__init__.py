@@ -4,5 +4,25 @@
     groups.py     the collectives that pdinfer uses
     slices.py     which tokens of a grant each of several writers sends, each exactly once
 
+Tested by tests/e2e/test_rank_groups.py too.
+
 May import: process, the ground.
 """
+
+from __future__ import annotations
+
+from pdinfer.parallel.groups import ALONE, Begun, Group, Groups, InTouch
+from pdinfer.parallel.slices import context_parallel_slices, even_slices, plan_writers
+from pdinfer.parallel.topology import Topology
+
+__all__ = [
+    "ALONE",
+    "Begun",
+    "Group",
+    "Groups",
+    "InTouch",
+    "Topology",
+    "context_parallel_slices",
+    "even_slices",
+    "plan_writers",
+]

@@ -5,3 +5,14 @@
 
 May import: checkpoint, config, kernels, kv, model, moe, parallel, the ground.
 """
+
+from __future__ import annotations
+
+from pdinfer.planning.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+
+__all__ = [
+    "ClusterPlan",
+    "EnginePlan",
+    "engine_nodes",
+    "h800_cluster",
+]

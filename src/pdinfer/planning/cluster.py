@@ -19,9 +19,8 @@ from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.parallel import check_step_fits, checked_placement
-from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.parallel.slices import even_slices, plan_writers
-from pdinfer.parallel.topology import Topology
+from pdinfer.moe.placement import ExpertPlacement
+from pdinfer.parallel import Topology, even_slices, plan_writers
 from pdinfer.planning.rank_weights import rank_weight_bytes
 
 GPUS_PER_NODE = 8

@@ -15,8 +15,8 @@ from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import Destinations, kept_schemes
 from pdinfer.model.model import Model
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.parallel.topology import Topology
+from pdinfer.moe.placement import ExpertPlacement
+from pdinfer.parallel import Topology
 
 STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
 """How published checkpoints are stored, by the names of `quantize_checkpoint`; "float" is not quantized."""

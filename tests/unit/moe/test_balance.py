@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.moe import solve_placement
-from pdinfer.moe.balance.assignment import Packing
+from pdinfer.moe.balance.assignment import Assignment
 from pdinfer.moe.balance.exchange import Homes, part_twins
-from pdinfer.moe.placement.difference import count_arrivals
+from pdinfer.moe.placement import count_arrivals
 from pdinfer.moe.placement.placement import Floats, Ints
 
 # The example of https://github.com/deepseek-ai/EPLB: 12 experts, 16 replicas, 4 groups, 2 nodes, 8 GPUs.
@@ -206,11 +206,11 @@ def test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_firs
     load = np.array([[1.0, 1, 1, 9], [1, 1, 1, 9]])
     experts = np.array([[[0, 0, 0], [2, 3, 1]], [[0, 0, 1], [2, 3, 1]]])
     homes = Homes(node_LE=np.array([[0, 0, 1, 1]] * 2), rank_node=np.array([0, 1]), weight=1.0)
-    packing = Packing.of(load, experts)
-    assert part_twins(packing, homes, 1) == 1
-    assert packing.experts.tolist() == [[[0, 0, 0], [2, 3, 1]], [[0, 3, 1], [2, 3, 1]]]
-    assert part_twins(packing, homes, None) == 2
-    assert packing.experts[0].tolist() == [[0, 1, 3], [2, 3, 1]]
+    assignment = Assignment.of(load, experts)
+    assert part_twins(assignment, homes, 1) == 1
+    assert assignment.experts.tolist() == [[[0, 0, 0], [2, 3, 1]], [[0, 3, 1], [2, 3, 1]]]
+    assert part_twins(assignment, homes, None) == 2
+    assert assignment.experts[0].tolist() == [[0, 1, 3], [2, 3, 1]]
 
 
 def test_loads_of_any_size_are_taken() -> None:

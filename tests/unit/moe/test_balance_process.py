@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -75,38 +77,49 @@ def kill_before_it_reads(solver: SolverProcess) -> None:
 def kill_after_it_reads(solver: SolverProcess) -> None:
     """Its end is met in reading the answer, as an end of file."""
     os.kill(solver.pid, signal.SIGSTOP)
-    while solver._unsent:
+    while not solver.has_written:
         solver.poll()
     os.kill(solver.pid, signal.SIGKILL)
 
 
-def say_nonsense(solver: SolverProcess) -> None:
-    solver._received = FRAME.pack(3) + b"bad"
+@pytest.fixture
+def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], SolverProcess]:
+    """Return a solver whose process answers any request with this frame."""
+
+    def start(body: bytes) -> SolverProcess:
+        python = tmp_path / "python"
+        write = f"sys.stdout.buffer.write({FRAME.pack(len(body)) + body!r})"
+        python.write_text(f"#!{sys.executable}\nimport sys\n{write}\nsys.stdout.flush()\nsys.stdin.read()\n")
+        python.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(python))
+        return SolverProcess(time.monotonic)
+
+    return start
 
 
-@pytest.mark.parametrize(
-    ("harm", "told"),
-    [
-        (kill_before_it_reads, "the solver's process has ended"),
-        (kill_after_it_reads, "the solver's process has ended"),
-        (say_nonsense, "cannot be read"),
-    ],
-)
-def test_one_that_is_killed_or_says_nonsense_is_ended(harm: Callable[[SolverProcess], None], told: str) -> None:
+@pytest.mark.parametrize("kill", [kill_before_it_reads, kill_after_it_reads])
+def test_one_that_is_killed_is_ended(kill: Callable[[SolverProcess], None]) -> None:
     solver = SolverProcess(time.monotonic)
     solver.ask(LOAD, PREVIOUS)
-    harm(solver)
-    with pytest.raises(OSError, match=told):
+    kill(solver)
+    with pytest.raises(OSError, match="the solver's process has ended"):
         poll_until_it_raises(solver)
     assert solver.pid is None
     solver.close()
 
 
-def test_an_impossible_answer_is_an_error() -> None:
-    solver = SolverProcess(time.monotonic)
+def test_one_that_says_nonsense_is_ended(answering: Callable[[bytes], SolverProcess]) -> None:
+    solver = answering(b"bad")
     solver.ask(LOAD, PREVIOUS)
-    body = msgspec.msgpack.encode(SolveAnswer(PackedPlacement([[0, 0]], 2, 1)))
-    solver._received = FRAME.pack(len(body)) + body
+    with pytest.raises(OSError, match="cannot be read"):
+        poll_until_it_raises(solver)
+    assert solver.pid is None
+    solver.close()
+
+
+def test_an_impossible_answer_is_an_error(answering: Callable[[bytes], SolverProcess]) -> None:
+    solver = answering(msgspec.msgpack.encode(SolveAnswer(PackedPlacement([[0, 0]], 2, 1))))
+    solver.ask(LOAD, PREVIOUS)
     with pytest.raises(ConfigError, match="no slot for expert 1"):
-        solver.poll()
+        poll_until_it_raises(solver)
     solver.close()

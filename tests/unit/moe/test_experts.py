@@ -26,11 +26,10 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.model.load import load_model
-from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, LocalDispatcher, Masked
+from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.experts import Experts
 from pdinfer.moe.layer import MoE
-from pdinfer.parallel.groups import Group
+from pdinfer.parallel import Group
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models
 

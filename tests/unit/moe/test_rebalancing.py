@@ -20,8 +20,8 @@ from torch import Tensor
 import pdinfer as pd
 from pdinfer.errors import ConfigError
 from pdinfer.moe.balance.process import PackedPlacement, unpack_placement
-from pdinfer.moe.migration.rebalancing import Rebalancing
-from pdinfer.moe.placement.recorder import ExpertLoadRecorder
+from pdinfer.moe.migration import Rebalancing
+from pdinfer.moe.placement import ExpertLoadRecorder
 from pdinfer.testing import random_model
 from tests.e2e.rebalance_jobs import scattered
 from tests.e2e.setups import model_of
@@ -81,11 +81,12 @@ class FakeSolver:
 class World:
     """RANKS ranks, of which all see every agreement."""
 
-    def __init__(self, pool: ThreadPoolExecutor, **config: Any) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, **options: Any) -> None:
         self.pool = pool
         self.layers: list[list[Slots]] = []
         self.experts: list[Any] = []
         self.ranks: list[Rebalancing] = []
+        self.solvers: list[FakeSolver] = []
         first = pd.ExpertPlacement.trivial(LAYERS, EXPERTS, RANKS, REDUNDANT)
         for rank, groups in enumerate(groups_of(dp_size=RANKS)):
             slots = first.slots_of(rank)
@@ -100,16 +101,14 @@ class World:
             moe: Any = [SimpleNamespace(experts=slots) for slots in layers]
             self.layers.append(layers)
             self.experts.append(experts)
-            rebalancing = Rebalancing(
-                experts, moe, groups, pd.EngineConfig(rebalance_bytes_per_step=2 * SIZE, **config)
-            )
-            rebalancing.solver = FakeSolver()  # type: ignore[assignment]
-            self.ranks.append(rebalancing)
+            config = pd.EngineConfig(rebalance_bytes_per_step=2 * SIZE, **options)
+            self.solvers.append(FakeSolver())
+            self.ranks.append(Rebalancing(experts, moe, groups, config, solver=self.solvers[-1]))
 
     def agree(self, *, runs: bool = False) -> None:
         """One agreement; then all ranks use the same placement, and hold what it says."""
-        standings = [rank.standing() for rank in self.ranks]
-        moves = list(self.pool.map(lambda rank: rank.agreed(standings, runs=runs), self.ranks))
+        statuses = [rank.status() for rank in self.ranks]
+        moves = list(self.pool.map(lambda rank: rank.agreed(statuses, runs=runs), self.ranks))
         assert len(set(moves)) == 1
         placement, epoch = self.experts[0].placement, self.ranks[0].epoch
         for rank, (experts, layers) in enumerate(zip(self.experts, self.layers, strict=True)):
@@ -121,7 +120,7 @@ class World:
     def settle(self) -> None:
         """Agrees as long as somebody has news."""
         for _ in range(100):
-            if not any(rank.has_news or rank.solver.is_asked for rank in self.ranks):
+            if not any(rank.has_news or rank.is_solving for rank in self.ranks):
                 return
             self.agree()
         raise AssertionError("there is always news")
@@ -166,7 +165,7 @@ def test_ranks_change_together_or_not_at_all(actions: list[tuple[str, int, int]]
             elif what == "cancel":
                 world.ranks[rank].cancel()
             elif what == "rebalance":
-                world.ranks[rank].ask_rebalance()
+                world.ranks[rank].request_rebalance()
             else:
                 world.agree(runs=what == "run")
         world.settle()
@@ -205,26 +204,26 @@ def test_every_so_many_steps_the_summed_load_is_solved() -> None:
                 experts.recorder.record(0, torch.tensor([[number]]))
                 experts.recorder.end_step()
             world.agree(runs=True)
-        assert [rank.solver.asked for rank in world.ranks] == [1, 0, 0]  # type: ignore[attr-defined]
-        assert world.ranks[0].solver.loads == [[[3, 3, 3, 0], [0] * 4]]  # type: ignore[attr-defined]
-        world.ranks[2].ask_rebalance()  # one is under way
+        assert [solver.asked for solver in world.solvers] == [1, 0, 0]
+        assert world.solvers[0].loads == [[[3, 3, 3, 0], [0] * 4]]
+        world.ranks[2].request_rebalance()  # one is under way
         world.settle()
         assert [rank.epoch for rank in world.ranks] == [1] * RANKS
-        assert world.ranks[0].solver.asked == 1  # type: ignore[attr-defined]
+        assert world.solvers[0].asked == 1
         assert not world.experts[1].recorder.counts().any()
 
 
 def test_nothing_is_solved_beside_a_placement_that_is_staged() -> None:
     with threads() as pool:
         world = World(pool)
-        solver: Any = world.ranks[0].solver
+        solver = world.solvers[0]
         world.ranks[2].stage(other(world, 1))
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.settle()
         assert (solver.asked, world.ranks[0].epoch) == (0, 0)
         world.ranks[1].cancel()
         world.settle()
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.settle()
         assert (solver.asked, world.ranks[0].epoch) == (1, 1)
 
@@ -232,14 +231,34 @@ def test_nothing_is_solved_beside_a_placement_that_is_staged() -> None:
 def test_an_answer_is_not_used_when_a_placement_was_staged_meanwhile() -> None:
     with threads() as pool:
         world = World(pool)
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.agree()
         hosts = other(world, 1)
         for rank in world.ranks:
             rank.stage(hosts)
         world.settle()
         assert world.experts[0].placement == hosts
-        assert (world.ranks[0].num_answers, world.ranks[0].error) == (1, "")
+        assert (world.ranks[0].is_solving, world.ranks[0].error) == (False, "")
+
+
+def test_an_answer_that_one_rank_refuses_is_dropped_by_the_others() -> None:
+    with threads() as pool:
+        world = World(pool)
+        world.ranks[1].request_rebalance()
+        world.agree()
+        world.agree()
+        statuses = [rank.status() for rank in world.ranks]
+        assert statuses[0].answer_bytes
+        world.ranks[1].stage(other(world, 1))  # a host, after all have said that nothing is staged
+        list(pool.map(lambda rank: rank.agreed(statuses, runs=False), world.ranks))
+        assert [rank.is_staged for rank in world.ranks] == [True] * RANKS
+        world.settle()
+        assert [rank.is_staged for rank in world.ranks] == [False, True, False]
+        assert "another placement is staged already" in world.ranks[1].error
+        assert world.ranks[1].status().failed is None  # said once
+        world.ranks[1].cancel()
+        world.settle()
+        assert [(rank.epoch, rank.is_staged) for rank in world.ranks] == [(0, False)] * RANKS
 
 
 def test_placements_that_differ_in_shares_are_different_ones() -> None:
@@ -259,22 +278,22 @@ def test_placements_that_differ_in_shares_are_different_ones() -> None:
 def test_the_solver_may_move_so_many_bytes(config: dict[str, Any], max_moves: int | None) -> None:
     with threads() as pool:
         world = World(pool, **config)
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.agree()
-        assert world.ranks[0].solver.budgets == [max_moves]  # type: ignore[attr-defined]
+        assert world.solvers[0].budgets == [max_moves]
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError("it has ended"), ConfigError("no load")])
 def test_a_solver_that_fails_changes_nothing_and_is_asked_again(error: Exception) -> None:
     with threads() as pool:
         world = World(pool)
-        solver: Any = world.ranks[0].solver
+        solver = world.solvers[0]
         solver.error = error
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.settle()
         assert (world.ranks[0].epoch, world.ranks[0].error) == (0, str(error))
         solver.error = None
-        world.ranks[1].ask_rebalance()
+        world.ranks[1].request_rebalance()
         world.settle()
         assert [rank.epoch for rank in world.ranks] == [1] * RANKS
 
@@ -298,24 +317,24 @@ def test_bad_and_stale_placements_are_refused_with_the_values() -> None:
             (table, 8, 1, "the one that runs already, as epoch 0"),
         ):
             with pytest.raises(ConfigError, match=told):
-                one.stage_placement(
+                one.experts.stage(
                     pd.ExpertPlacement(physical_to_logical_map=map_, num_logical_experts=experts, num_ranks=ranks)
                 )
         new = attrs.evolve(placement, physical_to_logical_map=table[:, ::-1])
         for epoch in (0, -1, True, "2"):
             with pytest.raises(ConfigError, match=r"is stale: its epoch is .*, and epoch 0 runs already"):
-                one.stage_placement(new, epoch=epoch)  # type: ignore[arg-type]
-        one.stage_placement(new, epoch=7)
-        one.stage_placement(new, epoch=7)
+                one.experts.stage(new, epoch=epoch)  # type: ignore[arg-type]
+        one.experts.stage(new, epoch=7)
+        one.experts.stage(new, epoch=7)
         with pytest.raises(ConfigError, match="another placement is staged already, as epoch 7"):
-            one.stage_placement(new, epoch=8)
+            one.experts.stage(new, epoch=8)
         assert one.load().is_placement_staged
         while one.wait(0.0):
             one.step()
         assert (one.load().placement_epoch, one.load().is_placement_staged) == (7, False)
         with pytest.raises(ConfigError, match="its epoch is 7, and epoch 7 runs already"):
-            one.stage_placement(placement, epoch=7)
-        for ask in (one.rebalance, one.sum_expert_load):
+            one.experts.stage(placement, epoch=7)
+        for ask in (one.experts.rebalance, one.experts.sum_load):
             with pytest.raises(ConfigError, match='needs expert_distribution_recorder_mode "stat" or "window"'):
                 ask()
 
@@ -341,14 +360,14 @@ def test_what_is_recorded_is_told_without_the_warm_up() -> None:
         sampling = pd.SamplingParams(max_new_tokens=4, ignore_eos=True)
         with pd.Pairing(prefill, decode) as pairing:
             list(pairing.generate([pd.Request(prompt=(1, 2, 3, 4, 5), sampling=sampling)]))
-            assert decode.expert_load is None
-            decode.sum_expert_load()
+            assert decode.experts.load is None
+            decode.experts.sum_load()
             decode.step()
-            assert decode.expert_load is not None
+            assert decode.experts.load is not None
             # three of the four tokens were run, behind the five of the prompt
-            assert decode.expert_load.sum(1).tolist() == [(5 + 3) * model.config.num_experts_per_tok] * 2
+            assert decode.experts.load.sum(1).tolist() == [(5 + 3) * model.config.num_experts_per_tok] * 2
         with pytest.raises(ConfigError, match=r"rebalance\(\): all experts are on one rank"):
-            decode.rebalance()
+            decode.experts.rebalance()
 
 
 def test_rebalancing_without_counts_is_refused() -> None:

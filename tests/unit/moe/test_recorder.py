@@ -44,13 +44,13 @@ def test_counts_are_those_of_the_steps_that_count(seed: int, tokens: list[int], 
 
 def test_an_open_step_does_not_count_and_addresses_stay() -> None:
     recorder = ExpertLoadRecorder(1, 3, device="cpu", window=2)
-    address = recorder._step_LE.data_ptr()
+    address = recorder.step_LE.data_ptr()
     recorder.record(0, torch.tensor([[0, 2]]))
     assert not recorder.counts().any()
     for _ in range(3):
         recorder.end_step()
     assert not recorder.counts().any()
-    assert recorder._step_LE.data_ptr() == address
+    assert recorder.step_LE.data_ptr() == address
 
 
 def test_counts_from_elsewhere_are_added() -> None:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pdinfer as pd
-from pdinfer.moe.migration.transfer import ExpertTransfer, _cut
-from pdinfer.moe.placement.difference import ExpertMove
+from pdinfer.moe.migration.transfer import ExpertTransfer, cut_into_parts
+from pdinfer.moe.placement import ExpertMove
 
 RANKS = 3
 ENDS = ("source_rank", "destination_rank")
@@ -42,7 +42,7 @@ def sizes_at(part: Sequence[ExpertMove], end: str, rank: int) -> list[int]:
 
 @given(st.lists(moves, max_size=12), st.integers(1, 20))
 def test_a_part_is_as_long_as_it_may_be(all_moves: list[ExpertMove], part_bytes: int) -> None:
-    parts = [*_cut(all_moves, SIZES, part_bytes)]
+    parts = [*cut_into_parts(all_moves, SIZES, part_bytes)]
     assert [each for part in parts for each in part] == all_moves
     for part, end, rank in itertools.product(parts, ENDS, range(RANKS)):
         sizes = sizes_at(part, end, rank)
@@ -53,7 +53,7 @@ def test_a_part_is_as_long_as_it_may_be(all_moves: list[ExpertMove], part_bytes:
 
 @given(st.lists(moves, max_size=12))
 def test_without_a_size_all_is_one_part(all_moves: list[ExpertMove]) -> None:
-    assert [*_cut(all_moves, SIZES, None)] == [tuple(all_moves)] * bool(all_moves)
+    assert [*cut_into_parts(all_moves, SIZES, None)] == [tuple(all_moves)] * bool(all_moves)
 
 
 def test_what_was_sent_is_not_sent_again() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import RankLost
-from pdinfer.parallel.groups import Group, Groups
+from pdinfer.parallel import Group, Groups
 
 T = TypeVar("T")
 TIMEOUT_S = 180.0

@@ -15,8 +15,8 @@ from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
 from pdinfer.model import load as weights_module
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
-from pdinfer.parallel.topology import Topology
-from pdinfer.planning.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.parallel import Topology
+from pdinfer.planning import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
 from pdinfer.planning.rank_weights import STORED
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 

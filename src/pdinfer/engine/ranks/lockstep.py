@@ -25,7 +25,8 @@ from pdinfer.engine.ranks.messages import Message, decode, encode
 from pdinfer.engine.ranks.wakeup import Wakeup
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.inbox import Inbox
-from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Group, Groups
 
 BEAT_S = 0.1
@@ -33,10 +34,10 @@ BEAT_S = 0.1
 
 
 @attrs.frozen(kw_only=True)
-class Standing:
+class RankStatus:
     """What a rank says of itself in the agreement of this number: rows it has for the model, passes of the MTP layer it
     needs to draft behind them, whether it closes, and how many bytes it has for its attention group. What it says of
-    its experts, an `ExpertStanding`, stands behind it."""
+    its experts, an `ExpertStatus`, stands behind it."""
 
     number: int
     num_rows: int = 0
@@ -47,21 +48,21 @@ class Standing:
 
 @attrs.frozen
 class Agreement:
-    """What all ranks know now: everybody's standing, and what was said in this rank's attention group: (rank in the
+    """What all ranks know now: everybody's status, and what was said in this rank's attention group: (rank in the
     group, message)."""
 
-    standings: tuple[Standing, ...]
+    statuses: tuple[RankStatus, ...]
     heard: tuple[tuple[int, Message], ...] = ()
 
     @property
     def runs(self) -> bool:
         """Whether the model runs: on all ranks, or on none."""
-        return any(standing.num_rows for standing in self.standings)
+        return any(status.num_rows for status in self.statuses)
 
     @property
     def num_passes(self) -> int:
         """How often the MTP layer runs before the model."""
-        return max(standing.num_passes for standing in self.standings)
+        return max(status.num_passes for status in self.statuses)
 
 
 class Lockstep:
@@ -112,7 +113,7 @@ class Lockstep:
             return None
         messages = self._outbox.take()
         data = encode(messages) if messages else b""
-        ours = Standing(
+        ours = RankStatus(
             number=self._number,
             num_rows=num_rows,
             num_passes=num_passes,
@@ -123,14 +124,14 @@ class Lockstep:
             self._wakeup.notify(self._number)
         self._number += 1
         with self.together():
-            said = *attrs.astuple(ours), *attrs.astuple(self._rebalancing.standing())
+            said = *attrs.astuple(ours), *self._rebalancing.status().to_ints()
             table = self.groups.world.all_gather(torch.tensor([said])).tolist()
-            standings = tuple(Standing(**dict(zip(_FIELDS, row, strict=False))) for row in table)
-            self._check_numbers(standings)
-            agreement = Agreement(standings, self._exchange(data, standings))
-            experts = [ExpertStanding(**dict(zip(_EXPERT_FIELDS, row[len(_FIELDS) :], strict=True))) for row in table]
+            statuses = tuple(RankStatus(**dict(zip(_FIELDS, row, strict=False))) for row in table)
+            self._check_numbers(statuses)
+            agreement = Agreement(statuses, self._exchange(data, statuses))
+            experts = [ExpertStatus.from_ints(row[len(_FIELDS) :]) for row in table]
             migrates = self._rebalancing.agreed(experts, runs=agreement.runs)
-        self.closing = any(standing.is_closing for standing in standings)
+        self.closing = any(status.is_closing for status in statuses)
         self._is_active = agreement.runs or migrates
         self._agreed_at = self.clock()
         return agreement
@@ -163,8 +164,8 @@ class Lockstep:
             self._notified = number
             self._wake()
 
-    def _check_numbers(self, standings: Sequence[Standing]) -> None:
-        numbers = [standing.number for standing in standings]
+    def _check_numbers(self, statuses: Sequence[RankStatus]) -> None:
+        numbers = [status.number for status in statuses]
         if len(set(numbers)) > 1:
             told = ", ".join(f"{number} on rank {rank}" for rank, number in enumerate(numbers))
             raise RankLost(
@@ -172,13 +173,13 @@ class Lockstep:
                 "groups; start all ranks anew"
             )
 
-    def _exchange(self, data: bytes, standings: Sequence[Standing]) -> tuple[tuple[int, Message], ...]:
+    def _exchange(self, data: bytes, statuses: Sequence[RankStatus]) -> tuple[tuple[int, Message], ...]:
         """In the attention group: the leader's orders to all, and the followers' reports to the leader. No collective
         where there are none."""
         group = self.groups.attention
         if group.size == 1:
             return ()
-        sizes = [standings[rank].num_bytes for rank in group.ranks]
+        sizes = [statuses[rank].num_bytes for rank in group.ranks]
         heard: list[tuple[int, Message]] = []
         if sizes[0]:
             orders = _tensor(data) if group.rank == 0 else torch.empty(sizes[0], dtype=torch.uint8)
@@ -198,8 +199,7 @@ class Lockstep:
         return tuple(heard)
 
 
-_FIELDS = tuple(field.name for field in attrs.fields(Standing))
-_EXPERT_FIELDS = tuple(field.name for field in attrs.fields(ExpertStanding))
+_FIELDS = tuple(field.name for field in attrs.fields(RankStatus))
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:

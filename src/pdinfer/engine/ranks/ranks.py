@@ -93,7 +93,7 @@ class SingleRank(Ranks):
     def step(self, lead: Callable[[], None]) -> None:
         lead()
         if self._rebalancing.has_news:
-            self._rebalancing.agreed([self._rebalancing.standing()], runs=False)  # no rebalance is ever due on one rank
+            self._rebalancing.agreed([self._rebalancing.status()], runs=False)  # no rebalance is ever due on one rank
 
     def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
         pass

@@ -1,4 +1,4 @@
-"""The process behind `solver_process`: loads come in on its standard input, placements go out on the other one."""
+"""The process behind `SolverProcess`: it reads loads from its standard input and writes placements to its output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdinfer.moe.balance.process import FRAME, PackedPlacement, SolveAnswer, Sol
 from pdinfer.moe.balance.solver import solve_placement
 
 
-def solve(request: SolveRequest) -> SolveAnswer:
+def answer_to(request: SolveRequest) -> SolveAnswer:
     """An answer to a request, whatever it says."""
     try:
         previous = request.previous.unpack()
@@ -32,7 +32,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answers one request after the other until there are no more."""
     while len(head := requests.read(FRAME.size)) == FRAME.size:
         request = msgspec.msgpack.decode(requests.read(*FRAME.unpack(head)), type=SolveRequest)
-        body = msgspec.msgpack.encode(solve(request))
+        body = msgspec.msgpack.encode(answer_to(request))
         answers.write(FRAME.pack(len(body)) + body)
         answers.flush()
 

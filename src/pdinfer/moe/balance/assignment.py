@@ -1,7 +1,7 @@
 """Experts in the slots of ranks, for many layers at once, and the passes that even out what each rank has to do.
 
 A pass takes one step in every layer at a time, so its cost is that of a few numpy calls and hardly grows with layers.
-"Row" below is one problem of packing: a layer, or one node's part of it.
+"Row" below is one problem of assignment: a layer, or one node's part of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def replicate(load_LE: Floats, num_slots: int, max_copies: int) -> Ints:
     return counts
 
 
-def pack(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
+def deal(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
     """Deals copies to ranks, heaviest first: one to every rank before any gets its next, the heaviest of a round to the
     rank that has least. [L, num_ranks, slots per rank]; no expert is twice on a rank.
 
@@ -57,7 +57,7 @@ def pack(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
 
 
 @attrs.frozen(eq=False)
-class Packing:
+class Assignment:
     """Which expert lies in each slot, and how much of its load that slot carries; the passes change it in place.
 
     `load_LE` is the load of experts, `experts` int64 [L, ranks, slots per rank], `parts` float64 alike: what a slot
@@ -70,7 +70,7 @@ class Packing:
     rank_load: Floats
 
     @classmethod
-    def of(cls, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> Packing:
+    def of(cls, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> Assignment:
         """Slots that carry their share of their expert's load: `shares` [L, P], or the same for all copies."""
         flat = experts.reshape(len(experts), -1)
         if shares is None:
@@ -108,20 +108,20 @@ class Packing:
         highest = self.rank_load.max(1)
         return np.where(highest > 0, self.rank_load.mean(1) / np.where(highest > 0, highest, 1.0), 1.0)
 
-    def take(self, rows: Ints) -> Packing:
+    def take(self, rows: Ints) -> Assignment:
         """Those rows alone, copied."""
-        return Packing(self.load_LE[rows], self.experts[rows], self.parts[rows], self.rank_load[rows])
+        return Assignment(self.load_LE[rows], self.experts[rows], self.parts[rows], self.rank_load[rows])
 
-    def put(self, rows: Ints, part: Packing) -> None:
+    def put(self, rows: Ints, part: Assignment) -> None:
         """Writes rows back that were taken."""
         self.experts[rows], self.parts[rows], self.rank_load[rows] = part.experts, part.parts, part.rank_load
 
-    def reorder(self, slots: Ints) -> Packing:
+    def reorder(self, slots: Ints) -> Assignment:
         """With that in each slot which lies in the given one; `slots` [L, P] is numbered over all ranks."""
         shape = self.experts.shape
         experts = np.take_along_axis(self.experts.reshape(slots.shape), slots, 1).reshape(shape)
         parts = np.take_along_axis(self.parts.reshape(slots.shape), slots, 1).reshape(shape)
-        return Packing(self.load_LE, experts, parts, parts.sum(2))
+        return Assignment(self.load_LE, experts, parts, parts.sum(2))
 
     def swap(self, rows: Ints, a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> None:
         """Exchanges what lies in two slots, each given as (rank, slot within rank), one exchange for each of `rows`."""
@@ -172,25 +172,25 @@ class Packing:
         self.put(rows, part)
 
 
-def swap_pairs(packing: Packing, enough_L: Floats, rounds: int) -> None:
+def swap_pairs(assignment: Assignment, enough_L: Floats, rounds: int) -> None:
     """Pairs the fuller half of each row's ranks with the emptier half, other ones each round, and lets every pair
     exchange the two experts that bring it closest to even. Coarse and fast: all pairs at once. Rows whose fullest rank
     has no more than `enough_L` are left alone."""
-    half = packing.num_ranks // 2
+    half = assignment.num_ranks // 2
     for turn in range(rounds if half else 0):
-        live = np.nonzero(packing.rank_load.max(1) > enough_L)[0]
+        live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]
         if not len(live):
             break
         row = live[:, None]
-        order = np.argsort(-packing.rank_load[live], axis=1)
+        order = np.argsort(-assignment.rank_load[live], axis=1)
         full, empty = order[:, :half], np.roll(order[:, ::-1][:, :half], -turn, 1)
-        gap = (packing.rank_load[row, full] - packing.rank_load[row, empty])[:, :, None, None]
-        miss = np.abs(packing.parts[row, full][..., :, None] - packing.parts[row, empty][..., None, :] - gap / 2)
-        same = packing.experts[row, full][..., :, None] == packing.experts[row, empty][..., None, :]
+        gap = (assignment.rank_load[row, full] - assignment.rank_load[row, empty])[:, :, None, None]
+        miss = np.abs(assignment.parts[row, full][..., :, None] - assignment.parts[row, empty][..., None, :] - gap / 2)
+        same = assignment.experts[row, full][..., :, None] == assignment.experts[row, empty][..., None, :]
         miss[same.any(3)] = np.inf
         np.swapaxes(miss, 2, 3)[same.any(2)] = np.inf
         miss = miss.reshape(len(live), half, -1)
         best = miss.argmin(2)
         at, pair = np.nonzero(miss.min(2) < gap[..., 0, 0] / 2 * (1 - 1e-9))
-        give, take = np.divmod(best[at, pair], packing.per_rank)
-        packing.swap(live[at], (full[at, pair], give), (empty[at, pair], take))
+        give, take = np.divmod(best[at, pair], assignment.per_rank)
+        assignment.swap(live[at], (full[at, pair], give), (empty[at, pair], take))

@@ -7,7 +7,7 @@ import math
 import attrs
 import numpy as np
 
-from pdinfer.moe.balance.assignment import Packing
+from pdinfer.moe.balance.assignment import Assignment
 from pdinfer.moe.placement.placement import Bools, Floats, Ints, count_replicas, find_twins
 
 SWAP_MOVES, COPY_MOVES = 2, 1
@@ -38,11 +38,11 @@ class Homes:
         at_home: Bools = (self.node_LE[layer] == self.rank_node[rank]) | (self.weight == 0)
         return at_home
 
-    def away(self, packing: Packing) -> Floats:
+    def away(self, assignment: Assignment) -> Floats:
         """How much load is away from home, per layer: [L]."""
-        rows = np.arange(packing.num_layers)[:, None, None]
-        at_home = self.node_LE[rows, packing.experts] == self.rank_node[:, None]
-        away: Floats = np.where(at_home, 0.0, packing.parts).sum((1, 2))
+        rows = np.arange(assignment.num_layers)[:, None, None]
+        at_home = self.node_LE[rows, assignment.experts] == self.rank_node[:, None]
+        away: Floats = np.where(at_home, 0.0, assignment.parts).sum((1, 2))
         return away
 
 
@@ -60,7 +60,7 @@ class _Step:
 
 
 def relieve(
-    packing: Packing,
+    assignment: Assignment,
     *,
     enough_L: Floats,
     homes: Homes,
@@ -75,12 +75,12 @@ def relieve(
     one of its experts in the place of a copy that its siblings can do without (one move).
     """
     moves = 0
-    copying = np.full(packing.num_layers, may_copy)
-    live = np.nonzero(packing.rank_load.max(1) > enough_L)[0]
+    copying = np.full(assignment.num_layers, may_copy)
+    live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]
     for _ in range(max_rounds):
         if not len(live):
             break
-        part = packing.take(live)
+        part = assignment.take(live)
         step = _best_step(part, homes.take(live), copying[live])
         highest = part.rank_load.max(1)
         chosen = np.nonzero(step.score < highest * (1 - PROGRESS))[0]
@@ -91,16 +91,16 @@ def relieve(
         if not len(chosen):
             break
         swaps, copies = chosen[~step.copies[chosen]], chosen[step.copies[chosen]]
-        packing.swap(live[swaps], (step.hot[swaps], step.hot_slot[swaps]), (step.rank[swaps], step.slot[swaps]))
-        copied = _copy(packing, part, step, copies, live)
+        assignment.swap(live[swaps], (step.hot[swaps], step.hot_slot[swaps]), (step.rank[swaps], step.slot[swaps]))
+        copied = _copy(assignment, part, step, copies, live)
         copying[live[np.setdiff1d(copies, copied)]] = False
         moves += SWAP_MOVES * len(swaps) + COPY_MOVES * len(copied)
         live = live[np.sort(chosen)]
-        live = live[packing.rank_load[live].max(1) > enough_L[live]]
+        live = live[assignment.rank_load[live].max(1) > enough_L[live]]
     return moves
 
 
-def _best_step(part: Packing, homes: Homes, copying: Bools) -> _Step:
+def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
     """Every slot of each row's fullest rank against every slot of the others."""
     num_rows, per_rank = part.num_layers, part.per_rank
     rows = np.arange(num_rows)
@@ -133,7 +133,7 @@ def _best_step(part: Packing, homes: Homes, copying: Bools) -> _Step:
     return _Step(score=lowest, copies=copies, hot=hot, hot_slot=hot_slot, rank=rank, slot=slot)
 
 
-def _spared(part: Packing) -> Bools:
+def _spared(part: Assignment) -> Bools:
     """Slots whose load the other copies of the expert can take without filling a rank more than halfway from the mean
     to the fullest: [rows, ranks, slots] bool."""
     level = (part.rank_load.mean(1) + part.rank_load.max(1)) / 2
@@ -145,7 +145,7 @@ def _spared(part: Packing) -> Bools:
     return spared
 
 
-def _copy(packing: Packing, part: Packing, step: _Step, chosen: Ints, live: Ints) -> Ints:
+def _copy(assignment: Assignment, part: Assignment, step: _Step, chosen: Ints, live: Ints) -> Ints:
     """Makes those copies, and divides the load of both experts anew. Returns the rows in which that was better."""
     if not len(chosen):
         return chosen
@@ -169,20 +169,20 @@ def _copy(packing: Packing, part: Packing, step: _Step, chosen: Ints, live: Ints
         (part.rank_load.max(1) <= before.max(1) * (1 + PROGRESS))
         & ((part.rank_load**2).sum(1) < (before**2).sum(1) * (1 - PROGRESS))
     )[0]
-    packing.put(live[chosen[better]], part.take(better))
+    assignment.put(live[chosen[better]], part.take(better))
     kept: Ints = chosen[better]
     return kept
 
 
-def adopt_counts(packing: Packing, counts_LE: Ints, homes: Homes) -> Packing:
+def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assignment:
     """The same placement with as many copies of each expert as `counts_LE` says, evenly split, as far as that can be
     done by putting copies that are too few into slots of copies that are too many: each time the most loaded expert, on
     the emptiest rank that lacks it, at home where that matters."""
-    experts = packing.experts.copy()
+    experts = assignment.experts.copy()
     num_layers = len(experts)
     rows = np.arange(num_layers)
     flat = experts.reshape(num_layers, -1)
-    load_LE = packing.load_LE
+    load_LE = assignment.load_LE
     undone = np.ones(load_LE.shape, bool)
     while True:
         now = count_replicas(flat, load_LE.shape[1])
@@ -196,31 +196,31 @@ def adopt_counts(packing: Packing, counts_LE: Ints, homes: Homes) -> Packing:
         others = np.where(free, parts.sum(2, keepdims=True) - parts, math.inf).reshape(num_layers, -1)
         live = np.nonzero(wanted.max(1) >= 0)[0]
         if not len(live):
-            return Packing.of(load_LE, experts)
+            return Assignment.of(load_LE, experts)
         done = live[np.isfinite(others.min(1)[live])]
         flat[done, others.argmin(1)[done]] = expert[done]
         stuck = np.setdiff1d(live, done)
         undone[stuck, expert[stuck]] = False
 
 
-def part_twins(packing: Packing, homes: Homes, max_moves: int | None) -> int:
+def part_twins(assignment: Assignment, homes: Homes, max_moves: int | None) -> int:
     """Where an expert is twice on a rank, puts a copy of another one, which the rank lacks, in the place of the second:
     the one with most load per copy, of those at home there if there are any. Copies in such a layer then have even
     shares. Layers with the fewest twins come first, as long as the moves last. Returns the moves made.
     """
-    twins = find_twins(packing.experts)
+    twins = find_twins(assignment.experts)
     cost = twins.sum((1, 2))
     order = np.argsort(cost, kind="stable")
     order = order[cost[order] > 0]
     if max_moves is not None:
         order = order[cost[order].cumsum() <= max_moves]
     for layer in order:
-        experts, load = packing.experts[layer], packing.load_LE[layer]
+        experts, load = assignment.experts[layer], assignment.load_LE[layer]
         for rank, slot in np.argwhere(twins[layer]):
             counts = np.bincount(experts.ravel(), minlength=len(load))
             rating = np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts
             rating[experts[rank]] = -1.0
             experts[rank, slot] = rating.argmax()
     if len(order):
-        packing.put(order, Packing.of(packing.load_LE[order], packing.experts[order]))
+        assignment.put(order, Assignment.of(assignment.load_LE[order], assignment.experts[order]))
     return int(cost[order].sum())

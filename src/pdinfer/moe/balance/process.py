@@ -91,6 +91,11 @@ class SolverProcess(OfOneProcess):
         """That of the process, if there is one."""
         return None if self._process is None else self._process.pid
 
+    @property
+    def has_written(self) -> bool:
+        """Whether the whole request is in the pipe."""
+        return not self._unsent
+
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None:
         """Has a placement solved; `poll` brings the answer. Raises OSError when no process can be started."""
         body = msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves))

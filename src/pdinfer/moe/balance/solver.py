@@ -1,8 +1,8 @@
 """The placement of experts for a load: even over ranks, near the previous placement, and near their group's node.
 
-    pack      copies dealt heaviest first, pairs of ranks evened out      (packing)
-    relieve   the fullest rank of each layer, one exchange at a time      (refine)
-    spread    uneven shares for the copies of an expert                   (packing)
+    deal      copies go to ranks heaviest first, pairs of ranks even out    (assignment)
+    relieve   the fullest rank of each layer, one exchange at a time        (exchange)
+    spread    uneven shares for the copies of an expert                     (assignment)
 
 With a previous placement, relieving and spreading start from it; a layer is laid out anew only where that does not
 come near enough to the best known for it.
@@ -18,7 +18,7 @@ import numpy as np
 
 from pdinfer.checks import clip, float_in, int_in, is_int
 from pdinfer.errors import ConfigError
-from pdinfer.moe.balance.assignment import Packing, pack, replicate, swap_pairs
+from pdinfer.moe.balance.assignment import Assignment, deal, replicate, swap_pairs
 from pdinfer.moe.balance.deepseek import check_load, scaled
 from pdinfer.moe.balance.exchange import Homes, adopt_counts, part_twins, relieve
 from pdinfer.moe.placement.difference import count_arrivals, keep_slots
@@ -128,50 +128,50 @@ def _check_previous(previous: ExpertPlacement, load_LE: Floats, sizes: _Sizes) -
             raise ConfigError(f"the previous placement has {what}={got}, but {wanted} are asked for")
 
 
-def _lay_out(load_LE: Floats, sizes: _Sizes) -> Packing:
+def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:
     """The best known placement, whatever there was before."""
     (num_layers, num_experts), packs = load_LE.shape, sizes.packs
     rows, ranks = num_layers * packs, sizes.num_ranks // packs
     grouped = load_LE.reshape(num_layers, sizes.num_groups, -1)
     groups = np.tile(np.arange(sizes.num_groups), (num_layers, 1, 1))
     if packs > 1:
-        groups = pack(grouped.sum(2), np.ones_like(groups[:, 0]), packs)
+        groups = deal(grouped.sum(2), np.ones_like(groups[:, 0]), packs)
     size = grouped.shape[2]
     of_pack = (groups[..., None] * size + np.arange(size)).reshape(num_layers, packs, -1)
     pack_load = np.take_along_axis(load_LE[:, None], of_pack, 2).reshape(rows, -1)
     counts = replicate(pack_load, (num_experts + sizes.num_redundant) // packs, ranks)
-    packing = Packing.of(pack_load, pack(pack_load, counts, ranks))
+    assignment = Assignment.of(pack_load, deal(pack_load, counts, ranks))
     # No rank of a layer gets below the mean of its fullest node, so other nodes need not either.
-    floor = packing.rank_load.mean(1).reshape(num_layers, packs).max(1)
+    floor = assignment.rank_load.mean(1).reshape(num_layers, packs).max(1)
     enough = np.repeat(floor, packs) / EVEN
-    swap_pairs(packing, enough, PAIR_ROUNDS)
-    relieve(packing, enough_L=enough, homes=_no_homes(packing))
-    experts = np.take_along_axis(of_pack.reshape(rows, -1), packing.experts.reshape(rows, -1), 1)
-    whole = Packing.of(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
+    swap_pairs(assignment, enough, PAIR_ROUNDS)
+    relieve(assignment, enough_L=enough, homes=_no_homes(assignment))
+    experts = np.take_along_axis(of_pack.reshape(rows, -1), assignment.experts.reshape(rows, -1), 1)
+    whole = Assignment.of(load_LE, experts.reshape(num_layers, sizes.num_ranks, -1))
     if not math.isinf(sizes.cross_node_weight):
         floor = whole.rank_load.mean(1)
-    _refine(whole, floor / EVEN, sizes, max_moves=None, may_copy=False)
+    _even_out(whole, floor / EVEN, sizes, max_moves=None, may_copy=False)
     return whole
 
 
-def _refine(packing: Packing, enough_L: Floats, sizes: _Sizes, max_moves: int | None, may_copy: bool) -> int:
+def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves: int | None, may_copy: bool) -> int:
     """Spreads and relieves in turns, as long as moves are made. Returns the moves."""
-    homes = _homes(packing, sizes)
+    homes = _homes(assignment, sizes)
     total = 0
     for _ in range(CYCLES):
-        packing.spread(np.nonzero(packing.rank_load.max(1) > enough_L)[0], SWEEPS)
+        assignment.spread(np.nonzero(assignment.rank_load.max(1) > enough_L)[0], SWEEPS)
         left = None if max_moves is None else max_moves - total
-        moves = relieve(packing, enough_L=enough_L, homes=homes, may_copy=may_copy, max_moves=left)
+        moves = relieve(assignment, enough_L=enough_L, homes=homes, may_copy=may_copy, max_moves=left)
         total += moves
         if not moves:
             break
     return total
 
 
-def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
+def _follow(previous: ExpertPlacement, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
     """The previous placement, changed as little as comes near enough to the one laid out anew."""
     table = previous.physical_to_logical_map.reshape(anew.experts.shape)
-    start = Packing.of(anew.load_LE, table, previous.slot_shares)
+    start = Assignment.of(anew.load_LE, table, previous.slot_shares)
     moves = part_twins(start, _homes(start, sizes), max_moves)
     fit = np.nonzero(~find_twins(start.experts).any((1, 2)))[0]
     left = None if max_moves is None else max_moves - moves
@@ -179,12 +179,12 @@ def _follow(previous: ExpertPlacement, anew: Packing, sizes: _Sizes, max_moves: 
     return start
 
 
-def _improve(start: Packing, anew: Packing, sizes: _Sizes, max_moves: int | None) -> Packing:
+def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
     """Layers that come near enough to those laid out anew: by single steps, else by the replica counts of the new one,
     else by the new one itself."""
     enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
     kept = start.take(np.arange(start.num_layers))
-    _refine(kept, enough, sizes, max_moves, may_copy=True)
+    _even_out(kept, enough, sizes, max_moves, may_copy=True)
     arrivals = count_arrivals(start.experts, kept.experts).sum(1)
     for adopt in (True, False):
         gain = _score(kept, sizes) - _score(anew, sizes)
@@ -195,7 +195,7 @@ def _improve(start: Packing, anew: Packing, sizes: _Sizes, max_moves: int | None
         old, other = start.take(behind), anew.take(behind)
         if adopt:
             other = adopt_counts(old, other.counts(), _homes(old, sizes))
-            _refine(other, enough[behind], sizes, max_moves=None, may_copy=False)
+            _even_out(other, enough[behind], sizes, max_moves=None, may_copy=False)
         else:
             other = other.reorder(keep_slots(old.experts, other.experts, sizes.num_nodes))
         needed = count_arrivals(old.experts, other.experts).sum(1)
@@ -209,40 +209,42 @@ def _improve(start: Packing, anew: Packing, sizes: _Sizes, max_moves: int | None
     return kept
 
 
-def _score(packing: Packing, sizes: _Sizes) -> Floats:
+def _score(assignment: Assignment, sizes: _Sizes) -> Floats:
     """The load of the fullest rank and the price of load away from home, in loads of a mean rank: [L]; low is good."""
-    mean = packing.rank_load.mean(1)
-    homes = _homes(packing, sizes)
-    price = homes.price(homes.away(packing)) if homes.weight else np.zeros(packing.num_layers)
-    return 1 / packing.balancedness() + price / np.where(mean > 0, mean, 1.0)
+    mean = assignment.rank_load.mean(1)
+    homes = _homes(assignment, sizes)
+    price = homes.price(homes.away(assignment)) if homes.weight else np.zeros(assignment.num_layers)
+    return 1 / assignment.balancedness() + price / np.where(mean > 0, mean, 1.0)
 
 
-def _homes(packing: Packing, sizes: _Sizes) -> Homes:
+def _homes(assignment: Assignment, sizes: _Sizes) -> Homes:
     """The home of a group is the node with most of its slots."""
     node = np.arange(sizes.num_ranks) // (sizes.num_ranks // sizes.num_nodes)
-    group_size = packing.load_LE.shape[1] // sizes.num_groups
-    held = np.zeros((packing.num_layers, sizes.num_groups, sizes.num_nodes), np.int64)
-    layer = np.arange(packing.num_layers)[:, None, None]
-    np.add.at(held, (layer, packing.experts // group_size, node[:, None]), 1)
+    group_size = assignment.load_LE.shape[1] // sizes.num_groups
+    held = np.zeros((assignment.num_layers, sizes.num_groups, sizes.num_nodes), np.int64)
+    layer = np.arange(assignment.num_layers)[:, None, None]
+    np.add.at(held, (layer, assignment.experts // group_size, node[:, None]), 1)
     home = np.repeat(held.argmax(2), group_size, axis=1)
     return Homes(node_LE=home, rank_node=node, weight=float(sizes.cross_node_weight))
 
 
-def _no_homes(packing: Packing) -> Homes:
+def _no_homes(assignment: Assignment) -> Homes:
     return Homes(
-        node_LE=np.zeros(packing.load_LE.shape, np.int64), rank_node=np.zeros(packing.num_ranks, np.int64), weight=0.0
+        node_LE=np.zeros(assignment.load_LE.shape, np.int64),
+        rank_node=np.zeros(assignment.num_ranks, np.int64),
+        weight=0.0,
     )
 
 
-def _placement(packing: Packing) -> ExpertPlacement:
-    shape = (packing.num_layers, -1)
-    table, parts = packing.experts.reshape(shape), packing.parts.reshape(shape)
-    load, counts = (np.take_along_axis(of_expert, table, 1) for of_expert in (packing.load_LE, packing.counts()))
+def _placement(assignment: Assignment) -> ExpertPlacement:
+    shape = (assignment.num_layers, -1)
+    table, parts = assignment.experts.reshape(shape), assignment.parts.reshape(shape)
+    load, counts = (np.take_along_axis(of_expert, table, 1) for of_expert in (assignment.load_LE, assignment.counts()))
     even = 1.0 / counts
     shares = np.where(load > 0, parts / np.where(load > 0, load, 1.0), even)
     return ExpertPlacement(
         physical_to_logical_map=table,
-        num_logical_experts=packing.load_LE.shape[1],
-        num_ranks=packing.num_ranks,
+        num_logical_experts=assignment.load_LE.shape[1],
+        num_ranks=assignment.num_ranks,
         slot_shares=None if np.allclose(shares, even) else shares,
     )

@@ -7,5 +7,26 @@
     deep_ep_config.py   their tuned file
     choose.py           which of them a model gets
 
+Tested by tests/conformance/test_dispatch.py.
+
 May import: config, kernels, parallel, the ground.
 """
+
+from __future__ import annotations
+
+from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers.choose import check_dispatcher, choose_dispatcher
+from pdinfer.moe.dispatchers.deep_ep import ExpertSizes
+
+__all__ = [
+    "AllToAllDispatcher",
+    "Contiguous",
+    "Dispatched",
+    "ExpertSizes",
+    "LocalDispatcher",
+    "Masked",
+    "TokenDispatcher",
+    "check_dispatcher",
+    "choose_dispatcher",
+]

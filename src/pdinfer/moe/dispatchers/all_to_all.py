@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous
-from pdinfer.parallel.groups import Begun, Group
+from pdinfer.parallel import Begun, Group
 
 
 @attrs.frozen(kw_only=True)

@@ -11,7 +11,7 @@ from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DEFAULT_QP_DEPTH, DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
-from pdinfer.parallel.groups import Group
+from pdinfer.parallel import Group
 
 
 def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:

@@ -1,7 +1,22 @@
 """From one placement of experts to the next, while engines run.
 
     rebalancing.py   what all ranks agree on, and when
+    migration.py     one staged placement, until it runs or is dropped
     transfer.py      the weights on their way
+    solving.py       the conversation of all ranks with the solver
+    status.py        what ranks tell each other
+
+Tested by tests/e2e/test_rebalancing.py too.
 
 May import: config, moe.balance, moe.layer, moe.parallel, moe.placement, parallel, process, the ground.
 """
+
+from __future__ import annotations
+
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.migration.status import ExpertStatus
+
+__all__ = [
+    "ExpertStatus",
+    "Rebalancing",
+]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
-from pdinfer.moe.placement.difference import ExpertMove, plan_migration
-from pdinfer.moe.placement.placement import ExpertPlacement
+from pdinfer.moe.placement import ExpertMove, ExpertPlacement, plan_migration
 
 
 class ExpertTransfer:
@@ -33,7 +32,7 @@ class ExpertTransfer:
         self.placement = placement
         self._experts = experts
         self._layers = layers
-        self._parts = list(_cut(self._moves(), [layer.experts.slot_bytes for layer in layers], part_bytes))
+        self._parts = list(cut_into_parts(self._moves(), [layer.experts.slot_bytes for layer in layers], part_bytes))
         self._sends: list[tuple[int, Tensor]] = []
         self._receives: list[tuple[int, Tensor]] = []
         self._came: list[tuple[ExpertMove, Tensor]] = []
@@ -98,7 +97,7 @@ class ExpertTransfer:
         return self._experts.group.rank * self.placement.slots_per_rank
 
 
-def _cut(
+def cut_into_parts(
     moves: Sequence[ExpertMove], bytes_of_layer: Sequence[int], part_bytes: int | None
 ) -> Iterator[tuple[ExpertMove, ...]]:
     """Consecutive moves, as many as no rank has more than `part_bytes` to send or to receive."""

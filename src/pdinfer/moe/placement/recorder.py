@@ -17,7 +17,7 @@ MODES = ("window", "stat")
 
 class ExpertLoadRecorder:
     """Counts of one rank per layer and logical expert. `mode` "window" keeps the last `window` steps, "stat" all since
-    `reset`.
+    `reset`. `step_LE` is the open step, int64 [layers, experts] on the device, always at the same address.
 
     Nothing but `counts` waits for the device. `record` writes where it always writes, so it may be captured in a graph.
     A window takes 4 bytes per step, layer and expert on the device. Raises ConfigError for sizes below 1.
@@ -38,8 +38,8 @@ class ExpertLoadRecorder:
         if mode not in MODES:
             raise ConfigError(f"mode must be one of {', '.join(MODES)}, got {clip(mode)}")
         self.num_layers, self.num_experts, self.mode = num_layers, num_experts, mode
-        self._step_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
-        self._total_LE = torch.zeros_like(self._step_LE)
+        self.step_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self._total_LE = torch.zeros_like(self.step_LE)
         self._one = torch.ones(1, dtype=torch.int64, device=device)
         kept = window if mode == "window" else 0
         self._steps = torch.zeros(kept, num_layers, num_experts, dtype=torch.int32, device=device)
@@ -47,26 +47,26 @@ class ExpertLoadRecorder:
 
     def record(self, layer: int, ids_TK: Tensor) -> None:
         """Adds one for each choice to the open step: `ids_TK` int64, logical ids in 0..num_experts-1 (not checked)."""
-        self._step_LE[layer].scatter_add_(0, ids_TK.reshape(-1), self._one.expand(ids_TK.numel()))
+        self.step_LE[layer].scatter_add_(0, ids_TK.reshape(-1), self._one.expand(ids_TK.numel()))
 
     def add(self, counts: Any) -> None:
         """Adds [layers, experts] counts from elsewhere to the open step. Raises ConfigError for another shape."""
-        more = torch.as_tensor(counts, device=self._step_LE.device)
-        if more.shape != self._step_LE.shape or more.dtype.is_floating_point or more.dtype.is_complex:
+        more = torch.as_tensor(counts, device=self.step_LE.device)
+        if more.shape != self.step_LE.shape or more.dtype.is_floating_point or more.dtype.is_complex:
             raise ConfigError(
-                f"counts must be ints of shape {tuple(self._step_LE.shape)}, got {more.dtype} of {tuple(more.shape)}"
+                f"counts must be ints of shape {tuple(self.step_LE.shape)}, got {more.dtype} of {tuple(more.shape)}"
             )
-        self._step_LE += more
+        self.step_LE += more
 
     def end_step(self) -> None:
         """Closes the open step; in a window, the step that is too old goes."""
-        self._total_LE += self._step_LE
+        self._total_LE += self.step_LE
         if self.mode == "window":
             oldest_LE = self._steps[self._oldest]
             self._total_LE -= oldest_LE
-            oldest_LE.copy_(self._step_LE)
+            oldest_LE.copy_(self.step_LE)
             self._oldest = (self._oldest + 1) % len(self._steps)
-        self._step_LE.zero_()
+        self.step_LE.zero_()
 
     def device_counts(self) -> Tensor:
         """The closed steps of this rank: int64 [layers, experts] on the device, a copy that ranks may all-reduce."""
@@ -78,6 +78,6 @@ class ExpertLoadRecorder:
 
     def reset(self) -> None:
         """Forgets all steps, the open one too."""
-        for counts in (self._step_LE, self._total_LE, self._steps):
+        for counts in (self.step_LE, self._total_LE, self._steps):
             counts.zero_()
         self._oldest = 0

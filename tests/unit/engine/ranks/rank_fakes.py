@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from pdinfer.engine.ranks import messages as say
-from pdinfer.engine.ranks.lockstep import Agreement, Standing
+from pdinfer.engine.ranks.lockstep import Agreement, RankStatus
 from pdinfer.errors import TransferError
 from pdinfer.execution.drafting import Draft
 from pdinfer.kv.transports.base import Transfer
@@ -46,7 +46,9 @@ def handoff(room: bytes = b"r" * 16, status: HandoffStatus = LANDED, error: Exce
 
 def agreement(*heard: tuple[int, say.Message], num_rows: int = 0, num_passes: int = 0) -> Agreement:
     """One in which some rank has so many rows and passes."""
-    return Agreement((Standing(number=0), Standing(number=0, num_rows=num_rows, num_passes=num_passes)), tuple(heard))
+    return Agreement(
+        (RankStatus(number=0), RankStatus(number=0, num_rows=num_rows, num_passes=num_passes)), tuple(heard)
+    )
 
 
 @attrs.define(eq=False)

@@ -16,7 +16,8 @@ from pdinfer.engine.ranks import lockstep as lockstep_module
 from pdinfer.engine.ranks import messages as say
 from pdinfer.engine.ranks.lockstep import Agreement, Lockstep, compare, gather_bytes
 from pdinfer.errors import ConfigError, RankLost
-from pdinfer.moe.migration.rebalancing import ExpertStanding, Rebalancing
+from pdinfer.moe.migration.rebalancing import Rebalancing
+from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Groups
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
@@ -45,9 +46,9 @@ def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threa
         yield made, woken
 
 
-def meet(lockstep: Lockstep, **standing: int) -> Agreement:
+def meet(lockstep: Lockstep, **status: int) -> Agreement:
     """The next agreement, once this rank is due."""
-    while (agreement := lockstep.agree(**standing)) is None:  # type: ignore[arg-type]
+    while (agreement := lockstep.agree(**status)) is None:  # type: ignore[arg-type]
         time.sleep(min(0.01, lockstep.due_in_s()))
     return agreement
 
@@ -59,9 +60,9 @@ def test_all_learn_what_all_have() -> None:
             groups, lambda one: meet(made[one.world.rank], num_rows=one.world.rank, num_passes=2 * one.world.rank)
         )
     for agreement in agreements:
-        assert [standing.num_rows for standing in agreement.standings] == [0, 1, 2]
+        assert [status.num_rows for status in agreement.statuses] == [0, 1, 2]
         assert (agreement.runs, agreement.num_passes) == (True, 4)
-        assert {standing.number for standing in agreement.standings} == {1}
+        assert {status.number for status in agreement.statuses} == {1}
 
 
 def test_orders_reach_the_followers_and_reports_the_leader() -> None:
@@ -126,7 +127,7 @@ def test_who_is_idle_agrees_now_and_then(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_experts_that_move_and_news_of_them_wait_for_no_beat(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
-    rebalancing: Any = SimpleNamespace(has_news=False, standing=ExpertStanding, agreed=lambda *_, runs: False)
+    rebalancing: Any = SimpleNamespace(has_news=False, status=ExpertStatus, agreed=lambda *_, runs: False)
     lockstep = Lockstep(Groups.single(), rebalancing, lambda: None)
     try:
         lockstep.agree()
