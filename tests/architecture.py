@@ -63,7 +63,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("model",),
         ("mtp",),
         ("block",),
-        ("mla", "dsa"),
+        ("attention",),
+        ("mla",),
+        ("dsa", "step"),
         ("batch", "cache", "destinations"),
     ),
     "moe": (

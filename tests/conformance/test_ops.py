@@ -468,7 +468,7 @@ class Attention:
     @property
     def table(self) -> Tensor:
         rows = [Row([0], context - 1, pages) for context, pages in zip(self.contexts, self.owned, strict=True)]
-        return Batch.build(rows, page_size=self.page_size, device=CPU, absorbed=True).page_table_BM
+        return Batch.build(rows, page_size=self.page_size, device=CPU, decode=True).page_table_BM
 
     @property
     def of_prefill(self) -> tuple[Tensor, Tensor]:

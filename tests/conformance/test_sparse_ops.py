@@ -278,7 +278,7 @@ class Sparse:
             [Row([0], context - 1, mine) for context, mine in zip(self.contexts, owned, strict=True)],
             page_size=self.page_size,
             device=CPU,
-            absorbed=True,
+            decode=True,
         ).page_table_BM
         inputs = (*self.queries, pages, table, torch.tensor(self.sequences), self.selected)
         return op_of(provider, "mla_sparse", device)(*(x.to(device) for x in inputs), scale=SCALE).cpu()

@@ -68,7 +68,7 @@ def logits_of(model: Model, kv_format: str, chunks: tuple[int, ...]) -> Tensor:
     start, rows = 0, []
     for chunk in chunks:
         row = Row(tokens[start : start + chunk], start, pages)
-        batch = Batch.build([row], page_size=8, device=CPU, absorbed=chunk == 1)
+        batch = Batch.build([row], page_size=8, device=CPU, decode=chunk == 1)
         rows.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))))
         start += chunk
     return torch.cat(rows)
