@@ -59,6 +59,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
     "model": (
         ("load",),
+        ("load_plan",),
         ("unread",),
         ("model",),
         ("mtp",),

@@ -9,7 +9,8 @@
     step.py           what the layers of one step share
     batch.py          the index tensors of one step
     cache.py          the components of a cache layout, plain and packed
-    load.py           from a checkpoint to a model, tensor by tensor
+    load.py           from a checkpoint to a model: what was asked for, checked, and ranks that meet
+    load_plan.py      which tensors are read, and what they become
     destinations.py   where each tensor goes
     unread.py         tensors that no model reads: named, or refused
 
