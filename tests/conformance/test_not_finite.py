@@ -19,7 +19,7 @@ from torch import Tensor
 from pdinfer.kernels import row_formats, torch_ops
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
-from tests.conformance.test_ops import (
+from tests.conformance.op_suite import (
     CPU,
     draw,
     every_provider,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdinfer.kernels import reference, row_formats, torch_ops
 from pdinfer.model.batch import Batch, Row
-from tests.conformance.test_ops import (
+from tests.conformance.op_suite import (
     ATTENTION,
     CPU,
     SCALE,
