@@ -59,11 +59,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
     "model": (
         ("load",),
+        ("load_plan",),
         ("unread",),
         ("model",),
         ("mtp",),
         ("block",),
-        ("mla", "dsa"),
+        ("attention",),
+        ("mla",),
+        ("dsa", "step"),
         ("batch", "cache", "destinations"),
     ),
     "moe": (

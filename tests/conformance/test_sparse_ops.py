@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, torch_ops
-from pdinfer.kernels import row_formats as packing
+from pdinfer.kernels import reference, row_formats, torch_ops
 from pdinfer.model.batch import Batch, Row
-from tests.conformance.test_ops import (
+from tests.conformance.op_suite import (
     ATTENTION,
     CPU,
     SCALE,
@@ -70,7 +69,7 @@ def test_rows_are_stored(
 ) -> None:
     x = draw(rows, 132 if name == "store_latent" else 16).to(dtype)
     parts = x.split((128, 4), -1) if name == "store_latent" else (x,)
-    pack = packing.latent_rows if name == "store_latent" else packing.index_rows
+    pack = row_formats.latent_rows if name == "store_latent" else row_formats.index_rows
     kind = torch.uint8 if packed else dtype
     slots = torch.randperm(6 * page_size, generator=torch.Generator().manual_seed(rows))[:rows]
     written = pack(*parts, kind)
@@ -90,11 +89,11 @@ class PackedAttention(Attention):
         latent, _, _, _ = self.dims
         plain = super().pages.float()
         rows = plain.flatten(0, 1)
-        packed = packing.latent_rows(rows[:, :latent], rows[:, latent:], torch.uint8)
+        packed = row_formats.latent_rows(rows[:, :latent], rows[:, latent:], torch.uint8)
         return packed.view(*plain.shape[:2], -1)
 
     def unpacked(self) -> Tensor:
-        return packing.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
+        return row_formats.latents(self.pages, self.dims[0], torch.float32).to(self.dtype).double()
 
 
 @for_every_provider
@@ -156,10 +155,10 @@ class Choice:
         attention = Attention(self.dtype, 1, self.page_size, self.contexts, self.query_lens)
         kind = torch.uint8 if self.packed else self.dtype
         num_pages = sum(map(len, attention.owned)) + 1
-        nothing = packing.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
+        nothing = row_formats.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
         pages = nothing.expand(num_pages, self.page_size, -1).clone()
         for row, mine in enumerate(attention.owned):
-            rows = packing.index_rows(self.keys(row).to(self.dtype), kind)
+            rows = row_formats.index_rows(self.keys(row).to(self.dtype), kind)
             for page, part in zip(mine, rows.split(self.page_size), strict=True):
                 pages[page, : len(part)] = part
         q, weights = self.queries
@@ -268,7 +267,7 @@ class Sparse:
     def run(self, provider: str, device: str) -> Tensor:
         owned = Attention(self.dtype, 1, self.page_size, self.contexts, (1,) * len(self.contexts)).owned
         kind = torch.uint8 if self.packed else self.dtype
-        parts = [packing.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind) for rows in self.cached]
+        parts = [row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], kind) for rows in self.cached]
         nothing = 0xFF if self.packed else torch.nan
         pages = torch.full((sum(map(len, owned)) + 1, self.page_size, parts[0].shape[-1]), nothing, dtype=kind)
         for rows, mine in zip(parts, owned, strict=True):
@@ -278,7 +277,7 @@ class Sparse:
             [Row([0], context - 1, mine) for context, mine in zip(self.contexts, owned, strict=True)],
             page_size=self.page_size,
             device=CPU,
-            absorbed=True,
+            decode=True,
         ).page_table_BM
         inputs = (*self.queries, pages, table, torch.tensor(self.sequences), self.selected)
         return op_of(provider, "mla_sparse", device)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
@@ -291,8 +290,8 @@ class Sparse:
         for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
             rows = self.cached[row][self.selected[token, :count]]
             if self.packed:
-                packed = packing.latent_rows(rows[:, : self.latent], rows[:, self.latent :], torch.uint8)
-                rows = packing.latents(packed, self.latent, self.dtype)
+                packed = row_formats.latent_rows(rows[:, : self.latent], rows[:, self.latent :], torch.uint8)
+                rows = row_formats.latents(packed, self.latent, self.dtype)
             q = torch.cat((q_latent[token], q_rope[token]), -1).double()
             if count:
                 out[token] = (SCALE * q @ rows.double().T).softmax(-1) @ rows[:, : self.latent].double()

@@ -109,7 +109,7 @@ def prefill(folder: str, sizes: dict[str, int], prompts: Sequence[Sequence[int]]
         seen.append(model.head(runner._last_BD).tolist())
     rows = [Row([7], len(prompt), own) for prompt, own in zip(prompts, pages, strict=True)]
     for step in (rows, []):
-        batch = Batch.build(step, page_size=4, device=model.device, absorbed=True, cp=model.groups.cp)
+        batch = Batch.build(step, page_size=4, device=model.device, decode=True, cp=model.groups.cp)
         seen.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))).tolist())
     return {"logits": seen, "cache": memory.buffer.view(torch.float32).flatten().tolist()}
 

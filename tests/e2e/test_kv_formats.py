@@ -12,8 +12,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.config import CacheConfig
-from pdinfer.kernels import resolve_ops
-from pdinfer.kernels import row_formats as packing
+from pdinfer.kernels import resolve_ops, row_formats
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
@@ -34,12 +33,12 @@ def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = 
     plain = resolved.ops
 
     def store_latent(pages: Tensor, slots: Tensor, c: Tensor, k_rope: Tensor) -> None:
-        rounded = packing.latents(packing.latent_rows(c, k_rope, torch.uint8), RANK, c.dtype)
+        rounded = row_formats.latents(row_formats.latent_rows(c, k_rope, torch.uint8), RANK, c.dtype)
         plain.store_latent(pages, slots, *rounded.split((RANK, k_rope.shape[1]), -1))
 
     def store_index_keys(pages: Tensor, slots: Tensor, keys: Tensor) -> None:
         # the transform is its own inverse
-        rounded = packing.hadamard(packing.index_keys(packing.index_rows(keys, torch.uint8)))
+        rounded = row_formats.hadamard(row_formats.index_keys(row_formats.index_rows(keys, torch.uint8)))
         plain.store_index_keys(pages, slots, rounded.to(keys.dtype))
 
     if rounds:
@@ -68,7 +67,7 @@ def logits_of(model: Model, kv_format: str, chunks: tuple[int, ...]) -> Tensor:
     start, rows = 0, []
     for chunk in chunks:
         row = Row(tokens[start : start + chunk], start, pages)
-        batch = Batch.build([row], page_size=8, device=CPU, absorbed=chunk == 1)
+        batch = Batch.build([row], page_size=8, device=CPU, decode=chunk == 1)
         rows.append(model.head(model.norm(model.forward(batch, KVView.of(memory)))))
         start += chunk
     return torch.cat(rows)

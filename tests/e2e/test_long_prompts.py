@@ -27,7 +27,7 @@ def peak_of_a_chunk(model: pd.Model, context: int) -> int:
     pages = range(layout.num_pages(context))
     view = KVView.of(model.allocate_pages(layout, len(pages)))
     row = Row([1] * CHUNK, context - CHUNK, pages)
-    batch = Batch.build([row], page_size=16, device=CPU, absorbed=False)
+    batch = Batch.build([row], page_size=16, device=CPU, decode=False)
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         model.forward(batch, view)
     events = sorted(profile.function_events, key=lambda event: event.time_range.start)

@@ -37,7 +37,7 @@ def latents_of_the_model(model: pd.Model, prompt: tuple[int, ...]) -> Tensor:
     layout = model.kv_layout(pd.CacheConfig(page_size=len(prompt)))
     memory = model.allocate_pages(layout, 1)
     view = KVView.of(memory)
-    model.forward(Batch.build([Row(prompt, 0, [0])], page_size=len(prompt), device=model.device, absorbed=False), view)
+    model.forward(Batch.build([Row(prompt, 0, [0])], page_size=len(prompt), device=model.device, decode=False), view)
     return torch.stack([layer[0] for layer in view.latents.values()])
 
 

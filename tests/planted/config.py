@@ -140,8 +140,8 @@ MUTANTS = [
     ),
     Mutant(
         "tensors that are left over are not refused",
-        "src/pdinfer/model/load.py",
-        "        refuse_unread(stored, plan.places, config, mtp=mtp)\n",
+        "src/pdinfer/model/load_plan.py",
+        "        refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp)\n",
         "",
         "tests/unit/model/test_unread.py::test_an_added_tensor_is_refused_by_name",
     ),
@@ -210,8 +210,8 @@ MUTANTS = [
     ),
     Mutant(
         "a tied head that differs is taken",
-        "src/pdinfer/model/load.py",
-        "        check_tied(stored, config, model)\n",
+        "src/pdinfer/model/load_plan.py",
+        "        check_tied(self.stored, self.target.config, model)\n",
         "",
         "tests/unit/model/test_load.py",
     ),

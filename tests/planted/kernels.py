@@ -12,6 +12,10 @@ R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
 W = "src/pdinfer/kernels/weight_formats.py"
 OPS = "tests/conformance/test_ops.py"
+QUANTIZED = "tests/conformance/test_quantized_ops.py"
+ATTENTION = "tests/conformance/test_attention_ops.py"
+ROUTING = "tests/conformance/test_routing_ops.py"
+NATIVE_OPS = "tests/conformance/test_native_ops.py"
 BAD = "tests/conformance/test_not_finite.py"
 SPARSE = "tests/conformance/test_sparse_ops.py"
 
@@ -21,21 +25,21 @@ MUTANTS = [
         C,
         "sums[k * heads + h] * maxima[k * heads + h];",
         "sums[k * heads + h];",
-        f"{OPS}::test_long_contexts_are_decoded_in_parts",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode joins the values of parts without rescaling",
         C,
         "maxima[k * heads + h] = expf(maxima[k * heads + h] - top);",
         "maxima[k * heads + h] = 1;",
-        f"{OPS}::test_long_contexts_are_decoded_in_parts",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode loses the last token of a part",
         C,
         "first, MIN(first + part, lens[b]),",
         "first, MIN(first + part - 1, lens[b]),",
-        f"{OPS}::test_long_contexts_are_decoded_in_parts",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native combine_rows drops a choice when k > 7",
@@ -56,63 +60,63 @@ MUTANTS = [
         N,
         "if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits",
         "if not fits",
-        f"{OPS}::test_native_ops_leave_other_dtypes_to_torch",
+        f"{NATIVE_OPS}::test_native_ops_leave_other_dtypes_to_torch",
     ),
     Mutant(
         "native linear takes a weight of another dtype",
         N,
         "or not _are(x_TI.dtype, weight_OI) or not fits",
         "or not fits",
-        f"{OPS}::test_native_products_of_two_dtypes_are_refused_as_torch_does",
+        f"{NATIVE_OPS}::test_native_products_of_two_dtypes_are_refused_as_torch_does",
     ),
     Mutant(
         "native heads_out takes any dtype",
         N,
         "readable = packed and _are(torch.bfloat16, x_THC, weight_HVC)",
         "readable = packed",
-        f"{OPS}::test_native_ops_leave_other_dtypes_to_torch",
+        f"{NATIVE_OPS}::test_native_ops_leave_other_dtypes_to_torch",
     ),
     Mutant(
         "native rms_norm takes elements that lie apart",
         N,
         "if x_TD.stride(-1) != 1 or not _are",
         "if not _are",
-        f"{OPS}::test_native_ops_read_strided_rows",
+        f"{NATIVE_OPS}::test_native_ops_read_strided_rows",
     ),
     Mutant(
         "native route takes the highest of equal experts",
         C,
         "(best < 0 || choice[e] > choice[best])",
         "(best < 0 || choice[e] >= choice[best])",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "native route drops the first of equal groups",
         C,
         "worth[g] <= worth[least]",
         "worth[g] < worth[least]",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "native route computes scores in float32",
         C,
         "1 / (1 + exp(-(double)in[e]))",
         "1 / (1 + expf(-in[e]))",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "torch route computes scores in float32",
         R,
         "exact = logits_TE.double()",
         "exact = logits_TE",
-        f"{OPS}::test_equal_logits_are_equal_scores_wherever_they_stand",
+        f"{ROUTING}::test_equal_logits_are_equal_scores_wherever_they_stand",
     ),
     Mutant(
         "ties of a router fall as topk likes",
         R,
         "return values.sort(descending=True, stable=True).indices[:, :count]",
         "return values.topk(count, -1).indices",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "native route does not see a logit that is not finite",
@@ -231,14 +235,14 @@ MUTANTS = [
         C,
         "values, offset + first, scale,",
         "values, offset, scale,",
-        f"{OPS}::test_attention",
+        f"{ATTENTION}::test_attention",
     ),
     Mutant(
         "native prefill keeps what was weighed as it was when the maximum rises",
         C,
         "        *sum *= shrink;\n",
         "",
-        f"{OPS}::test_attention",
+        f"{ATTENTION}::test_attention",
     ),
     Mutant(
         "native router's product leaves out the last columns",
@@ -287,52 +291,52 @@ MUTANTS = [
         C,
         "(normalize ? sum + 1e-20f : 1.0f)",
         "(normalize ? sum : 1.0f)",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "route divides by a sum that may be 0",
         R,
         "(weights.sum(-1, keepdim=True) + 1e-20)",
         "weights.sum(-1, keepdim=True)",
-        f"{OPS}::test_ties_of_a_router_are_broken_alike",
+        f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
-        "native route weighs with the bias", C, "sum += scores[best];", "sum += choice[best];", f"{OPS}::test_route"
+        "native route weighs with the bias", C, "sum += scores[best];", "sum += choice[best];", f"{ROUTING}::test_route"
     ),
     Mutant(
         "native router values a group by its best alone",
         C,
         "worth[g] = bias && size > 1 ? first + second : first;",
         "worth[g] = first;",
-        f"{OPS}::test_route",
+        f"{ROUTING}::test_route",
     ),
     Mutant(
         "native softmax forgets that its maximum rose",
         C,
         "        *maximum = now;\n",
         "        *maximum = before;\n",
-        f"{OPS}::test_attention",
+        f"{ATTENTION}::test_attention",
     ),
     Mutant(
         "native prefill cuts a context inside a page",
         N,
         "step = 0, KEYS // page_size * page_size",
         "step = 0, KEYS",
-        f"{OPS}::test_native_prefill_expands_a_context_piece_by_piece",
+        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(
         "native prefill forgets where a piece starts",
         N,
         "context - num_queries - start,",
         "context - num_queries,",
-        f"{OPS}::test_native_prefill_expands_a_context_piece_by_piece",
+        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(
         "an FP8 matrix in blocks takes the scales of its first rows",
         T,
         "dequantize_fp8(weight.numbers[rows], scale_of_row[rows], floats_OI)",
         "dequantize_fp8(weight.numbers[rows], scale_of_row[: len(floats_OI)], floats_OI)",
-        f"{OPS}::test_rows_of_an_fp8_matrix_become_floats_block_by_block",
+        f"{QUANTIZED}::test_rows_of_an_fp8_matrix_become_floats_block_by_block",
     ),
     Mutant(
         "a stop token may come one token early",

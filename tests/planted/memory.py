@@ -91,7 +91,7 @@ MUTANTS = [
     # -- placements
     Mutant(
         "the second copy of an expert on a rank is never loaded",
-        "src/pdinfer/model/load.py",
+        "src/pdinfer/model/load_plan.py",
         "for place in where[info.name]:",
         "for place in where[info.name][:1]:",
         RANKS + "test_logits_are_those_of_one_rank",

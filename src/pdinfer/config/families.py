@@ -27,6 +27,12 @@ class TopkMethod(enum.Enum):
     NOAUX_TC = "noaux_tc"
 
 
+class AttentionKind(enum.Enum):
+    """Which attention the layers have; `model.attention` computes it."""
+
+    MLA = "mla"
+
+
 @attrs.frozen(kw_only=True)
 class Family:
     """What a `model_type` implies where its config.json is silent, and what it may say.
@@ -43,6 +49,7 @@ class Family:
     scoring_func: ScoringFunc
     topk_methods: tuple[TopkMethod, ...]
     norm_topk_prob: tuple[bool, ...]
+    attention: AttentionKind = AttentionKind.MLA
     defaults: Mapping[str, object] = MappingProxyType({})
     has_experts: bool = True
     indexer_rope_interleave: bool | None = None

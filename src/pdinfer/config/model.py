@@ -18,10 +18,9 @@ from typing import Any
 import attrs
 
 from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
-from pdinfer.config import hf as hf_config
 from pdinfer.config import rope
 from pdinfer.config.families import FAMILIES, Family, ScoringFunc, TopkMethod
-from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType
+from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, check_generation, eos_ids, read_fields
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath, check_folder, read_json
@@ -175,10 +174,10 @@ class ModelConfig:
             return config
         generation = read_json(generation_path, trusted_roots=roots)
         with _naming(generation_path):
-            hf_config.check_generation(generation)
+            check_generation(generation)
             if generation.get("eos_token_id") is None:
                 return config
-            return attrs.evolve(config, eos_token_ids=hf_config.eos_ids(generation["eos_token_id"]))
+            return attrs.evolve(config, eos_token_ids=eos_ids(generation["eos_token_id"]))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
@@ -186,7 +185,7 @@ class ModelConfig:
 
         Fields without effect on inference are ignored, and named in `config_fields`; others that are not known raise.
         """
-        values: dict[str, Any] = hf_config.read_fields(raw)
+        values: dict[str, Any] = read_fields(raw)
         if values["yarn"] is not None:
             values["yarn"] = YarnScaling(**values["yarn"])
         names = {field.name for field in attrs.fields(cls)}

@@ -132,8 +132,8 @@ class Drafter:
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
         mark(self._trace, "batch")
         self._num_passes += 1
-        batch = Batch.build(rows, page_size=self._page_size, device=self._device, absorbed=True, trace=self._trace)
-        return self._mtp(state_TD, batch, self._view)
+        batch = Batch.build(rows, page_size=self._page_size, device=self._device, decode=True)
+        return self._mtp(state_TD, batch, self._view, self._trace)
 
 
 def num_passes(drafts: Sequence[Draft]) -> int:

@@ -78,9 +78,9 @@ class ModelRunner:
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         mark(self._trace, "batch")
-        model, batch = self._model, self._batch(rows, absorbed=False)
+        model, batch = self._model, self._batch(rows, decode=False)
         hidden_TD = torch.empty(0)
-        for layer, layer_TD in model.stream_layers(batch, self._view):
+        for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
             hidden_TD = layer_TD
             yield layer, _event(model.device)
         mark(self._trace, "head")
@@ -88,7 +88,7 @@ class ModelRunner:
         self._last_BD = batch.last_of(state_TD)
         if model.mtp is not None:
             # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
-            model.mtp(state_TD, batch.shifted(), self._view)
+            model.mtp(state_TD, batch.shifted(), self._view, self._trace)
             yield model.mtp.layer, _event(model.device)
         model.experts.end_step()
 
@@ -111,7 +111,7 @@ class ModelRunner:
 
     def forward(self, rows: Sequence[Row]) -> None:
         """The part of `decode` that leaves something in the pages, where nothing is drafted."""
-        self._model.forward(self._batch(rows, absorbed=True), self._view)
+        self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
         self._model.experts.end_step()
 
     def decode(
@@ -129,8 +129,8 @@ class ModelRunner:
             draws = [
                 after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
             ]
-        batch = self._batch(rows, absorbed=True)
-        hidden_TD = model.forward(batch, self._view)
+        batch = self._batch(rows, decode=True)
+        hidden_TD = model.forward(batch, self._view, self._trace)
         mark(self._trace, "head")
         model.experts.end_step()
         state_TD = model.norm(hidden_TD)
@@ -146,14 +146,13 @@ class ModelRunner:
             first += len(more) + 1
         return kept
 
-    def _batch(self, rows: Sequence[Row], *, absorbed: bool) -> Batch:
+    def _batch(self, rows: Sequence[Row], *, decode: bool) -> Batch:
         return Batch.build(
             rows,
             page_size=self._page_size,
             device=self._model.device,
-            absorbed=absorbed,
+            decode=decode,
             cp=self._model.groups.cp,
-            trace=self._trace,
         )
 
 

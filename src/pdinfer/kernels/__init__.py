@@ -8,6 +8,9 @@
     weight_formats.py   how a matrix of weights is held in memory
     row_formats.py      what a row of a cache page holds
 
+Tested by tests/conformance/test_ops.py. Beside it stand the suites of quantized weights, attention, sparse attention,
+routing, and values that are not finite.
+
 May import: process, the ground.
 """
 

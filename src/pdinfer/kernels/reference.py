@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats as packing
+from pdinfer.kernels import row_formats
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FP8_MAX,
@@ -151,11 +151,11 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    _store(pages_PGW, slots_T, packing.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
+    _store(pages_PGW, slots_T, row_formats.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype))
 
 
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-    _store(pages_PGY, slots_T, packing.index_rows(keys_TY, pages_PGY.dtype))
+    _store(pages_PGY, slots_T, row_formats.index_rows(keys_TY, pages_PGY.dtype))
 
 
 def _store(pages_PGW: Tensor, slots_T: Tensor, rows_TW: Tensor) -> None:
@@ -174,12 +174,12 @@ def index_topk(
     *,
     top_k: int,
 ) -> Tensor:
-    q_TXY = packing.index_queries(_exact(q_TXY), pages_PGY.dtype)
+    q_TXY = row_formats.index_queries(_exact(q_TXY), pages_PGY.dtype)
     q_TXY = q_TXY + not_finite(q_TXY)
     selected = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
     token = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        keys = _exact(packing.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
+        keys = _exact(row_formats.index_keys(pages_PGY[page_table_BM[row]].flatten(0, 1)[:context]))
         keys = keys + not_finite(keys)
         for visible in range(context - num_queries + 1, context + 1):
             scores = weights_TX[token].to(q_TXY.dtype) @ (q_TXY[token] @ keys[:visible].T).relu()
@@ -266,7 +266,7 @@ def mla_sparse(
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
     """(c, k_rope) of cached rows."""
-    return _exact(packing.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
+    return _exact(row_formats.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 
 def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference
-from pdinfer.kernels import row_formats as packing
+from pdinfer.kernels import reference, row_formats
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
@@ -98,12 +97,12 @@ def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool =
 
 
 def store_latent(pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-    rows_TW = packing.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
+    rows_TW = row_formats.latent_rows(c_TC, k_rope_TR, pages_PGW.dtype)
     pages_PGW.view(-1, pages_PGW.shape[-1]).index_copy_(0, slots_T, rows_TW)
 
 
 def store_index_keys(pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-    rows_TY = packing.index_rows(keys_TY, pages_PGY.dtype)
+    rows_TY = row_formats.index_rows(keys_TY, pages_PGY.dtype)
     pages_PGY.view(-1, pages_PGY.shape[-1]).index_copy_(0, slots_T, rows_TY)
 
 
@@ -134,7 +133,7 @@ def mla_prefill(
     def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
         """(k_HQS, v_HSV) of the first `context` slots of these pages."""
         cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
-        cached = packing.latents(cached, latent_rank, q_THQ.dtype)
+        cached = row_formats.latents(cached, latent_rank, q_THQ.dtype)
         kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
         k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
         return torch.cat((kv[..., :nope], k_rope), -1).permute(1, 2, 0), kv[..., nope:].transpose(0, 1)
@@ -222,7 +221,7 @@ def mla_decode(
     *,
     scale: float,
 ) -> Tensor:
-    cached_BSW = packing.latents(pages_PGW[page_table_BM].flatten(1, 2), q_latent_BHC.shape[-1], q_latent_BHC.dtype)
+    cached_BSW = row_formats.latents(pages_PGW[page_table_BM].flatten(1, 2), q_latent_BHC.shape[-1], q_latent_BHC.dtype)
     beyond_BS = torch.arange(cached_BSW.shape[1], device=cached_BSW.device) >= context_lens_B[:, None]
     return _absorbed(q_latent_BHC, q_rope_BHR, cached_BSW, beyond_BS, scale)
 
@@ -249,7 +248,7 @@ def mla_sparse(
         pages_TS = page_table_BM[sequence_T[part, None], positions_TS // page_size]
         slots_TS = pages_TS * page_size + positions_TS % page_size
         cached_TSW = rows_NW.index_select(0, slots_TS.flatten()).view(*slots_TS.shape, -1)
-        cached_TSW = packing.latents(cached_TSW, latent_rank, out.dtype)
+        cached_TSW = row_formats.latents(cached_TSW, latent_rank, out.dtype)
         out[part] = _absorbed(q_latent_THC[part], q_rope_THR[part], cached_TSW, none_TS, scale)
     return out
 
@@ -278,7 +277,7 @@ def index_topk(
     *,
     top_k: int,
 ) -> Tensor:
-    q_TXY = packing.index_queries(q_TXY.float(), pages_PGY.dtype)
+    q_TXY = row_formats.index_queries(q_TXY.float(), pages_PGY.dtype)
     q_TXY = q_TXY + reference.not_finite(q_TXY)
     page_size, num_heads = pages_PGY.shape[1], q_TXY.shape[1]
     selected_TS = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
@@ -307,7 +306,7 @@ def index_topk(
 
 def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
     """Scores of every token for every row, float32 [T, S]."""
-    keys_SY = packing.index_keys(rows_SY).float()
+    keys_SY = row_formats.index_keys(rows_SY).float()
     keys_SY = keys_SY + reference.not_finite(keys_SY)
     dots_TXS = (q_TXY.flatten(0, 1) @ keys_SY.T).view(*q_TXY.shape[:2], -1)
     return torch.bmm(weights_TX[:, None], dots_TXS.relu_())[:, 0]

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.parallel.slices import context_parallel_slices
-from pdinfer.trace import Trace
 
 
 @attrs.frozen
@@ -54,9 +53,8 @@ class Batch:
     `sequence_T` is each token's row of the page table; `slots_A` is where this step's latents are written (page *
     page_size + offset): those of the T tokens, and with `cp` of the other ranks' tokens, in rank order; `page_table_BM`
     is padded with pages of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are
-    also on the host, so that no kernel has to sync. `absorbed` picks the attention form (see `mla`); there every token
-    is a sequence of its own, T = B, which shares its pages with those before it. `next_tokens` are those behind each
-    sequence of a prefill. `trace` is told which part of the model runs.
+    also on the host, so that no kernel has to sync. In a step of `decode` every token is a sequence of its own, T = B,
+    which shares its pages with those before it. `next_tokens` are those behind each sequence of a prefill.
 
     `cp` are the ranks that run pieces of the same prompts, each `cp_counts` tokens. Every prompt's last piece is of its
     rank 0, where `row_ends` tells which sequences end a prompt.
@@ -70,12 +68,11 @@ class Batch:
     context_lens_B: Tensor
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
-    absorbed: bool
+    decode: bool
     next_tokens: tuple[int | None, ...]
     cp: Group
     cp_counts: tuple[int, ...]
     row_ends: Sequence[int]
-    trace: Trace | None = None
 
     @classmethod
     def build(
@@ -84,12 +81,11 @@ class Batch:
         *,
         page_size: int,
         device: torch.device,
-        absorbed: bool,
+        decode: bool,
         cp: Group = ALONE,
-        trace: Trace | None = None,
     ) -> Batch:
         """A batch of `rows`, cut over `cp` in a prefill; none is an empty batch, which every layer accepts."""
-        if absorbed:
+        if decode:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
             cp = ALONE
         row_ends: Sequence[int] = range(len(rows))
@@ -128,12 +124,11 @@ class Batch:
             context_lens_B=context_lens_B,
             query_lens=tuple(len(row.tokens) for row in rows),
             context_lens=context_lens,
-            absorbed=absorbed,
-            next_tokens=() if absorbed else tuple(row.next_token for row in rows),
+            decode=decode,
+            next_tokens=() if decode else tuple(row.next_token for row in rows),
             cp=cp,
             cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
             row_ends=row_ends,
-            trace=trace,
         )
 
     def shifted(self) -> Batch:

@@ -14,8 +14,10 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
+from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, WeightSource
 from pdinfer.model.batch import Batch
+from pdinfer.model.cache import FP8, packed_component, plain_component
 
 INDEX_NORM_EPS = 1e-6
 """Of the norm of index keys, whatever `rms_norm_eps` is."""
@@ -58,6 +60,22 @@ class Indexer:
             k_norm_bias_Y=source.take(f"{name}.k_norm.bias", width, dtype=exact),
             head_weights_XD=source.take(f"{name}.weights_proj.weight", heads, hidden, dtype=exact),
         )
+
+    @staticmethod
+    def cache_component(config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...]) -> KVComponent:
+        """Return what a token leaves in the cache of `layers`, each of which has an indexer."""
+        width = config.index_head_dim or 0
+        pairs = "interleaved" if config.indexer_rope_interleave else "half"
+        turned = f"rope-{pairs}-first-{config.qk_rope_head_dim}"
+        if kv_format != FP8:
+            return plain_component(name, f"dsa.{kv_format}.{width}.{turned}", kv_format, width, layers)
+        if width & (width - 1):
+            raise ConfigError(
+                f'kv_format "fp8" turns index keys with a Hadamard transform, whose width is a power of two, and '
+                f'index_head_dim is {width}; leave kv_format "auto"'
+            )
+        form = f"dsa.e4m3.{width}.{turned}.hadamard.float32-scale-pow2"
+        return packed_component(name, form, width + 4, layers)
 
     def __call__(
         self, x_TD: Tensor, query_TL: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGY: Tensor

@@ -8,7 +8,7 @@ one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import attrs
@@ -16,21 +16,28 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
+from pdinfer.errors import ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard
+from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, RMSNorm, WeightSource, row_parallel
 from pdinfer.model.batch import Batch
+from pdinfer.model.cache import FP8, packed_component, plain_component
+from pdinfer.model.dsa import Indexer
+from pdinfer.model.step import Step
 from pdinfer.parallel.groups import ALONE, Group
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's modelling code builds the two latent norms with the class default, not with `rms_norm_eps`."""
+FP8_GROUP = 128
+"""Elements of a latent that share a scale in a cache of "fp8"."""
 
 
 @attrs.frozen(kw_only=True)
 class MLA:
     """The weights of one attention layer, of `num_heads` heads on this rank. `q_a` and `q_a_norm` are None in models
     without a query latent; `kv_b_OC` is of floats whatever it is stored as, because absorbed attention takes it apart
-    by heads."""
+    by heads. `indexer` is None where every token is read, and in layers that share the choice of one before them."""
 
     config: ModelConfig
     num_heads: int
@@ -43,10 +50,13 @@ class MLA:
     kv_b_OC: Tensor
     round_latent: Callable[[Tensor], Tensor]
     o: Callable[[Tensor], Tensor]
+    indexer: Indexer | None
 
     @classmethod
-    def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
-        """The heads are divided over `tp`; what has no head axis is whole on each of its ranks."""
+    def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
+        """Ask `source` for the tensors of `layer`. The heads are divided over `tp`; what has no head axis is whole on
+        each of its ranks."""
+        name = f"model.layers.{layer}.self_attn"
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
         shard = Shard(tp.rank, tp.size)
         q_size = heads * config.qk_head_dim
@@ -71,25 +81,38 @@ class MLA:
             kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank, shard=shard),
             round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
             o=row_parallel(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops, tp),
+            indexer=Indexer.build(source, f"{name}.indexer", config, ops) if config.has_indexer(layer) else None,
         )
 
-    def __call__(
-        self,
-        x_TD: Tensor,
-        query_TL: Tensor,
-        batch: Batch,
-        angles: tuple[Tensor, Tensor],
-        pages_PGW: Tensor,
-        selected_TS: Tensor | None = None,
-    ) -> Tensor:
-        """Stores this step's latents in `pages_PGW` and attends: [T, D] -> [T, D], a sum over all heads of all ranks.
+    @classmethod
+    def cache_components(
+        cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
+    ) -> tuple[KVComponent, ...]:
+        """Return the latents of `layers`, and the index keys of those among them that have an indexer.
 
-        `query_TL` is `query_latent(x_TD)`. With `selected_TS` (positions as `kernels.ops.IndexTopK` returns them) each
-        token reads those of its sequence alone."""
+        `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names. Raises ConfigError for sizes
+        that "fp8" cannot pack.
+        """
+        latent = _latent_component(config, kv_format, f"{prefix}latent", tuple(layers))
+        indexed = tuple(layer for layer in layers if config.has_indexer(layer))
+        if not indexed:
+            return (latent,)
+        return latent, Indexer.cache_component(config, kv_format, f"{prefix}index_k", indexed)
+
+    def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
+        """Store this step's latents of `layer` and attend: [T, D] -> [T, D], a sum over all heads of all ranks.
+
+        An indexer first chooses `step.selected_TS`. Where something is chosen, a token reads those positions of its
+        sequence alone.
+        """
+        batch, angles, pages_PGW = step.batch, step.angles, step.view.latents[layer]
+        query_TL = self.query_latent(x_TD)
+        if self.indexer is not None:
+            step.selected_TS = self.indexer(x_TD, query_TL, batch, angles, step.view.index_keys[layer])
         self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
         q_nope_THN, q_rope_THR = self.query(query_TL, angles)
-        if batch.absorbed or selected_TS is not None:
-            out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, selected_TS)
+        if batch.decode or step.selected_TS is not None:
+            out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, step.selected_TS)
         else:
             out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
         return self.o(out_THV.flatten(1))
@@ -108,6 +131,20 @@ class MLA:
         q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.config.qk_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
+
+
+def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tuple[int, ...]) -> KVComponent:
+    rank, rope = config.kv_lora_rank, config.qk_rope_head_dim
+    if kv_format != FP8:
+        form = f"mla.{kv_format}.{rank}+{rope}.rope-interleaved"
+        return plain_component(name, form, kv_format, rank + rope, layers)
+    if rank % FP8_GROUP:
+        raise ConfigError(
+            f'kv_format "fp8" has a scale for every {FP8_GROUP} elements of a latent and cannot hold kv_lora_rank = '
+            f'{rank}; leave kv_format "auto"'
+        )
+    form = f"mla.e4m3.{rank}+{rope}.float32-scale-pow2-per-{FP8_GROUP}.rope-bfloat16-interleaved"
+    return packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers)
 
 
 def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:

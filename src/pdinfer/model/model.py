@@ -17,16 +17,18 @@ from pdinfer.kernels.resolve import ResolvedOps
 from pdinfer.kv.layout import MTP_PREFIX, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
+from pdinfer.model.attention import attention_of
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.block import Block
-from pdinfer.model.cache import FP8, cache_components
+from pdinfer.model.cache import FP8
 from pdinfer.model.mtp import MTP, Tied
+from pdinfer.model.step import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
-from pdinfer.trace import mark
+from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64
 """With neither `num_pages` nor `mem_fraction_static`, a pool holds this many sequences of full length, if they fit."""
@@ -109,20 +111,20 @@ class Model:
         blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)
         return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
-    def stream_layers(self, batch: Batch, view: KVView) -> Iterator[tuple[int, Tensor]]:
-        """Runs the blocks one by one, yielding (layer, hidden [T, D]) once that layer's cache is written."""
-        mark(batch.trace, "embed", num_tokens=len(batch.tokens_T))
+    def stream_layers(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Run the blocks one by one, and yield (layer, hidden [T, D]) once that layer's cache is written. `trace` is
+        told which part of the model runs."""
+        mark(trace, "embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
-        angles = self.rotary(batch.positions_T)
-        selected_TS = None
+        step = Step(batch, view, self.rotary(batch.positions_T), trace)
         for layer, block in enumerate(self.blocks):
-            hidden_TD, selected_TS = block(hidden_TD, batch, angles, view, selected_TS)
+            hidden_TD = block(hidden_TD, step)
             yield layer, hidden_TD
 
-    def forward(self, batch: Batch, view: KVView) -> Tensor:
-        """All blocks: the last hidden state [T, D], before the final norm."""
+    def forward(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Tensor:
+        """Run all blocks: the last hidden state [T, D], before the final norm."""
         hidden_TD = self.embed_VD.new_empty(0, self.config.hidden_size)
-        for _, layer_TD in self.stream_layers(batch, view):
+        for _, layer_TD in self.stream_layers(batch, view, trace):
             hidden_TD = layer_TD
         return hidden_TD
 
@@ -169,7 +171,7 @@ class Model:
         layout = self.kv_layout(CacheConfig(page_size=min(len(tokens), 256)))
         memory = self.allocate_pages(layout, layout.num_pages(len(tokens)))
         row = Row(tokens, 0, range(memory.num_pages), next_token)
-        batch = Batch.build([row], page_size=layout.page_size, device=self.device, absorbed=False, cp=self.groups.cp)
+        batch = Batch.build([row], page_size=layout.page_size, device=self.device, decode=False, cp=self.groups.cp)
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
@@ -231,9 +233,10 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *,
             'dtype, or leave kv_format "auto"'
         )
     layers = config.num_hidden_layers
-    components = cache_components(config, kv_format, range(layers))
+    components_of = attention_of(config).cache_components
+    components = components_of(config, kv_format, range(layers))
     if mtp:
-        components += cache_components(config, kv_format, (layers,), prefix=MTP_PREFIX)
+        components += components_of(config, kv_format, (layers,), prefix=MTP_PREFIX)
     return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
 
 

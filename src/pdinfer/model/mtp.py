@@ -24,9 +24,10 @@ from pdinfer.kv.view import KVView
 from pdinfer.layers import Linear, RMSNorm, Rotary, WeightSource
 from pdinfer.model.batch import Batch
 from pdinfer.model.block import Block
+from pdinfer.model.step import Step
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
-from pdinfer.trace import mark
+from pdinfer.trace import Trace, mark
 
 
 @attrs.frozen
@@ -79,15 +80,14 @@ class MTP:
             ops=ops,
         )
 
-    def __call__(self, state_TD: Tensor, batch: Batch, view: KVView) -> Tensor:
+    def __call__(self, state_TD: Tensor, batch: Batch, view: KVView, trace: Trace | None = None) -> Tensor:
         """Y [T, D] of the batch's positions from their states; `batch.tokens_T` holds the token *behind* each position.
         Writes the layer's cache."""
-        mark(batch.trace, "embed", num_tokens=len(batch.tokens_T))
+        mark(trace, "embed", num_tokens=len(batch.tokens_T))
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
-        angles = self.tied.rotary(batch.positions_T)
-        hidden_TD, _ = self.block(hidden_TD, batch, angles, view, None)
-        return self.norm(hidden_TD)
+        step = Step(batch, view, self.tied.rotary(batch.positions_T), trace)
+        return self.norm(self.block(hidden_TD, step))
 
     def logits(self, y_TD: Tensor) -> Tensor:
         """float32 [T, vocab]: row i is for the token two behind position i."""

@@ -28,36 +28,12 @@ from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.process.memory import main_memory_bytes
 from pdinfer.testing import tiny_config_dict
+from tests.unit.config.small_configs import BASE, YARN
 
-CONFIG: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 96,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
-YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+IMPLIED = ("architectures", "attention_bias", "hidden_act", "moe_layer_freq", "num_nextn_predict_layers")
+IMPLIED += ("rope_scaling", "scoring_func", "tie_word_embeddings", "topk_method", "torch_dtype")
+CONFIG = {name: value for name, value in BASE.items() if name not in IMPLIED}
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 # (id, fields changed, what the message must contain beside the field's name and value)

@@ -19,7 +19,7 @@ from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Int8Static, Shard, dequantize, tensors_of
 from pdinfer.layers import Linear
 from pdinfer.model.destinations import OPS_OF_SCHEME, Destinations
-from pdinfer.model.load import _read_all
+from pdinfer.model.load_plan import read_all
 from pdinfer.parallel.groups import ALONE, InTouch
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.rounding import error_of_products, gamma
@@ -68,7 +68,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
         weights = StoredWeights.survey(files)
         source = Destinations(CPU, torch.float32, weights, frozenset(OPS_OF_SCHEME) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
-        _read_all(weights, [files.tensors[f"{NAME}.weight"]], source.places, None, InTouch(ALONE, CPU))
+        read_all(weights, source, None, InTouch(ALONE, CPU))
     return linear
 
 

@@ -23,98 +23,8 @@ from pdinfer.config import (
     YarnScaling,
 )
 from pdinfer.errors import ConfigError
-
-BASE: dict[str, Any] = {
-    "model_type": "deepseek_v3",
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_shared_experts": 1,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "routed_scaling_factor": 2.5,
-    "kv_lora_rank": 64,
-    "q_lora_rank": 96,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 24,
-    "n_group": 4,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-    "num_nextn_predict_layers": 1,
-}
-V2 = BASE | {
-    "model_type": "deepseek_v2",
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "scoring_func": "softmax",
-    "topk_method": "group_limited_greedy",
-    "norm_topk_prob": False,
-}
-V2_LITE = V2 | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None}
-YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 0.707,
-    "mscale_all_dim": 0.707,
-}
-KIMI_YARN = YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-FAMILIES = {
-    "v3": BASE,
-    "v3-no-q-lora": BASE | {"q_lora_rank": None},
-    "v3-yarn": BASE | {"rope_scaling": YARN},
-    "v3-all-dense": BASE | {"first_k_dense_replace": 4},
-    "v2": V2,
-    "v2-lite": V2_LITE | {"n_shared_experts": 2},
-    "v2-tied": V2 | {"tie_word_embeddings": True},
-}
-
-
-SPARSE = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 16}
-GLM_TYPE = {"model_type": "glm_moe_dsa", "architectures": ["GlmMoeDsaForCausalLM"], "n_group": 1, "topk_group": 1}
-GLM_LITE = BASE | GLM_TYPE | {"model_type": "glm4_moe_lite", "architectures": ["Glm4MoeLiteForCausalLM"]}
-EXPERTS = ("moe_intermediate_size", "first_k_dense_replace", "n_routed_experts", "n_shared_experts", "n_group")
-EXPERTS += ("num_experts_per_tok", "topk_group", "topk_method", "scoring_func", "norm_topk_prob")
-EXPERTS += ("routed_scaling_factor", "num_nextn_predict_layers")
-YOUTU = {name: value for name, value in BASE.items() if name not in EXPERTS} | {
-    "model_type": "youtu",
-    "architectures": ["YoutuForCausalLM"],
-    "tie_word_embeddings": True,
-}
-FAMILIES |= {
-    "v3.2": BASE | SPARSE | {"model_type": "deepseek_v32", "architectures": ["DeepseekV32ForCausalLM"]},
-    "glm": BASE | SPARSE | GLM_TYPE | {"rms_norm_eps": 1e-5},
-    "glm-5.2": BASE | SPARSE | GLM_TYPE | {"indexer_types": ["full", "shared", "shared", "full"]},
-    "glm-schedule": BASE
-    | SPARSE
-    | GLM_TYPE
-    | {"num_hidden_layers": 9, "index_topk_freq": 4, "index_skip_topk_offset": 3},
-    "glm-lite": GLM_LITE,
-    "youtu": YOUTU,
-    "youtu-no-q-lora": YOUTU | {"q_lora_rank": None, "tie_word_embeddings": False},
-    "axk1": BASE | {"model_type": "axk1", "architectures": ["AXK1ForCausalLM"]},
-}
+from tests.unit.config.published_configs import GLM_5, KIMI_K2, V3, V32
+from tests.unit.config.small_configs import BASE, FAMILIES, KIMI_YARN, YARN
 
 
 def _kind(raw: dict[str, Any]) -> Any:
@@ -209,38 +119,11 @@ def test_rope_and_scale_are_those_of_transformers(changes: dict[str, Any]) -> No
 
 def test_known_models() -> None:
     """Sizes as published: V3 has 671B parameters, V2-Lite 15.7B; m of YaRN with factor 40 is 1.3689."""
-    v3 = ModelConfig.from_dict(
-        BASE
-        | {"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
-        | {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256}
-        | {"num_experts_per_tok": 8, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64}
-        | {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
-        | {"max_position_embeddings": 163840, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-    )
+    v3 = ModelConfig.from_dict(V3)
     assert v3.num_parameters == 671_026_419_200
     assert v3.softmax_scale * math.sqrt(192) == pytest.approx(1.3689**2, rel=1e-4)
     assert v3.rope_attention_factor == 1.0
     assert (v3.is_moe_layer(2), v3.is_moe_layer(3), v3.is_moe_layer(61)) == (False, True, True)
-
-
-LARGE: dict[str, Any] = BASE | {"hidden_size": 7168, "vocab_size": 129280, "num_hidden_layers": 61, "kv_lora_rank": 512}
-LARGE |= {"intermediate_size": 18432, "moe_intermediate_size": 2048, "num_attention_heads": 128, "q_lora_rank": 1536}
-LARGE |= {"num_key_value_heads": 128, "n_routed_experts": 256, "num_experts_per_tok": 8, "qk_rope_head_dim": 64}
-LARGE |= {"qk_nope_head_dim": 128, "v_head_dim": 128, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3}
-LARGE |= {"max_position_embeddings": 163840}
-V32 = LARGE | {"model_type": "deepseek_v32", "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
-V32 |= {"architectures": ["DeepseekV32ForCausalLM"]}
-V32 |= {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
-KIMI = LARGE | {"model_type": "kimi_k2", "vocab_size": 163840, "num_attention_heads": 64, "num_key_value_heads": 64}
-KIMI |= {"n_routed_experts": 384, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "rope_theta": 5e4}
-KIMI |= {"routed_scaling_factor": 2.827, "max_position_embeddings": 131072, "rope_scaling": KIMI_YARN}
-KIMI |= {"bos_token_id": 163584, "eos_token_id": 163585, "num_nextn_predict_layers": 0}
-GLM = V32 | {"architectures": ["GlmMoeDsaForCausalLM"]}
-GLM |= {"model_type": "glm_moe_dsa", "vocab_size": 154880, "hidden_size": 6144, "num_hidden_layers": 78}
-GLM |= {"num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_nope_head_dim": 192}
-GLM |= {"v_head_dim": 256, "intermediate_size": 12288, "n_group": 1, "topk_group": 1, "index_n_heads": 32}
-GLM |= {"max_position_embeddings": 202752, "rope_theta": 1e6, "rope_scaling": None, "rms_norm_eps": 1e-5}
-GLM |= {"eos_token_id": [154820, 154827]}
 
 
 @pytest.mark.parametrize(
@@ -248,8 +131,8 @@ GLM |= {"eos_token_id": [154820, 154827]}
     [
         # V3's 671,026,419,200 and 61 indexers
         (V32, 671_026_419_200 + 61 * 13_959_424, 1536 * 64 * 128 + 7168 * 128 + 64 * 7168 + 256),
-        (KIMI, 1_026_408_232_448, 0),  # "1T"
-        (GLM, 743_911_218_432, 2048 * 32 * 128 + 6144 * 128 + 32 * 6144 + 256),  # "744B"
+        (KIMI_K2, 1_026_408_232_448, 0),  # "1T"
+        (GLM_5, 743_911_218_432, 2048 * 32 * 128 + 6144 * 128 + 32 * 6144 + 256),  # "744B"
     ],
     ids=["V3.2", "Kimi-K2", "GLM-5"],
 )

@@ -19,22 +19,10 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.model.load import load_model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
-DENSE: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+SIZES += ("max_position_embeddings", "bos_token_id", "eos_token_id")
+DENSE = {name: value for name, value in tiny_config_dict("v3").items() if name in SIZES}
 EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 1,

@@ -12,7 +12,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.execution.drafting import Draft, num_passes
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw, Drawn, sample
-from pdinfer.model.batch import Batch, Row
+from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
 from pdinfer.model.mtp import MTP
 from pdinfer.testing import random_model, tiny_config
@@ -48,9 +48,9 @@ def test_passes_that_others_need_run_without_rows(
     seen: list[int] = []
     run: Any = MTP.__call__
 
-    def counted(mtp: MTP, state_TD: torch.Tensor, batch: Batch, view: Any) -> torch.Tensor:
+    def counted(mtp: MTP, state_TD: torch.Tensor, *more: Any) -> torch.Tensor:
         seen.append(len(state_TD))
-        return run(mtp, state_TD, batch, view)
+        return run(mtp, state_TD, *more)
 
     layout = model.kv_layout(CacheConfig(page_size=4))
     runner = ModelRunner(model, model.allocate_pages(layout, 4))

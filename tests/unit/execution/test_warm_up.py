@@ -13,7 +13,6 @@ import torch
 
 import pdinfer as pd
 from pdinfer.execution.warm_up import WarmUp, batch_sizes
-from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 
@@ -54,9 +53,9 @@ def watch_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen = []
     stream = pd.Model.stream_layers
 
-    def watched(model: pd.Model, batch: Batch, view: KVView) -> Any:
+    def watched(model: pd.Model, batch: Batch, *more: Any) -> Any:
         seen.append(len(batch.tokens_T))
-        return stream(model, batch, view)
+        return stream(model, batch, *more)
 
     monkeypatch.setattr(pd.Model, "stream_layers", watched)
     return seen

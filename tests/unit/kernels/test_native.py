@@ -35,14 +35,14 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     monkeypatch.setattr(native_build, "SOURCE", source)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native_build, "_cpu_flags", lambda: frozenset({native_build.NEEDED}))
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({native_build.NEEDED}))
 
     def anew() -> ctypes.CDLL:
-        native_build._library.cache_clear()
+        native_build.library_or_reason.cache_clear()
         try:
             return native_build.library()
         finally:
-            native_build._library.cache_clear()
+            native_build.library_or_reason.cache_clear()
 
     return anew
 
@@ -80,7 +80,7 @@ def kept(home: Path) -> list[Path]:
 def test_a_cpu_that_cannot_run_it_is_told_and_is_no_reason_to_warn(
     monkeypatch: pytest.MonkeyPatch, build: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native_build, "_cpu_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({"avx2"}))
     with pytest.raises(BackendUnavailable, match="needs a CPU with avx512_bf16"):
         build()
     assert not caplog.records
@@ -101,14 +101,14 @@ def test_what_is_slower_for_want_of_it_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(native_build, "_cpu_flags", lambda: frozenset({native_build.NEEDED}))
-    native_build._library.cache_clear()
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({native_build.NEEDED}))
+    native_build.library_or_reason.cache_clear()
     try:
         for _ in range(3):
             with pytest.raises(BackendUnavailable):
                 native_build.library()
     finally:
-        native_build._library.cache_clear()
+        native_build.library_or_reason.cache_clear()
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "no such flag" in record.getMessage()
@@ -177,7 +177,7 @@ def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     monkeypatch.setattr(native_build, "SOURCE", beside / "native.c")
     compiled.rename(beside / compiled.name)
     build()
-    monkeypatch.setattr(native_build, "_cpu_flags", lambda: frozenset({native_build.NEEDED, "another"}))
+    monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({native_build.NEEDED, "another"}))
     with pytest.raises(BackendUnavailable, match="needs a C compiler"):
         build()
 
@@ -250,7 +250,7 @@ def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
 
     def one() -> None:
         try:
-            native_build._found_or_built()
+            native_build.find_or_build()
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 

@@ -15,10 +15,10 @@ CPU = torch.device("cpu")
 
 
 @st.composite
-def steps(draw: st.DrawFn, *, absorbed: bool = False) -> tuple[int, list[Row]]:
+def steps(draw: st.DrawFn, *, decode: bool = False) -> tuple[int, list[Row]]:
     """A page size and rows whose pages are their own, in any order, with some to spare."""
     page_size = draw(st.sampled_from([1, 2, 3, 16, 64]))
-    spans = draw(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 1 if absorbed else 50)), max_size=6))
+    spans = draw(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 1 if decode else 50)), max_size=6))
     counts = [-(-(start + length) // page_size) + draw(st.integers(0, 2)) for start, length in spans]
     pages = list(range(sum(counts)))
     draw(st.randoms(use_true_random=False)).shuffle(pages)
@@ -29,8 +29,8 @@ def steps(draw: st.DrawFn, *, absorbed: bool = False) -> tuple[int, list[Row]]:
     return page_size, rows
 
 
-def build(page_size: int, rows: list[Row], *, absorbed: bool = False) -> Batch:
-    return Batch.build(rows, page_size=page_size, device=CPU, absorbed=absorbed)
+def build(page_size: int, rows: list[Row], *, decode: bool = False) -> Batch:
+    return Batch.build(rows, page_size=page_size, device=CPU, decode=decode)
 
 
 @given(steps())
@@ -81,10 +81,10 @@ def test_last_rows_are_those_of_last_tokens(step: tuple[int, list[Row]]) -> None
     assert batch.last_rows[-1:] == [len(batch.tokens_T) - 1][: len(batch.query_lens)]
 
 
-@given(steps(absorbed=True))
+@given(steps(decode=True))
 def test_one_token_each_makes_the_rows_the_sequences(step: tuple[int, list[Row]]) -> None:
-    batch = build(*step, absorbed=True)
-    assert batch.absorbed
+    batch = build(*step, decode=True)
+    assert batch.decode
     assert batch.last_rows == list(range(len(batch.query_lens)))
     assert torch.equal(batch.positions_T + 1, batch.context_lens_B)
 
@@ -96,9 +96,9 @@ def test_index_tensors_are_int64_on_the_device(step: tuple[int, list[Row]]) -> N
     assert {(tensor.dtype, tensor.device) for tensor in tensors} == {(torch.int64, CPU)}
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
-def test_no_rows_are_an_empty_batch(absorbed: bool) -> None:
-    batch = build(16, [], absorbed=absorbed)
+@pytest.mark.parametrize("decode", [False, True])
+def test_no_rows_are_an_empty_batch(decode: bool) -> None:
+    batch = build(16, [], decode=decode)
     assert [t.shape for t in (batch.tokens_T, batch.positions_T, batch.sequence_T, batch.slots_A)] == [(0,)] * 4
     assert (batch.page_table_BM.shape, batch.context_lens_B.shape) == ((0, 0), (0,))
     assert (batch.query_lens, batch.context_lens, batch.last_rows) == ((), (), [])
@@ -124,7 +124,7 @@ def test_a_token_beyond_its_pages_is_an_error() -> None:
 def cut(page_size: int, rows: list[Row], size: int) -> list[Batch]:
     """Each rank's batch."""
     return [
-        Batch.build(rows, page_size=page_size, device=CPU, absorbed=False, cp=Group("cp", tuple(range(size)), rank))
+        Batch.build(rows, page_size=page_size, device=CPU, decode=False, cp=Group("cp", tuple(range(size)), rank))
         for rank in range(size)
     ]
 
@@ -180,6 +180,6 @@ def test_the_first_rank_has_every_last_token(step: tuple[int, list[Row]], size: 
 def test_decode_is_not_cut() -> None:
     row = Row([1, 2, 3], 4, [0, 1])
     group = Group("cp", (0, 1), 1)
-    batch = Batch.build([row], page_size=4, device=CPU, absorbed=True, cp=group)
+    batch = Batch.build([row], page_size=4, device=CPU, decode=True, cp=group)
     assert batch.cp is ALONE
     assert torch.equal(batch.tokens_T, torch.tensor([1, 2, 3]))

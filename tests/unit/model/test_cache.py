@@ -1,4 +1,4 @@
-"""What each cache format says of itself, and what it refuses."""
+"""What MLA leaves in the cache: what each format says of itself, and what it refuses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, LayoutMismatch
-from pdinfer.model.cache import cache_components
+from pdinfer.model.mla import MLA
 from pdinfer.testing import random_model, tiny_config
 
 LARGE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
@@ -22,18 +22,18 @@ def config_of(family: str = "v32", **changes: Any) -> ModelConfig:
     ("kv_format", "sizes"), [("fp8", (656, 132)), ("bfloat16", (1152, 256)), ("float32", (2304, 512))]
 )
 def test_bytes_of_a_token(kv_format: str, sizes: tuple[int, int]) -> None:
-    latent, index_key = cache_components(config_of(), kv_format, range(3))
+    latent, index_key = MLA.cache_components(config_of(), kv_format, range(3))
     assert (latent.token_bytes, index_key.token_bytes) == sizes
     assert (latent.name, index_key.name) == ("latent", "index_k")
     assert latent.dtype == index_key.dtype == ("uint8" if kv_format == "fp8" else kv_format)
 
 
 def test_index_keys_are_of_layers_with_an_indexer() -> None:
-    latent, index_key = cache_components(config_of("glm"), "fp8", range(3))
+    latent, index_key = MLA.cache_components(config_of("glm"), "fp8", range(3))
     assert (latent.layers, index_key.layers) == ((0, 1, 2), (0, 2))
-    drafter = cache_components(config_of("glm"), "fp8", (3,), prefix="mtp.")
+    drafter = MLA.cache_components(config_of("glm"), "fp8", (3,), prefix="mtp.")
     assert [(part.name, part.layers) for part in drafter] == [("mtp.latent", (3,)), ("mtp.index_k", (3,))]
-    assert [part.name for part in cache_components(tiny_config("v3"), "bfloat16", range(3))] == ["latent"]
+    assert [part.name for part in MLA.cache_components(tiny_config("v3"), "bfloat16", range(3))] == ["latent"]
 
 
 def test_equal_formats_mean_equal_bytes() -> None:
@@ -46,7 +46,7 @@ def test_equal_formats_mean_equal_bytes() -> None:
         "pairs": config_of(indexer_rope_interleave=True),
     }
     formats = {
-        (name, kv_format): tuple(part.format for part in cache_components(config, kv_format, range(3)))
+        (name, kv_format): tuple(part.format for part in MLA.cache_components(config, kv_format, range(3)))
         for name, config in configs.items()
         for kv_format in ("fp8", "bfloat16", "float32")
     }
@@ -74,9 +74,9 @@ def test_equal_formats_mean_equal_bytes() -> None:
 )
 def test_sizes_that_fp8_cannot_pack_are_refused(changes: dict[str, int], words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as caught:
-        cache_components(config_of(**changes), "fp8", range(3))
+        MLA.cache_components(config_of(**changes), "fp8", range(3))
     assert all(word in str(caught.value) for word in words)
-    assert cache_components(config_of(**changes), "bfloat16", range(3))
+    assert MLA.cache_components(config_of(**changes), "bfloat16", range(3))
 
 
 def test_ends_with_different_formats_are_told_so() -> None:

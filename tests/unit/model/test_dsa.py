@@ -16,7 +16,9 @@ from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.dsa import Indexer
+from pdinfer.model.mla import MLA
 from pdinfer.model.model import Model
+from pdinfer.model.step import Step
 from pdinfer.testing import RandomWeights, random_model, tiny_config
 from tests.rounding import difference_of_models, gamma
 
@@ -66,7 +68,7 @@ class Case:
         rotary, start, chosen = Rotary.build(self.config, CPU), 0, []
         for chunk in chunks:
             row = Row([0] * chunk, start, [5, 0, 3, 6, 1, 2])
-            batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, absorbed=False)
+            batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, decode=False)
             part = slice(start, start + chunk)
             chosen.append(self.indexer(self.x_TD[part], self.query_TL[part], batch, rotary(batch.positions_T), pages))
             start += chunk
@@ -154,7 +156,8 @@ def test_a_context_that_is_read_whole_needs_no_choice(chunks: list[int]) -> None
 def test_a_model_without_sparse_attention_has_no_indexer() -> None:
     with pytest.raises(ConfigError, match="a deepseek_v3 has no indexer"):
         Indexer.build(RandomWeights(), NAME, tiny_config(), resolve_ops(CPU, torch.float32).ops)
-    assert all(block.indexer is None for block in random_model().blocks)
+    attentions = [block.attention for block in random_model().blocks]
+    assert all(isinstance(attention, MLA) and attention.indexer is None for attention in attentions)
 
 
 def run_model(model: Model, tokens: list[int]) -> tuple[list[Tensor | None], KVView]:
@@ -162,11 +165,11 @@ def run_model(model: Model, tokens: list[int]) -> tuple[list[Tensor | None], KVV
     layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))
     view = KVView.of(model.allocate_pages(layout, layout.num_pages(len(tokens))))
     row = Row(tokens, 0, range(layout.num_pages(len(tokens))))
-    batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, absorbed=False)
-    hidden_TD, chosen, seen = model.embed_VD[batch.tokens_T], None, []
+    batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, decode=False)
+    hidden_TD, step, seen = model.embed_VD[batch.tokens_T], Step(batch, view, model.rotary(batch.positions_T)), []
     for block in model.blocks:
-        hidden_TD, chosen = block(hidden_TD, batch, model.rotary(batch.positions_T), view, chosen)
-        seen.append(chosen)
+        hidden_TD = block(hidden_TD, step)
+        seen.append(step.selected_TS)
     return seen, view
 
 
@@ -200,16 +203,16 @@ def test_a_choice_changes_what_comes_out(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
-def test_several_tokens_of_a_sequence_in_one_absorbed_batch(family: str) -> None:
+def test_several_tokens_of_a_sequence_in_one_step_of_decode(family: str) -> None:
     """As drafts are checked: each chooses among the tokens up to itself."""
     model = random_model(tiny_config(family))
     tokens = [(7 * at) % 97 for at in range(34)]
     layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))
     view = KVView.of(model.allocate_pages(layout, layout.num_pages(len(tokens))))
     pages = range(layout.num_pages(len(tokens)))
-    for part, absorbed in ((slice(0, 29), False), (slice(29, 34), True)):
+    for part, decode in ((slice(0, 29), False), (slice(29, 34), True)):
         row = Row(tokens[part], part.start, pages)
-        batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed)
+        batch = Batch.build([row], page_size=PAGE_SIZE, device=CPU, decode=decode)
         hidden_TD = model.forward(batch, view)
     logits, whole = model.head(model.norm(hidden_TD)), model.logits(tokens)
     torch.testing.assert_close(logits, whole[29:], rtol=0, atol=rounding_of(family, whole))

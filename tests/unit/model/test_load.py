@@ -19,7 +19,7 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
-from pdinfer.model import load as weights
+from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel.topology import Topology
@@ -69,7 +69,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         assert device.type == "meta", "memory was taken"
         return Destinations(device, *arguments)
 
-    monkeypatch.setattr(weights, "Destinations", listing)
+    monkeypatch.setattr(load_plan, "Destinations", listing)
 
 
 def refusal(folder: Path, **arguments: Any) -> str:
@@ -286,9 +286,9 @@ def test_progress_grows_to_the_total(folder: Path) -> None:
 def test_a_model_larger_than_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H14: by a single byte."""
     needed = ModelConfig.from_checkpoint(folder).weight_bytes
-    monkeypatch.setattr(weights, "device_memory_bytes", lambda _: needed)
+    monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: needed)
     load_model(folder)
-    monkeypatch.setattr(weights, "device_memory_bytes", lambda _: needed - 1)
+    monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: needed - 1)
     with pytest.raises(ConfigError, match=rf"the weights of .* in torch\.float32 needs about .*\({needed} bytes\)"):
         load_model(folder)
 
@@ -296,7 +296,7 @@ def test_a_model_larger_than_memory_is_refused(folder: Path, monkeypatch: pytest
 @pytest.mark.usefixtures("no_memory")
 def test_a_model_larger_than_memory_takes_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """H14."""
-    monkeypatch.setattr(weights, "device_memory_bytes", lambda _: 1000)
+    monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: 1000)
     with pytest.raises(ConfigError, match="nothing was allocated"):
         load_model(folder)
 

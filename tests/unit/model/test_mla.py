@@ -11,14 +11,17 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels import resolve_ops
+from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.mla import MLA
+from pdinfer.model.step import Step
 from pdinfer.testing import RandomWeights, tiny_config
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
-NAME = "model.layers.0.self_attn"
+LAYER = 3
+NAME = f"model.layers.{LAYER}.self_attn"
 PAGE_SIZE = 4
 LATENT_EPS = 1e-6
 """Of the two latent norms, whatever `rms_norm_eps` is: as in the modelling code of DeepSeek."""
@@ -48,16 +51,16 @@ class Layer:
     @classmethod
     def of(cls, config: ModelConfig) -> Layer:
         source = RandomWeights(dtype=torch.float64)
-        mla = MLA.build(source, NAME, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
+        mla = MLA.build(source, LAYER, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
         return cls(mla, source.tensors, Rotary.build(config, CPU))
 
     def new_pages(self, count: int) -> Tensor:
         width = self.mla.config.kv_lora_rank + self.mla.config.qk_rope_head_dim
         return torch.full((count, PAGE_SIZE, width), torch.nan, dtype=torch.float64)
 
-    def run(self, x_TD: Tensor, rows: list[Row], pages: Tensor, *, absorbed: bool) -> Tensor:
-        batch = Batch.build(rows, page_size=PAGE_SIZE, device=CPU, absorbed=absorbed)
-        return self.mla(x_TD, self.mla.query_latent(x_TD), batch, self.rotary(batch.positions_T), pages)
+    def run(self, x_TD: Tensor, rows: list[Row], pages: Tensor, *, decode: bool) -> Tensor:
+        batch = Batch.build(rows, page_size=PAGE_SIZE, device=CPU, decode=decode)
+        return self.mla(x_TD, Step(batch, KVView({LAYER: pages}, {}), self.rotary(batch.positions_T)), LAYER)
 
     def weight(self, part: str) -> Tensor:
         return self.weights[f"{NAME}.{part}.weight"]
@@ -115,7 +118,7 @@ def assert_equal(got: Tensor, expected: Tensor) -> None:
 def test_expanded_attention_is_the_formula(name: str) -> None:
     layer = Layer.of(config_of(name))
     x_TD = inputs(layer.mla.config, 11)
-    got = layer.run(x_TD, [Row([0] * 11, 0, [2, 0, 3])], layer.new_pages(4), absorbed=False)
+    got = layer.run(x_TD, [Row([0] * 11, 0, [2, 0, 3])], layer.new_pages(4), decode=False)
     assert_equal(got, attended(layer, x_TD))
 
 
@@ -124,7 +127,7 @@ def test_absorbed_attention_is_the_formula(name: str) -> None:
     layer = Layer.of(config_of(name))
     x_TD = inputs(layer.mla.config, 11)
     pages = layer.new_pages(4)
-    got = [layer.run(x_TD[at : at + 1], [Row([0], at, [2, 0, 3])], pages, absorbed=True) for at in range(11)]
+    got = [layer.run(x_TD[at : at + 1], [Row([0], at, [2, 0, 3])], pages, decode=True) for at in range(11)]
     assert_equal(torch.cat(got), attended(layer, x_TD))
 
 
@@ -140,15 +143,15 @@ def test_sequences_of_a_batch_do_not_see_each_other() -> None:
         torch.cat([x_TD[:start] for x_TD, start in zip(sequences, starts, strict=True)]),
         [Row([0] * start, 0, mine) for start, mine in zip(starts, owned, strict=True) if start],
         pages,
-        absorbed=False,
+        decode=False,
     )
     parts = [x_TD[start:length] for x_TD, start, length in zip(sequences, starts, lengths, strict=True)]
     rows = [Row([0] * len(part), start, mine) for part, start, mine in zip(parts, starts, owned, strict=True)]
-    got = layer.run(torch.cat(parts), rows, pages, absorbed=False).split([len(part) for part in parts])
+    got = layer.run(torch.cat(parts), rows, pages, decode=False).split([len(part) for part in parts])
     for mine, whole, start, length in zip(got, expected, starts, lengths, strict=True):
         assert_equal(mine, whole[start:length])
     rows = [Row([0], length, mine) for length, mine in zip(lengths, owned, strict=True)]
-    got = layer.run(torch.stack([x_TD[-1] for x_TD in sequences]), rows, pages, absorbed=True).split(1)
+    got = layer.run(torch.stack([x_TD[-1] for x_TD in sequences]), rows, pages, decode=True).split(1)
     for mine, whole in zip(got, expected, strict=True):
         assert_equal(mine, whole[-1:])
 
@@ -158,7 +161,7 @@ def test_the_cache_holds_the_normed_latent_and_then_the_turned_key() -> None:
     config = layer.mla.config
     x_TD = inputs(config, 6)
     pages = layer.new_pages(3)
-    layer.run(x_TD, [Row([0] * 6, 0, [2, 1])], pages, absorbed=False)
+    layer.run(x_TD, [Row([0] * 6, 0, [2, 1])], pages, decode=False)
     kv = x_TD @ layer.weight("kv_a_proj_with_mqa").T
     c = norm(kv[:, : config.kv_lora_rank], layer.weight("kv_a_layernorm"))
     keys = torch.stack([turned(row, at, config) for at, row in enumerate(kv[:, config.kv_lora_rank :])])

@@ -86,14 +86,14 @@ class Sequence:
         memory.buffer.fill_(0xFF)
         return cls(model, KVView.of(memory), list(range(memory.num_pages - 1, 0, -1)))
 
-    def batch(self, tokens: list[int], *, absorbed: bool = False) -> Batch:
+    def batch(self, tokens: list[int], *, decode: bool = False) -> Batch:
         row = Row(tokens, self.length, self.pages)
         self.length += len(tokens)
-        return Batch.build([row], page_size=PAGE_SIZE, device=self.model.device, absorbed=absorbed)
+        return Batch.build([row], page_size=PAGE_SIZE, device=self.model.device, decode=decode)
 
-    def run(self, tokens: list[int], *, absorbed: bool = False) -> Tensor:
+    def run(self, tokens: list[int], *, decode: bool = False) -> Tensor:
         """Logits of each of `tokens`, which follow those run before."""
-        hidden = self.model.forward(self.batch(tokens, absorbed=absorbed), self.view)
+        hidden = self.model.forward(self.batch(tokens, decode=decode), self.view)
         return self.model.head(self.model.norm(hidden))
 
 
@@ -137,14 +137,14 @@ def test_greedy_continuation_is_that_of_transformers(model: Model, oracle: Any) 
     sequence = Sequence.of(model, len(prompt) + 16)
     continued = [*prompt, int(sequence.run(prompt)[-1].argmax())]
     while len(continued) < len(expected):
-        continued.append(int(sequence.run(continued[-1:], absorbed=True)[-1].argmax()))
+        continued.append(int(sequence.run(continued[-1:], decode=True)[-1].argmax()))
     assert continued == expected
 
 
 def test_absorbed_attention_equals_expanded(model: Model) -> None:
     tokens = tokens_of(model.config, 23, seed=2)
     sequence = Sequence.of(model, len(tokens))
-    one_by_one = torch.cat([sequence.run([token], absorbed=True) for token in tokens])
+    one_by_one = torch.cat([sequence.run([token], decode=True) for token in tokens])
     assert_same(model.config, one_by_one, model.logits(tokens))
 
 
@@ -156,14 +156,14 @@ def test_prefill_in_chunks_equals_the_whole(model: Model, chunks: tuple[int, ...
     assert_same(model.config, torch.cat(parts), model.logits(tokens))
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
-def test_each_layer_is_streamed_with_its_cache_written(absorbed: bool) -> None:
+@pytest.mark.parametrize("decode", [False, True])
+def test_each_layer_is_streamed_with_its_cache_written(decode: bool) -> None:
     model = random_model()
     sequence = Sequence.of(model, 12)
-    if absorbed:
+    if decode:
         sequence.run(tokens_of(model.config, 11))
-    tokens = tokens_of(model.config, 1 if absorbed else 12)
-    batch = sequence.batch(tokens, absorbed=absorbed)
+    tokens = tokens_of(model.config, 1 if decode else 12)
+    batch = sequence.batch(tokens, decode=decode)
     slots = [pages.flatten(0, 1) for pages in sequence.view.latents.values()]
     seen: list[Tensor] = []
     for place, (layer, hidden) in enumerate(model.stream_layers(batch, sequence.view)):
@@ -188,12 +188,12 @@ def test_a_step_writes_its_own_slots_only() -> None:
         assert written.nonzero()[:, 0].tolist() == sorted(batch.slots_A.tolist())
 
 
-@pytest.mark.parametrize("absorbed", [False, True])
+@pytest.mark.parametrize("decode", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_empty_batch_passes(family: str, absorbed: bool) -> None:
+def test_an_empty_batch_passes(family: str, decode: bool) -> None:
     model = random_model(tiny_config(family))
     view = Sequence.of(model, 1).view
-    hidden = model.forward(Batch.build([], page_size=PAGE_SIZE, device=CPU, absorbed=absorbed), view)
+    hidden = model.forward(Batch.build([], page_size=PAGE_SIZE, device=CPU, decode=decode), view)
     assert hidden.shape == (0, model.config.hidden_size)
     assert model.head(model.norm(hidden)).shape == (0, model.config.vocab_size)
     assert all(pages.isnan().all() for pages in view.latents.values())

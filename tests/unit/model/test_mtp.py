@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load, save_file
 
 import pdinfer as pd
-from pdinfer.execution import drafting as speculation
-from pdinfer.execution.drafting import Draft, pack_state, unpack_state
+from pdinfer.execution.drafting import STATE, Draft, pack_state, unpack_state
 from pdinfer.layers import RMSNorm
 from pdinfer.model.mtp import copy_names
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
@@ -190,7 +189,7 @@ WRONG = {
 def test_a_state_that_cannot_be_used_is_not(wrong: str, caplog: pytest.LogCaptureFixture) -> None:
     state = attrs.evolve(pack_state(torch.ones(48)), **WRONG[wrong])
     assert unpack_state((state,), 48, torch.float32, CPU) is None
-    assert speculation.STATE in caplog.text
+    assert STATE in caplog.text
 
 
 def test_no_state_is_no_news(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, ConfigError, LayoutMismatch
-from pdinfer.model import load as weights_module
+from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
 from pdinfer.parallel import Topology
@@ -228,7 +228,7 @@ def test_a_plan_knows_the_bytes_that_a_model_takes(
         made.append(Destinations(*arguments))
         return made[-1]
 
-    monkeypatch.setattr(weights_module, "Destinations", keep)
+    monkeypatch.setattr(load_plan, "Destinations", keep)
     with caplog.at_level(logging.INFO, "pdinfer"):
         model = load_model(tmp_path / stored, weights=weights, mtp=True)
     plan = engine(

@@ -4,5 +4,8 @@
     build.py    compiles native.c for this machine on first use, and loads it
     native.c    the kernels
 
+Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_ops.py and
+test_native_memory.py are about them alone.
+
 May import: kernels.torch_ops, process, the ground.
 """

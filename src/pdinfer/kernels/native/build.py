@@ -60,28 +60,31 @@ RESULTS = {"mla_decode": _N}
 
 def library() -> ctypes.CDLL:
     """The compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
-    found = _library()
+    found = library_or_reason()
     if isinstance(found, str):
         raise BackendUnavailable(found)
     return found
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """Or why there is none. Where the CPU could run it that is logged, since nothing fails for want of it."""
-    if NEEDED not in _cpu_flags():
+def library_or_reason() -> ctypes.CDLL | str:
+    """Return the compiled kernels, or why there are none. Found out once in a process.
+
+    Where the CPU could run them the reason is logged too, because nothing fails for want of them."""
+    if NEEDED not in cpu_flags():
         return f"needs a CPU with {NEEDED}, this {platform.machine()} has none"
     try:
-        return _found_or_built()
+        return find_or_build()
     except (BackendUnavailable, OSError, subprocess.SubprocessError) as error:
         reason = str(error) if isinstance(error, BackendUnavailable) else f"could not be compiled: {error}"
         _log.warning("kernels for this CPU are not used, and bfloat16 runs slower: the library %s", reason)
         return reason
 
 
-def _found_or_built() -> ctypes.CDLL:
+def find_or_build() -> ctypes.CDLL:
+    """Load a library that was kept, or build one. Raises BackendUnavailable with the reason when neither can be."""
     openmp = _loaded_openmp()
-    fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(_cpu_flags())))
+    fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     folder = _cache_folder()
     if compiler is not None:
@@ -101,7 +104,8 @@ def _found_or_built() -> ctypes.CDLL:
     return library
 
 
-def _cpu_flags() -> frozenset[str]:
+def cpu_flags() -> frozenset[str]:
+    """Return the instruction sets of this machine's CPU, as /proc/cpuinfo names them; empty where it is not there."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -1,0 +1,48 @@
+"""The seam between a layer and its attention. A kind of attention is a class, and a row of `ATTENTIONS`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Protocol, Self
+
+from torch import Tensor
+
+from pdinfer.config import ModelConfig
+from pdinfer.config.families import AttentionKind
+from pdinfer.kernels.ops import Ops
+from pdinfer.kv.layout import KVComponent
+from pdinfer.layers import WeightSource
+from pdinfer.model.mla import MLA
+from pdinfer.model.step import Step
+from pdinfer.parallel.groups import Group
+
+
+class Attention(Protocol):
+    """The attention of one layer: its weights, and what its tokens leave in the cache."""
+
+    @classmethod
+    def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group) -> Self:
+        """Ask `source` for the tensors of `layer`; the heads are divided over `tp`."""
+
+    def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
+        """Write the cache of the step's tokens in the pages that `step.view` has for `layer`, and attend: [T, D] ->
+        [T, D], a sum over all heads of all ranks of `tp`. `x_TD` is the layer's input after its norm."""
+
+    @classmethod
+    def cache_components(
+        cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
+    ) -> tuple[KVComponent, ...]:
+        """Return what a token leaves in the cache of `layers`.
+
+        `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names. Raises ConfigError for sizes
+        that "fp8" cannot pack.
+        """
+
+
+ATTENTIONS: Mapping[AttentionKind, type[Attention]] = MappingProxyType({AttentionKind.MLA: MLA})
+
+
+def attention_of(config: ModelConfig) -> type[Attention]:
+    """Return the class that computes the attention of a model."""
+    return ATTENTIONS[config.family.attention]

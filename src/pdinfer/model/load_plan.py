@@ -1,0 +1,192 @@
+"""Which tensors of a checkpoint a rank reads, and what they become: checked, then allocated, then read."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.checkpoint.reader import TensorInfo
+from pdinfer.checkpoint.schemes import Scheme, StoredWeights
+from pdinfer.checks import check_fits
+from pdinfer.config import ModelConfig
+from pdinfer.errors import CheckpointError
+from pdinfer.kernels.resolve import ResolvedOps
+from pdinfer.kernels.weight_formats import (
+    BLOCK,
+    FloatWithBias,
+    Int8Static,
+    Stored,
+    Weight,
+    assign,
+    columns_of,
+    dequantize,
+    tensors_of,
+)
+from pdinfer.layers import WeightSource
+from pdinfer.model.destinations import OPS_OF_SCHEME, Destinations, Place, slow_op
+from pdinfer.model.model import Model
+from pdinfer.model.unread import check_tied, refuse_unread
+from pdinfer.parallel.groups import InTouch
+from pdinfer.parallel.topology import Topology
+from pdinfer.process.memory import device_memory_bytes
+
+_log = logging.getLogger("pdinfer")
+
+Build = Callable[[WeightSource, ResolvedOps], Model]
+"""Makes a model of the weights of a source."""
+Progress = Callable[[int, int], None]
+"""Is told (done_bytes, total_bytes) after every tensor."""
+
+MAX_NAMED = 10
+
+
+@attrs.frozen(kw_only=True)
+class Target:
+    """The model to make, and the rank that makes its part of it."""
+
+    config: ModelConfig
+    topology: Topology
+    device: torch.device
+    dtype: torch.dtype
+    mtp: bool
+
+
+@attrs.frozen(kw_only=True)
+class LoadPlan:
+    """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
+
+    Schemes in `kept` are held as they are stored; `weights` is what the caller asked for. `listed` has every tensor of
+    the model by name, and takes no memory.
+    """
+
+    target: Target
+    build: Build
+    stored: StoredWeights
+    weights: str
+    kept: frozenset[Scheme]
+    resolved: ResolvedOps
+    listed: Destinations = attrs.field(init=False)
+
+    @listed.default
+    def _listed(self) -> Destinations:
+        listed = Destinations(torch.device("meta"), self.target.dtype, self.stored, self.kept)
+        self.build(listed, self.resolved)
+        return listed
+
+    def check(self) -> None:
+        """Log the bytes that this rank is about to allocate.
+
+        Raises CheckpointError with the names of tensors that are missing, do not fit or are left over, and ConfigError
+        when the device cannot hold the weights.
+        """
+        target = self.target
+        self._check_names()
+        refuse_unread(self.stored, self.listed.places, target.config, mtp=target.mtp)
+        num_bytes, available = self.listed.num_bytes, device_memory_bytes(target.device)
+        _log.info(
+            "rank %d of %d loads %.2f GiB of weights onto %s, which has %.2f GiB",
+            target.topology.rank,
+            target.topology.world_size,
+            num_bytes / 2**30,
+            target.device,
+            available / 2**30,
+        )
+        check_fits(num_bytes, available, f"the weights of {self.stored.files.folder} in {target.dtype}")
+
+    def allocate(self) -> tuple[Model, Destinations]:
+        """Return the model, its weights not read yet, and the places where they go."""
+        destinations = Destinations(self.target.device, self.target.dtype, self.stored, self.kept)
+        resolved = attrs.evolve(self.resolved, weights=tuple(self._outcomes()))
+        return self.build(destinations, resolved), destinations
+
+    def read(self, model: Model, destinations: Destinations, progress: Progress | None) -> None:
+        """Read every tensor into its places. A collective: ranks wait for each other at the end."""
+        ranks = InTouch(model.groups.world, self.target.device)
+        read_all(self.stored, destinations, progress, ranks)
+        check_tied(self.stored, self.target.config, model)
+        ranks.done()
+
+    def _check_names(self) -> None:
+        expected, files = self.listed.places, self.stored.files
+        missing = [name for name in expected if name not in files.tensors]
+        if missing:
+            raise CheckpointError(
+                f"{files.folder}: {len(missing)} tensors that the config asks for are missing: {_listing(missing)}"
+                + _without_mtp(missing, self.target.config)
+            )
+        wrong = [
+            complaint for name, held in expected.items() for complaint in self.stored.complaints(name, held[0].shape)
+        ]
+        if wrong:
+            raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
+
+    def _outcomes(self) -> Iterator[str]:
+        """Tell what becomes of quantized weights: a sentence for each scheme and outcome."""
+        counts = Counter(
+            (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias))
+            for name, held in self.listed.places.items()
+        )
+        for scheme in OPS_OF_SCHEME:
+            if counts[scheme, False]:
+                yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
+            if counts[scheme, True]:
+                slow = slow_op(scheme, self.resolved)
+                told = f": {slow.op} of {slow.provider} {slow.slow}" if self.weights == "auto" and slow else ""
+                dtype = str(self.target.dtype).removeprefix("torch.")
+                yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{self.weights}"){told}'
+
+
+def read_all(stored: StoredWeights, destinations: Destinations, progress: Progress | None, ranks: InTouch) -> None:
+    """Read every tensor that has a place, in the order of the files, and keep in touch with other ranks."""
+    where = destinations.places
+    wanted = list(stored.files.in_file_order(where))
+    sizes = [sum(part.num_bytes for part in stored.infos(info.name)) for info in wanted]
+    done, total = 0, sum(sizes)
+    for info, size in zip(wanted, sizes, strict=True):
+        value = _part(stored, info.name, where[info.name][0])
+        for place in where[info.name]:
+            _put(value, place.weight, info, stored.check_finite)
+        done += size
+        if progress is not None:
+            progress(done, total)
+        ranks.going_on()
+
+
+def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
+    """What goes there. Where a part ends inside an FP8 block, the whole becomes floats and is cut then."""
+    shard = place.shard
+    whole_blocks = place.shape[shard.axis] % (shard.size * BLOCK) == 0
+    if shard.size == 1 or whole_blocks or stored.scheme(name) is not Scheme.FP8_BLOCKS:
+        return stored.read(name, shard)
+    whole = torch.empty(place.shape)
+    dequantize(stored.read(name), whole)
+    rows = shard.of(place.shape[0])
+    return columns_of(whole, shard) if shard.axis else whole[rows.start : rows.stop]
+
+
+def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:
+    if isinstance(value, Int8Static) and isinstance(place, Tensor) and bool(value.bias.any()):
+        raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
+    assign(place, value)
+    numbers = tensors_of(place)[0]
+    if check_finite and numbers.dtype in (torch.float16, torch.bfloat16) and not bool(torch.isfinite(numbers).all()):
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it as bfloat16 or float32"
+        )
+
+
+def _listing(items: list[str]) -> str:
+    rest = len(items) - MAX_NAMED
+    return "; ".join(items[:MAX_NAMED]) + (f"; and {rest} more" if rest > 0 else "")
+
+
+def _without_mtp(missing: list[str], config: ModelConfig) -> str:
+    layer = f"model.layers.{config.num_hidden_layers}."
+    if not all(name.startswith(layer) for name in missing):
+        return ""
+    return "; these are of the MTP layer that the config promises: add them, or load with mtp=False"

@@ -1,0 +1,209 @@
+"""What conformance tests of ops share: every provider on every device, inputs, and how far off a result may be.
+
+A provider from elsewhere passes these tests once it is in `kernels.resolve.PROVIDERS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.errors import BackendUnavailable
+from pdinfer.kernels import reference, resolve, resolve_ops
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, map_tensors
+from pdinfer.model.batch import Batch, Row
+from tests.rounding import (
+    assert_within,
+    error_of_attention,
+    error_of_products,
+    gamma,
+    rounded,
+)
+
+CPU = torch.device("cpu")
+NAMES = [name for name, _ in resolve.PROVIDERS]
+SCALE = 0.25
+
+every_provider = pytest.mark.parametrize("provider", NAMES)
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def for_every_provider(test: Any) -> Any:
+    return every_provider(every_device(every_dtype(test)))
+
+
+def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
+    """The op as `provider` does it; skips the test where it cannot run or does not offer it."""
+    try:
+        return getattr(resolve_ops(torch.device(device), dtype, forced={name: provider}).ops, name)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
+
+
+def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "cpu") -> FP8Blocks:
+    """Numbers [..., parts * rows, columns] for a shape (..., rows, columns), and scales far from one another."""
+    *lead, rows, columns = shape
+    numbers = draw(*lead, parts * rows, columns, seed=1) * 100
+    scale = draw(*lead, parts * math.ceil(rows / 128), math.ceil(columns / 128), seed=2).exp() * 0.01 * columns**-0.5
+    return FP8Blocks(
+        numbers=numbers.clamp(-448, 448).to(torch.float8_e4m3fn).to(device),
+        scale=scale.to(device),
+        ue8m0=ue8m0,
+        parts=parts,
+    )
+
+
+def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:
+    numbers = (draw(*shape, seed=1) * 40).round().clamp(-128, 127).to(torch.int8)
+    scale = draw(*shape[:-1], 1, seed=2).exp() * 0.02 * shape[-1] ** -0.5
+    return Int8Dynamic(numbers=numbers.to(device), scale=scale.to(device))
+
+
+def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> Int8Static:
+    plain = int8_weight(parts * rows, columns)
+    input_scale = torch.linspace(0.02, 0.05, parts).view(-1, 1)
+    input_offset = torch.linspace(-9, 30, parts).round().view(-1, 1)
+    undo = -input_offset.repeat_interleave(rows, 0) * plain.numbers.sum(-1, keepdim=True)
+    made = Int8Static(
+        numbers=plain.numbers,
+        scale=plain.scale,
+        input_scale=input_scale,
+        input_offset=input_offset,
+        output_scale=plain.scale * input_scale.repeat_interleave(rows, 0),
+        output_offset=undo.to(torch.int32) + 5,
+    )
+    return map_tensors(made, lambda tensor: tensor.to(device))  # type: ignore[return-value]
+
+
+def assert_turned(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Two products and their sum, of numbers no larger than the head is long."""
+    assert_within(got, exact, 2 * gamma(3) * exact.norm(dim=-1, keepdim=True), dtype)
+
+
+@attrs.frozen
+class Attention:
+    """Inputs of both attention ops: sequences whose pages lie anywhere, every slot that is not theirs a NaN."""
+
+    dtype: torch.dtype
+    heads: int
+    page_size: int
+    contexts: tuple[int, ...]
+    query_lens: tuple[int, ...]
+    dims: tuple[int, int, int, int] = (16, 8, 12, 10)  # latent, rope, nope, v
+
+    @property
+    def owned(self) -> list[list[int]]:
+        """The pages of each sequence: those of all sequences shuffled, one page left out."""
+        sizes = [-(-context // self.page_size) for context in self.contexts]
+        shuffled = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(3)).tolist()
+        return [[shuffled.pop() for _ in range(size)] for size in sizes]
+
+    @property
+    def pages(self) -> Tensor:
+        latent, rope, _, _ = self.dims
+        used = self.owned
+        num_pages = sum(map(len, used)) + 1
+        pages = torch.full((num_pages, self.page_size, latent + rope), torch.nan)
+        for row, (context, mine) in enumerate(zip(self.contexts, used, strict=True)):
+            cached = draw(context, latent + rope, seed=row)
+            for page, part in zip(mine, cached.split(self.page_size), strict=True):
+                pages[page, : len(part)] = part
+        return pages.to(self.dtype)
+
+    @property
+    def table(self) -> Tensor:
+        rows = [Row([0], context - 1, pages) for context, pages in zip(self.contexts, self.owned, strict=True)]
+        return Batch.build(rows, page_size=self.page_size, device=CPU, decode=True).page_table_BM
+
+    @property
+    def of_prefill(self) -> tuple[Tensor, Tensor]:
+        """Queries and kv_b."""
+        latent, rope, nope, v = self.dims
+        q = draw(sum(self.query_lens), self.heads, nope + rope).to(self.dtype)
+        return q, (draw(self.heads * (nope + v), latent, seed=1) * latent**-0.5).to(self.dtype)
+
+    @property
+    def of_decode(self) -> tuple[Tensor, Tensor]:
+        """Both parts of the queries."""
+        latent, rope, _, _ = self.dims
+        q_latent = draw(len(self.contexts), self.heads, latent).to(self.dtype)
+        return q_latent, draw(len(self.contexts), self.heads, rope, seed=1).to(self.dtype)
+
+    def prefill(self, op: Any, pages: Tensor, to: Any) -> Tensor:
+        q, kv_b = self.of_prefill
+        table, v = self.table.to(pages.device), self.dims[3]
+        return op(to(q), pages, to(kv_b), table, self.query_lens, self.contexts, v_head_dim=v, scale=SCALE)
+
+    def decode(self, op: Any, pages: Tensor, to: Any) -> Tensor:
+        q_latent, q_rope = self.of_decode
+        lens = torch.tensor(self.contexts, dtype=torch.int64, device=pages.device)
+        return op(to(q_latent), to(q_rope), pages, self.table.to(pages.device), lens, scale=SCALE)
+
+    def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
+        op = op_of(provider, name, device, self.dtype)
+        pages = (self.pages if pages is None else pages).to(device)
+        before = pages.clone()
+        result = (self.prefill if name == "mla_prefill" else self.decode)(op, pages, lambda x: x.to(device))
+        assert pages.equal(before) or torch.equal(pages.nan_to_num(), before.nan_to_num())
+        return result
+
+    def unpacked(self) -> Tensor:
+        """What the pages are worth, in float64."""
+        return self.pages.double()
+
+    def exact(self, name: str) -> Tensor:
+        op = getattr(reference, name)
+        return (self.prefill if name == "mla_prefill" else self.decode)(op, self.unpacked(), Tensor.double)
+
+    def error(self, name: str) -> Tensor:
+        """How far from it a result may be."""
+        latent, _, nope, v = self.dims
+        prefill, pages, first, errors = name == "mla_prefill", self.unpacked(), 0, []
+        q_THQ = self.of_prefill[0].double() if prefill else torch.cat(self.of_decode, -1).double()
+        kv_b_HOC = self.of_prefill[1].double().view(self.heads, -1, latent)
+        for context, count, mine in zip(self.contexts, self.query_lens, self.owned, strict=True):
+            count = count if prefill else 1
+            visible_TS = torch.ones(count, context, dtype=torch.bool).tril(context - count)
+            c_HSC, k_rope_HSR = (
+                part.expand(self.heads, -1, -1)
+                for part in pages[mine].flatten(0, 1)[:context].tensor_split((latent,), -1)
+            )
+            k, value, off_k, off_value = c_HSC, c_HSC, torch.zeros_like(c_HSC), torch.zeros_like(c_HSC)
+            if prefill:
+                kv = c_HSC @ kv_b_HOC.mT
+                off = rounded(kv, error_of_products(c_HSC, kv_b_HOC), self.dtype)
+                (k, value), (off_k, off_value) = kv.split((nope, v), -1), off.split((nope, v), -1)
+            k, off_k = torch.cat((k, k_rope_HSR), -1), torch.cat((off_k, k_rope_HSR * 0), -1)
+            turned = [x.transpose(0, 1) for x in (k, value, off_k, off_value)]
+            q = q_THQ[first : first + count]
+            errors.append(error_of_attention(q, *turned[:2], visible_TS, SCALE, self.dtype, *turned[2:]))
+            first += count
+        return torch.cat(errors) if errors else torch.zeros_like(self.exact(name))
+
+    def check(self, name: str, provider: str, device: str = "cpu") -> None:
+        assert_within(self.run(name, provider, device), self.exact(name), self.error(name), self.dtype)
+
+
+def contexts_of(page_size: int, count: int) -> tuple[int, ...]:
+    """Lengths on both sides of the borders of pages."""
+    return (page_size + 1, 1, page_size, max(1, 3 * page_size - 1), 2 * page_size)[:count]
+
+
+def query_lens_of(contexts: Sequence[int]) -> tuple[int, ...]:
+    """A whole prompt, a single token, and chunks behind what is cached already."""
+    wanted = (contexts[0], 1, 1, 4, contexts[-1] // 2 + 1) if contexts else ()
+    return tuple(min(context, want) for context, want in zip(contexts, wanted, strict=False))
+
+
+ATTENTION = ("mla_prefill", "mla_decode")

@@ -1,0 +1,163 @@
+"""The ops over quantized weights, for every provider, as in test_ops."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert
+from tests.conformance.op_suite import (
+    draw,
+    every_dtype,
+    for_every_provider,
+    fp8_weight,
+    int8_weight,
+    op_of,
+    static_weight,
+)
+from tests.rounding import (
+    assert_within,
+    error_of_products,
+    gamma,
+    rounded,
+    unit,
+)
+
+
+def outliers(rows: int, columns: int) -> Tensor:
+    """Activations of several sizes; a token of zeros; a token that no format holds without a scale."""
+    x = draw(rows, columns)
+    x[:1] *= 1000
+    x[1:2] = 0
+    x[2:3] *= 1e-6
+    return x
+
+
+MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
+
+
+@for_every_provider
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((168, 328), 2), ((3, 140), 2)])
+def test_linear_fp8(
+    provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
+) -> None:
+    x, weight = outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0)
+    got = op_of(provider, "linear_fp8", device, dtype)(
+        x.to(device), fp8_weight(*size, parts=parts, ue8m0=ue8m0, device=device)
+    )
+    numbers, worth = by_hand_fp8(x, weight)
+    # both factors may be rounded to floats of `dtype` before they are multiplied
+    rounded_factors = 2 * unit(dtype) + gamma(4)
+    error = error_of_products(numbers, worth) + rounded_factors * (numbers.abs() @ worth.abs().T)
+    assert_within(got, numbers @ worth.T, error, dtype)
+
+
+@every_dtype
+@pytest.mark.parametrize("block_bytes", [1, 7 * 300 * 4])
+def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
+    dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = outliers(5, 300).to(dtype), fp8_weight(129, 300, parts=2)
+    expected = torch_ops.linear_fp8(x, weight)
+    monkeypatch.setattr(torch_ops, "WEIGHT_BLOCK_BYTES", block_bytes)
+    numbers, worth = by_hand_fp8(x, weight)
+    error = 2 * error_of_products(numbers, worth) + 2 * unit(dtype) * expected.double().abs()
+    assert_within(torch_ops.linear_fp8(x, weight), expected.double(), error, dtype)
+
+
+def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
+    """What activations and weights are worth, element by element of the scales, in float64."""
+    rows, columns = weight.numbers.shape
+    worth, numbers = weight.numbers.double(), x.double().clone()
+    of_part = math.ceil(rows // weight.parts / 128)
+    for row, column in product(range(rows), range(0, columns, 128)):
+        part, within = divmod(row, rows // weight.parts)
+        worth[row, column : column + 128] *= weight.scale[part * of_part + within // 128, column // 128].double()
+    for token, column in product(range(len(x)), range(0, columns, 128)):
+        block = numbers[token, column : column + 128]
+        scale = max(float(block.abs().max()), 1e-4) / 448
+        if weight.ue8m0:
+            scale = 2.0 ** math.ceil(math.log2(scale))
+        numbers[token, column : column + 128] = (block / scale).to(torch.float8_e4m3fn).double() * scale
+    return numbers, worth
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("size", MATRICES)
+def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
+    x, weight = outliers(rows, size[1]).to(dtype), int8_weight(*size)
+    got = op_of(provider, "linear_int8", device, dtype)(x.to(device), int8_weight(*size, device=device))
+    # a float32 quotient decides what is rounded up; then sums are exact, and two scales multiply them
+    scale = (x.float().abs().amax(-1, keepdim=True) if rows else x.float()[:, :1]).clamp(min=1e-10) / 127
+    numbers = (x.float() / scale).round().double()
+    exact = numbers @ weight.numbers.double().T * scale.double() * weight.scale.double().T
+    assert_within(got, exact, gamma(3) * exact.abs(), dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("size", "parts"), [*((size, 1) for size in MATRICES), ((24, 48), 2)])
+def test_linear_int8_static(
+    provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int], parts: int
+) -> None:
+    x, weight = draw(rows, size[1]).to(dtype), static_weight(*size, parts)
+    got = op_of(provider, "linear_int8_static", device, dtype)(x.to(device), static_weight(*size, parts, device=device))
+    exact = []
+    for part, numbers in enumerate(weight.numbers.double().chunk(parts)):
+        scaled = (x.float() / weight.input_scale[part]).round().double() + weight.input_offset[part]
+        exact.append(scaled.clamp(-128, 127) @ numbers.T)
+    sums = torch.cat(exact, -1) + weight.output_offset[:, 0]
+    scaled = sums * weight.output_scale[:, 0].double()
+    assert_within(got, scaled, gamma(2) * scaled.abs(), dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (24, 16), (130, 168)], ids=str)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_grouped_mlp_of_quantized_experts(
+    provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int], kind: str
+) -> None:
+    (hidden, width), experts = sizes, len(counts)
+    gate_up: Any
+    down: Any
+    if kind == "fp8":
+        gate_up = fp8_weight(experts, width, hidden, parts=2, device=device)
+        down = fp8_weight(experts, hidden, width, device=device)
+    else:
+        gate_up = int8_weight(experts, 2 * width, hidden, device=device)
+        down = int8_weight(experts, hidden, width, device=device)
+    x = draw(sum(counts), hidden).to(dtype)
+    got = op_of(provider, f"grouped_mlp_{kind}", device)(x.to(device), torch.tensor(counts), gate_up, down)
+    one_by_one, linear = [], op_of(provider, f"linear_{kind}", device)
+    for index, rows in enumerate(torch.split(x.to(device), list(counts))):
+        hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
+        one_by_one.append(linear(hidden_rows, expert(down, index)))
+    assert torch.equal(got, torch.cat(one_by_one))
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 4])
+@pytest.mark.parametrize("columns", [1, 128, 200])
+def test_rounding_is_what_multiplying_by_one_does(
+    provider: str, device: str, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    x = outliers(rows, columns).to(dtype).to(device)
+    one = torch.eye(columns, device=device)
+    fp8 = FP8Blocks(
+        numbers=one.to(torch.float8_e4m3fn), scale=torch.ones(*(math.ceil(columns / 128),) * 2, device=device)
+    )
+    int8 = Int8Dynamic(numbers=one.to(torch.int8), scale=torch.ones(columns, 1, device=device))
+    for name, weight, more in (("fp8", fp8, {"ue8m0": False}), ("int8", int8, {})):
+        got = op_of(provider, f"round_{name}", device, dtype)(x, **more)
+        exact = op_of(provider, f"linear_{name}", device, dtype)(x, weight).cpu().double()
+        assert_within(got, exact, rounded(exact, gamma(2) * exact.abs(), dtype), dtype)
