@@ -271,7 +271,7 @@ def test_a_request_that_fits_no_port_any_more_fails_and_holds_nobody_up() -> Non
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("where", ["line", "decode"])
+@pytest.mark.parametrize("where", ["queue", "decode"])
 def test_with_a_side_gone_requests_fail_at_once_unless_they_may_wait_for_a_port(side: str, where: str) -> None:
     for port_wait_s in (0.0, 30.0):
         clock = VirtualClock()
@@ -285,7 +285,7 @@ def test_with_a_side_gone_requests_fail_at_once_unless_they_may_wait_for_a_port(
                 setup.pairing.step()
             (leaving, joining) = setup.prefills if side == "prefill" else setup.decodes
             setup.pairing.remove(leaving, drain_s=0.0)
-            if where == "line":
+            if where == "queue":
                 setup.pairing.submit(request())
             events = setup.pairing.step() + setup.pairing.step()
             if port_wait_s == 0.0:
@@ -411,7 +411,7 @@ def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(tra
         setup.check_idle()
 
 
-def test_when_the_only_decode_breaks_what_waits_in_the_line_fails_too() -> None:
+def test_when_the_only_decode_breaks_what_waits_in_the_queue_fails_too() -> None:
     config = pd.PairingConfig(max_queued_per_decode=1)
     with local(engine=pd.EngineConfig(max_running_requests=1), config=config) as setup:
         for number in range(4):

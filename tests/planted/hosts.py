@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "what an ended session ran is not cancelled",
         "src/pdinfer/remote/served.py",
-        "                engine.cancel(request_id)\n        if self.mailman",
-        "                pass\n        if self.mailman",
+        "                engine.cancel(request_id)\n        if self.session",
+        "                pass\n        if self.session",
         _BREAKS,
     ),
     Mutant(
@@ -46,9 +46,9 @@ MUTANTS = [
         _BREAKS,
     ),
     Mutant(
-        "what is submitted between two sessions is sent",
+        "what is submitted while the session is not live is sent",
         "src/pdinfer/remote/client.py",
-        "            if self._in_session:\n                self._num_submitted += 1",
+        "            if self._is_live:\n                self._num_submitted += 1",
         "            if True:\n                self._num_submitted += 1",
         _BREAKS,
     ),

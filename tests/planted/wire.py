@@ -79,15 +79,15 @@ MUTANTS = [
     Mutant(
         "a grant is forwarded though decode was asked to end the request",
         "src/pdinfer/pairing/broker.py",
-        "        if ticket.failure is not None or ticket.cancelled:\n            return  # decode has been asked to end it\n",
+        "        if tracked.failure is not None or tracked.cancelled:\n            return  # decode has been asked to end it\n",
         "",
         "tests/e2e/test_faulty_peers.py::test_a_grant_that_comes_late_is_not_forwarded_when_decode_was_asked_to_end_the_request",
     ),
     Mutant(
         "a grant is forwarded though the request was cancelled",
         "src/pdinfer/pairing/broker.py",
-        "if ticket.failure is not None or ticket.cancelled:\n            return",
-        "if ticket.failure is not None:\n            return",
+        "if tracked.failure is not None or tracked.cancelled:\n            return",
+        "if tracked.failure is not None:\n            return",
         "tests/e2e/test_faulty_peers.py::test_a_grant_that_comes_late_is_not_forwarded_when_decode_was_asked_to_end_the_request",
     ),
     Mutant(
@@ -128,7 +128,7 @@ MUTANTS = [
     Mutant(
         "a port takes the place of another of the same identity",
         "src/pdinfer/pairing/pairing.py",
-        "if port.address in self._joining or port.address in (known.address for known in self._roster.all):",
+        "if port.address in self._joining or port.address in (known.address for known in self._ports.all):",
         "if False:",
         "tests/e2e/test_faulty_peers.py::test_a_port_with_the_identity_of_another_does_not_join",
     ),

@@ -76,14 +76,14 @@ class ReturningPort(Port, Protocol):
 AnyPort = TypeVar("AnyPort", bound=Port)
 
 
-class Promised:
+class PendingLoad:
     """What each prefill will get once decode has granted its pages. It cannot know of that itself, and a policy that
     went by its load alone would send a whole burst to one prefill."""
 
-    def __init__(self, promises: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
+    def __init__(self, coming: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
         self._requests: Counter[PeerAddress] = Counter()
         self._tokens: Counter[PeerAddress] = Counter()
-        for prefill, shape in promises:
+        for prefill, shape in coming:
             if prefill is not None:
                 self.add(prefill, shape)
 
@@ -92,7 +92,7 @@ class Promised:
         self._tokens[prefill] += shape.num_prompt_tokens + shape.num_output_tokens
 
     def on_top_of(self, load: PrefillLoad) -> PrefillLoad:
-        """The load with what is promised."""
+        """The load with what is pending."""
         return attrs.evolve(
             load,
             num_queued_requests=load.num_queued_requests + self._requests[load.address],
@@ -100,7 +100,7 @@ class Promised:
         )
 
 
-class Roster:
+class Ports:
     """The ports of both sides by address, and which of them reach each other. A leaving port serves what it has and is
     chosen no more. `num_changes` grows whenever a port or a link comes or goes. One thread looks, and any may add and
     drop meanwhile: whoever goes through `prefills` or `decodes` has them as they were."""
@@ -246,7 +246,7 @@ class Roster:
         self,
         policy: Policy,
         shape: RequestShape,
-        promised: Promised,
+        pending: PendingLoad,
         *,
         max_queued_per_decode: int = 0,
         decode: PeerAddress | None = None,
@@ -254,7 +254,7 @@ class Roster:
         """What `policy` says of the ports that can hold the request, reach each other and are not full; with `decode`,
         of the prefills for that one, full or not. ConfigError when it names a port that is not here."""
         total = shape.num_prompt_tokens + shape.max_new_tokens
-        prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total).values()]
+        prefills = [pending.on_top_of(port.load()) for port in self._fitting(self.prefills, total).values()]
         if decode is not None:
             decodes = [self.decodes[decode].load()]
         else:

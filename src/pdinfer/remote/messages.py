@@ -117,7 +117,7 @@ class Disconnect(msgspec.Struct, tag="disconnect"):
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """End what runs for this client, then say Ready for the session of that number."""
+    """End what runs for this client, then say Ready anew; `session` counts the renewals of this session."""
 
     session: Count
 
@@ -130,8 +130,9 @@ Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWri
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message of a session: who the engine is, with the addresses of all ranks behind this one port;
-    `version` is the VERSION it speaks, 1 where it says none, `hung_s` how long its steps may take."""
+    """The first message of a session, and of each renewal of it, whose number is `session`: who the engine is, with the
+    addresses of all ranks behind this one port; `version` is the VERSION it speaks, 1 where it says none, `hung_s` how
+    long its steps may take."""
 
     address: PeerAddress
     limits: RequestLimits

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.ports import Promised, Roster
+from pdinfer.pairing.ports import PendingLoad, Ports
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 
@@ -51,15 +51,15 @@ class FakePort:
         return DecodeLoad(address=self.address, kv=kv, num_running_tokens=0, **zeros, **COMMON)
 
 
-def roster_of(ports: dict[PeerAddress, FakePort]) -> Roster:
-    roster = Roster()
-    for port in ports.values():
-        roster.add(port)  # type: ignore[arg-type]
-    roster.look()
-    return roster
+def ports_of(fakes: dict[PeerAddress, FakePort]) -> Ports:
+    ports = Ports()
+    for port in fakes.values():
+        ports.add(port)  # type: ignore[arg-type]
+    ports.look()
+    return ports
 
 
-def linked_ports() -> dict[PeerAddress, FakePort]:
+def linked_fakes() -> dict[PeerAddress, FakePort]:
     """Three of each, all connected."""
     prefills = {address: FakePort(address, dict.fromkeys(DECODES, True)) for address in PREFILLS}
     return prefills | {address: FakePort(address, dict.fromkeys(PREFILLS, True)) for address in DECODES}
@@ -74,17 +74,17 @@ def shape(ordinal: int = 0) -> RequestShape:
 def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
     chosen_by: policy.Policy, down: set[tuple[PeerAddress, PeerAddress]], ordinal: int, told_by_prefill: bool
 ) -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    assert roster.links_down == frozenset()
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    assert ports.links_down == frozenset()
     for prefill, decode in down:  # one side knows first
         if told_by_prefill:
-            ports[prefill].links[decode] = False
+            fakes[prefill].links[decode] = False
         else:
-            ports[decode].links[prefill] = False
-    roster.look()
-    assert roster.links_down == down
-    choice = roster.choose(chosen_by, shape(ordinal), Promised(), max_queued_per_decode=1)
+            fakes[decode].links[prefill] = False
+    ports.look()
+    assert ports.links_down == down
+    choice = ports.choose(chosen_by, shape(ordinal), PendingLoad(), max_queued_per_decode=1)
     if len(down) == len(PAIRS):
         assert choice is None
     else:
@@ -92,53 +92,53 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
         assert (choice.prefill, choice.decode) in set(PAIRS) - down
     for decode in DECODES:
         near = [prefill for prefill in PREFILLS if (prefill, decode) not in down]
-        choice = roster.choose(chosen_by, shape(ordinal), Promised(), decode=decode)
+        choice = ports.choose(chosen_by, shape(ordinal), PendingLoad(), decode=decode)
         assert (choice.prefill in near) if choice is not None else not near
 
 
 def test_what_was_never_told_of_is_not_down_and_what_comes_back_is_up() -> None:
     """A load from before the link was opened, a channel that tells of no links, and one that forgets a lost peer."""
-    ports = linked_ports()
-    for port in ports.values():
+    fakes = linked_fakes()
+    for port in fakes.values():
         port.links = {}
-    roster = roster_of(ports)
-    assert (roster.links_down, roster.has_links) == (frozenset(), False)
-    ports[DECODES[0]].links = {PREFILLS[0]: True}
-    roster.look()
-    assert (roster.links_down, roster.has_links) == (frozenset(), True)
+    ports = ports_of(fakes)
+    assert (ports.links_down, ports.has_links) == (frozenset(), False)
+    fakes[DECODES[0]].links = {PREFILLS[0]: True}
+    ports.look()
+    assert (ports.links_down, ports.has_links) == (frozenset(), True)
     for gone in ({}, {PREFILLS[0]: False}):
-        changes = roster.num_changes
-        ports[DECODES[0]].links = gone
+        changes = ports.num_changes
+        fakes[DECODES[0]].links = gone
         for _ in range(2):
-            roster.look()
-            assert roster.links_down == {(PREFILLS[0], DECODES[0])}
-            assert roster.num_changes == changes + 1
-        ports[DECODES[0]].links = {PREFILLS[0]: True}
-        roster.look()
-        assert roster.links_down == frozenset()
-        assert roster.num_changes == changes + 2
+            ports.look()
+            assert ports.links_down == {(PREFILLS[0], DECODES[0])}
+            assert ports.num_changes == changes + 1
+        fakes[DECODES[0]].links = {PREFILLS[0]: True}
+        ports.look()
+        assert ports.links_down == frozenset()
+        assert ports.num_changes == changes + 2
 
 
 def test_a_port_that_leaves_takes_its_links_along() -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    ports[DECODES[0]].links[PREFILLS[0]] = False
-    roster.look()
-    roster.drop(DECODES[0])
-    assert roster.links_down == frozenset()
-    roster.look()
-    assert roster.links_down == frozenset()
-    assert not roster.linked(PREFILLS[0], DECODES[0])
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    fakes[DECODES[0]].links[PREFILLS[0]] = False
+    ports.look()
+    ports.drop(DECODES[0])
+    assert ports.links_down == frozenset()
+    ports.look()
+    assert ports.links_down == frozenset()
+    assert not ports.linked(PREFILLS[0], DECODES[0])
 
 
 def test_a_policy_that_insists_on_a_pair_without_a_link_is_told_so() -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    ports[DECODES[0]].links[PREFILLS[0]] = False
-    roster.look()
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    fakes[DECODES[0]].links[PREFILLS[0]] = False
+    ports.look()
 
     def stubborn(*_: object) -> Choice:
         return Choice(prefill=PREFILLS[0], decode=DECODES[0])
 
     with pytest.raises(pd.ConfigError, match="out of the other's reach"):
-        roster.choose(stubborn, shape(), Promised(), max_queued_per_decode=1)
+        ports.choose(stubborn, shape(), PendingLoad(), max_queued_per_decode=1)
