@@ -44,9 +44,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "pairing": (
         ("pairing",),
         ("broker",),
-        ("queue", "joining", "progress"),
-        ("ports", "tracked_request"),
-        ("policy",),
+        ("queue", "joining", "progress", "choice"),
+        ("ports", "tracked_request", "policy"),
     ),
     "remote": (("client", "served"), ("session",), ("messages", "orphan")),
     "engine": (

@@ -186,15 +186,12 @@ def test_a_port_that_reaches_nobody_does_not_join() -> None:
 class Stub:
     """A port that says how long it was given to connect, and which peers it cannot reach."""
 
-    addresses = ()
-
-    def __init__(self, name: bytes, load: Any, unreachable: Sequence[Any] = ()) -> None:
+    def __init__(self, name: bytes, role: str, unreachable: Sequence[Any] = ()) -> None:
+        self.role = role
         self.address = pd.PeerAddress(name * 16, 1, 0)
+        self.addresses = (self.address,)
         self.asked: list[tuple[bytes, float]] = []
-        self._load, self._unreachable = load, [one.address for one in unreachable]
-
-    def load(self) -> Any:
-        return self._load
+        self._unreachable = [one.address for one in unreachable]
 
     def connect(self, peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
         self.asked.append((peer.engine_id[:1], timeout_s))
@@ -203,13 +200,11 @@ class Stub:
 
 
 def test_a_port_that_does_not_answer_costs_a_second_and_not_the_whole_time() -> None:
-    with several(1, 1, "loopback") as setup:
-        prefill, decode = setup.prefills[0].load(), setup.decodes[0].load()
-    others = [Stub(name, decode) for name in (b"x", b"y", b"z")]
-    port = Stub(b"p", prefill, others[:1])
+    others = [Stub(name, "decode") for name in (b"x", b"y", b"z")]
+    port = Stub(b"p", "prefill", others[:1])
     assert list(link(port, others, timeout_s=10.0)) == [others[0].address]  # type: ignore[arg-type,list-item]
     assert port.asked == [(b"x", FIRST_TRY_S), (b"y", FIRST_TRY_S), (b"z", FIRST_TRY_S), (b"x", 0.0)]
-    port = Stub(b"p", prefill, others)
+    port = Stub(b"p", "prefill", others)
     assert len(link(port, others, timeout_s=9.0)) == 3  # type: ignore[arg-type]
     assert [timeout_s for _, timeout_s in port.asked] == [FIRST_TRY_S] * 3 + [pytest.approx(3.0, abs=1.0)] * 3
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -115,6 +116,26 @@ def test_a_policy_of_ones_own_sees_loads_and_may_say_wait() -> None:
         assert (shape.num_prompt_tokens, shape.max_new_tokens, shape.priority) == (len(PROMPT), 5, 3)
         assert [load.address for load in prefills] == [prefill.address for prefill in setup.prefills]
         assert [load.num_total_pages for load in decodes] == [64, 64]
+        pairs = {(prefill.address, decode.address) for prefill in setup.prefills for decode in setup.decodes}
+        assert {(link.prefill, link.decode) for link in shape.links} == pairs
+
+
+@pytest.mark.parametrize("transport", ["loopback", "socket"])
+def test_a_policy_sees_how_fast_a_link_was(transport: str) -> None:
+    speeds: list[float | None] = []
+
+    def watching(shape: RequestShape, *loads: Any) -> Choice | None:
+        speeds.extend(link.bytes_per_s for link in shape.links)
+        return pd.policy.least_tokens(shape, *loads)
+
+    with several(1, 1, transport, policy=watching) as setup:
+        for number in range(2):
+            setup.pairing.submit(request(str(number)))
+            check_streams(collect(setup.pairing), str(number))
+            time.sleep(broker.LOOK_S)
+    assert speeds[0] is None
+    assert speeds[-1] is not None
+    assert speeds[-1] > 0
 
 
 def test_a_request_goes_where_it_fits() -> None:

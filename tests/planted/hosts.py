@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "links to a port that hangs stay open",
         "src/pdinfer/pairing/ports.py",
-        "                    disconnect(rank)",
-        "                    pass",
+        "                other.disconnect(rank)",
+        "                pass",
         _HANGS,
     ),
     Mutant(

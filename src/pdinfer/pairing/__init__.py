@@ -5,7 +5,8 @@
     tracked_request.py   one request in a Pairing
     queue.py             who waits, and whose turn it is
     ports.py             what an engine must offer, and who is linked to whom
-    policy.py            which pair takes a request: pure functions of loads
+    policy.py            which pair takes a request: pure functions of loads and links
+    choice.py            what a policy is shown, and what becomes of its answer
     joining.py           how a new port is linked beside the running work
     progress.py          what a step that did not end had done
 

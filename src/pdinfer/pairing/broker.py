@@ -23,8 +23,9 @@ from pdinfer.config import PairingConfig
 from pdinfer.engine.decode import WRITER_GRACE_S
 from pdinfer.engine.schedule import queueing_s
 from pdinfer.errors import ConfigError, Overloaded, PDInferError, TransferError
+from pdinfer.pairing.choice import PendingLoad, choose
 from pdinfer.pairing.policy import Policy
-from pdinfer.pairing.ports import PendingLoad, Port, Ports, ReturningPort
+from pdinfer.pairing.ports import Port, Ports, ReturningPort
 from pdinfer.pairing.progress import RELEASE_S, AwaitingRelease, Progress
 from pdinfer.pairing.queue import Queue
 from pdinfer.pairing.tracked_request import TrackedRequest
@@ -235,7 +236,7 @@ class Broker:
     def _assign(self, tracked: TrackedRequest, now: float, pending: PendingLoad) -> bool:
         limit = self._config.max_queued_per_decode
         shape = tracked.shape(self._num_choices)
-        choice = self._ports.choose(self._policy, shape, pending, max_queued_per_decode=limit)
+        choice = choose(self._ports, self._policy, shape, pending, max_queued_per_decode=limit)
         if choice is None:
             return False
         pending.add(choice.prefill, shape)
@@ -426,7 +427,7 @@ class Broker:
                 tracked.give_up_at = None
                 continue
             shape = tracked.shape(self._num_choices)
-            choice = self._ports.choose(self._policy, shape, pending, decode=decode)
+            choice = choose(self._ports, self._policy, shape, pending, decode=decode)
             if choice is None:
                 self._stranded = True
                 self._strand(tracked, decode, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.ports import PendingLoad, Ports
+from pdinfer.pairing.choice import PendingLoad, choose
+from pdinfer.pairing.ports import Ports
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 
@@ -38,10 +40,21 @@ class FakePort:
     links: dict[PeerAddress, bool]
 
     limits = RequestLimits(name="", vocab_size=97, max_tokens=32)
+    mb_per_s: dict[PeerAddress, float] = attrs.field(factory=dict)
+
+    @property
+    def role(self) -> str:
+        return "prefill" if self.address in PREFILLS else "decode"
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        return (self.address,)
 
     def load(self) -> EngineLoad:
-        kv = ChannelStats(peers=tuple(PeerStats(address=at, connected=on) for at, on in self.links.items()))
-        if self.address in PREFILLS:
+        speeds = self.mb_per_s
+        peers = [PeerStats(address=at, connected=on, mb_per_s=speeds.get(at, 0.0)) for at, on in self.links.items()]
+        kv = ChannelStats(peers=tuple(peers))
+        if self.role == "prefill":
             return PrefillLoad(
                 address=self.address, kv=kv, num_queued_requests=0, num_queued_tokens=0, unsent_bytes=0, **COMMON
             )
@@ -84,7 +97,7 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
             fakes[decode].links[prefill] = False
     ports.look()
     assert ports.links_down == down
-    choice = ports.choose(chosen_by, shape(ordinal), PendingLoad(), max_queued_per_decode=1)
+    choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), max_queued_per_decode=1)
     if len(down) == len(PAIRS):
         assert choice is None
     else:
@@ -92,7 +105,7 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
         assert (choice.prefill, choice.decode) in set(PAIRS) - down
     for decode in DECODES:
         near = [prefill for prefill in PREFILLS if (prefill, decode) not in down]
-        choice = ports.choose(chosen_by, shape(ordinal), PendingLoad(), decode=decode)
+        choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), decode=decode)
         assert (choice.prefill in near) if choice is not None else not near
 
 
@@ -141,4 +154,68 @@ def test_a_policy_that_insists_on_a_pair_without_a_link_is_told_so() -> None:
         return Choice(prefill=PREFILLS[0], decode=DECODES[0])
 
     with pytest.raises(pd.ConfigError, match="out of the other's reach"):
-        ports.choose(stubborn, shape(), PendingLoad(), max_queued_per_decode=1)
+        choose(ports, stubborn, shape(), PendingLoad(), max_queued_per_decode=1)
+
+
+def fastest_link(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
+    """A joint score: no side is chosen without the other."""
+    link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
+    return None if link is None else Choice(prefill=link.prefill, decode=link.decode)
+
+
+@given(st.dictionaries(st.sampled_from(PAIRS), st.integers(1, 1000), min_size=1), st.sets(st.sampled_from(PAIRS)))
+def test_a_policy_gets_every_link_with_its_speed_and_is_asked_once(
+    speeds: dict[tuple[PeerAddress, PeerAddress], int], down: set[tuple[PeerAddress, PeerAddress]]
+) -> None:
+    fakes = linked_fakes()
+    for (prefill, decode), speed in speeds.items():
+        fakes[decode].mb_per_s[prefill] = speed
+    ports = ports_of(fakes)
+    for prefill, decode in down:
+        fakes[prefill].links[decode] = False
+    ports.look()
+    asked: list[RequestShape] = []
+
+    def watched(shape: RequestShape, *loads: Any) -> Choice | None:
+        asked.append(shape)
+        return fastest_link(shape, *loads)
+
+    choice = choose(ports, watched, shape(), PendingLoad(), max_queued_per_decode=1)
+    up = set(PAIRS) - down
+    (seen,) = asked
+    assert {(link.prefill, link.decode) for link in seen.links} == up
+    for link in seen.links:
+        speed_known = speeds.get((link.prefill, link.decode))
+        assert link.bytes_per_s == (None if speed_known is None else speed_known * 1e6)
+    if not up:
+        assert choice is None
+        return
+    assert choice is not None
+    assert speeds.get((choice.prefill, choice.decode), 0) == max(speeds.get(pair, 0) for pair in up)
+
+
+def test_links_are_told_anew_when_a_port_joins_or_leaves_and_only_between_ports_that_are_shown() -> None:
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    assert len(ports.links()) == len(PAIRS)
+    ports.drop(DECODES[2])
+    assert {link.decode for link in ports.links()} == set(DECODES[:2])
+    ports.add(fakes[DECODES[2]])  # type: ignore[arg-type]
+    ports.leaving.add(PREFILLS[0])
+    seen: list[RequestShape] = []
+    choose(ports, lambda shape, *_: seen.append(shape), shape(), PendingLoad(), decode=DECODES[2])
+    assert {(link.prefill, link.decode) for link in seen[0].links} == {(one, DECODES[2]) for one in PREFILLS[1:]}
+
+
+def test_of_a_port_with_several_ranks_a_link_tells_what_all_of_them_bring() -> None:
+    fakes = linked_fakes()
+    ports = Ports()
+    fakes[DECODES[0]].mb_per_s = {PREFILLS[0]: 2.0, PREFILLS[1]: 3.0}
+
+    class Group(FakePort):
+        addresses = tuple(PREFILLS[:2])
+
+    ports.add(Group(PREFILLS[0], {}))  # type: ignore[arg-type]
+    ports.add(fakes[DECODES[0]])  # type: ignore[arg-type]
+    (link,) = ports.links()
+    assert link.bytes_per_s == 5e6
