@@ -43,8 +43,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (("cluster",), ("rank_weights",)),
     "pairing": (
         ("pairing",),
+        ("admission",),
         ("broker",),
-        ("queue", "joining", "progress", "choice"),
+        ("queue", "joining", "progress", "choice", "lost_ports"),
         ("ports", "tracked_request", "policy"),
     ),
     "remote": (("client", "served"), ("session",), ("messages", "orphan")),
@@ -192,9 +193,7 @@ MUTABLE_CALLS = frozenset(
 
 MAX_FILE_LINES = 400
 LONGER = {
-    "pairing.broker": "one object: what becomes of a request, whatever its ports do",
     "engine.decode": "one object: the life of a request at decode, from its grant to its last token",
-    "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
     "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
     "remote.client": "one object: a client of an engine elsewhere, through its sessions",
     "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",

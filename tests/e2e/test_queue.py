@@ -152,7 +152,7 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
 
 def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
     with full_of_low() as setup:
-        take = setup.pairing._take_inbox
+        take = setup.pairing._admission.act
 
         def late() -> None:
             """The step that sends the queue on has begun when the submit comes."""
@@ -160,7 +160,7 @@ def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
             if "x" not in setup.pairing._broker.requests:
                 setup.pairing.submit(request("x", priority=5))
 
-        setup.pairing._take_inbox = late  # type: ignore[method-assign]
+        setup.pairing._admission.act = late  # type: ignore[method-assign]
         assert sorted(ended(collect(setup.pairing))) == ["a", "b", "c", "x"]
         assert dict(setup.pairing.stats.ended) == {pd.FinishReason.LENGTH: 4}
 

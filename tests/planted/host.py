@@ -101,7 +101,7 @@ MUTANTS = [
         "src/pdinfer/pairing/broker.py",
         "        self.queue.restore(waiting)\n",
         "        self.queue.restore([])\n",
-        INTERRUPTS + "test_requests_that_wait_in_line_wait_on",
+        INTERRUPTS + "test_requests_that_wait_in_the_queue_wait_on",
     ),
     Mutant(
         "what is asked about a peer is done in any order",

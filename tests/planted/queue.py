@@ -25,14 +25,14 @@ MUTANTS = [
     ),
     Mutant(
         "a full queue refuses high priorities",
-        "src/pdinfer/pairing/pairing.py",
+        "src/pdinfer/pairing/admission.py",
         "displaced = gives_way(self._queued(), tracked.request.priority)",
         "displaced = None",
         QUEUE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
     ),
     Mutant(
         "one request gives way twice",
-        "src/pdinfer/pairing/pairing.py",
+        "src/pdinfer/pairing/admission.py",
         "(*self._broker.queue, *unseen) if tracked.displaced is None]",
         "(*self._broker.queue, *unseen)]",
         QUEUE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",

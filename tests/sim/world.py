@@ -436,7 +436,7 @@ class World:
         return (
             told
             and not self.pairing.num_unfinished
-            and not self.pairing._broker.away
+            and not self.pairing._broker.lost_ports.away
             and all(self.engines[name].closed for name in self.served if self._closes(name))
             and all(not self._unrest_of(name) for name, engine in self.engines.items() if self._lives(name))
         )
@@ -474,7 +474,7 @@ class World:
     def _unrest(self) -> str:
         ended = [name for name, stream in self.streams.items() if stream.end is None]
         rest = [unrest for name in self.engines if self._lives(name) and (unrest := self._unrest_of(name))]
-        return f"unfinished {ended}; away {list(self.pairing._broker.away)}; {'; '.join(rest)}"
+        return f"unfinished {ended}; away {list(self.pairing._broker.lost_ports.away)}; {'; '.join(rest)}"
 
     def _judge(self) -> None:
         open_ = [name for name, stream in self.streams.items() if stream.end is None]

@@ -12,20 +12,18 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import le
-
-import attrs
 
 from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.engine.decode import WRITER_GRACE_S
-from pdinfer.engine.schedule import queueing_s
-from pdinfer.errors import ConfigError, Overloaded, PDInferError, TransferError
-from pdinfer.pairing.choice import PendingLoad, choose
+from pdinfer.errors import Overloaded, PDInferError, TransferError
+from pdinfer.pairing.choice import Chooser, PendingLoad
+from pdinfer.pairing.lost_ports import LostPorts
 from pdinfer.pairing.policy import Policy
-from pdinfer.pairing.ports import Port, Ports, ReturningPort
+from pdinfer.pairing.ports import Port, Ports
 from pdinfer.pairing.progress import RELEASE_S, AwaitingRelease, Progress
 from pdinfer.pairing.queue import Queue
 from pdinfer.pairing.tracked_request import TrackedRequest
@@ -36,15 +34,13 @@ LOOK_S = 0.1
 """How often loads are searched for links that were lost or are back."""
 LINK_WAIT_S = WRITER_GRACE_S
 """How long a request waits for a link that is down: as long as decode waits for the prefill of one that it has."""
-MAX_PORTS_LOST = 64
-"""How many losses `stats` tells of."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class Broker:
     """The requests under way and the decisions about them. `requests` holds all that have not ended; the host's threads
-    add to it. `emit` takes every event for the host. `away` are ports that were lost and may come back."""
+    add to it. `emit` takes every event for the host."""
 
     def __init__(
         self,
@@ -56,10 +52,10 @@ class Broker:
     ) -> None:
         self.requests: dict[str, TrackedRequest] = {}
         self.queue = Queue(fair_share=config.fair_share)
-        self.away: dict[PeerAddress, ReturningPort] = {}
+        self.lost_ports = LostPorts()
         self._ports = ports
         self._config = config
-        self._policy = policy
+        self._chooser = Chooser(ports, policy, config.max_queued_per_decode)
         self._clock = clock
         self._emit = emit
         self._awaiting_release = AwaitingRelease()
@@ -67,18 +63,15 @@ class Broker:
         self._look_at = float("-inf")
         self._num_changes = 0
         self._stranded = False
-        self._num_choices = 0
         self._num_retries = 0
         self._num_reroutes = 0
         self._num_moved = 0
-        self._num_ports_lost = 0
-        self._ports_lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
         self._ended: Counter[FinishReason] = Counter()
 
     def advance(self) -> None:
         """One step: sends on what can be sent, steps every port, and ends what has to end."""
         now = self._clock()
-        self._use_again()
+        self.lost_ports.recover(self._ports)
         if (self.requests or self._ports.links_down) and now >= self._look_at:
             self._ports.look()
             self._look_at = now + LOOK_S
@@ -115,27 +108,9 @@ class Broker:
             num_retries=self._num_retries,
             num_reroutes=self._num_reroutes,
             num_moved=self._num_moved,
-            num_ports_lost=self._num_ports_lost,
+            num_ports_lost=self.lost_ports.num_lost,
             links_down=tuple(sorted(self._ports.links_down, key=str)),
-            ports_lost=tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._ports_lost)),
-        )
-
-    def queueing_s(self, priority: float = float("-inf")) -> float | None:
-        """Estimate of how many seconds pass before a request of this priority that comes now has its turn: prefills
-        first compute what they have and what the requests ahead of it bring, and, when every decode has some waiting
-        for pages, decodes what those may generate. None when no speed has been measured. Any thread."""
-        prefills = [port.load() for port in list(self._ports.prefills.values())]
-        decodes = [port.load() for port in list(self._ports.decodes.values())]
-        requests = [tracked for tracked in list(self.requests.values()) if not tracked.num_grants]
-        ahead = [tracked for tracked in requests if tracked.request.priority >= priority]
-        to_compute = sum(tracked.num_prompt_tokens for tracked in ahead) + sum(
-            load.num_queued_tokens for load in prefills
-        )
-        full = all(load.num_waiting_requests for load in decodes)
-        to_generate = sum(tracked.max_tokens - tracked.num_prompt_tokens for tracked in ahead) if full else 0
-        return queueing_s(
-            (to_compute, sum(load.tokens_per_s for load in prefills)),
-            (to_generate, sum(load.tokens_per_s for load in decodes)),
+            ports_lost=self.lost_ports.told(now),
         )
 
     def recover(self, told: Sequence[TokenEvent]) -> None:
@@ -195,15 +170,14 @@ class Broker:
         self._awaiting_release.expire(now)
         if not self.queue:
             return
-        pending = self._pending_load()
+        pending = self._chooser.pending(list(self.requests.values()))
         rooms = self._ports.rooms
         held: list[list[int]] = []  # by how many ports of each side hold it: those that hold more hold less too
         decodes = self._ports.decodes
         for tracked in self.queue.in_turn(now):
             fitting = [len(room) - bisect_left(room, tracked.max_tokens) for room in rooms]
-            if self._awaiting_release.waits(tracked.request_id, decodes) or any(
-                all(map(le, fitting, other)) for other in held
-            ):
+            overtakes = any(all(map(le, fitting, other)) for other in held)
+            if overtakes or self._awaiting_release.waits(tracked.request_id, decodes):
                 continue
             if not self._assign(tracked, now, pending):
                 if fitting == list(map(len, rooms)):
@@ -221,7 +195,7 @@ class Broker:
             reason = f"no {side} port is left that holds its {tracked.max_tokens} tokens"
             reason += f"; {tracked.lost}" if tracked.lost is not None else ""
             grace_s = self._config.port_wait_s
-        elif self._ports.links_down and not self._has_linked_pair(tracked):
+        elif self._ports.links_down and not self._ports.has_linked_pair(tracked.max_tokens):
             reason = f"no prefill and decode that hold it have been connected for {LINK_WAIT_S:g} s"
             grace_s = LINK_WAIT_S
         else:
@@ -229,18 +203,10 @@ class Broker:
             return None
         return (FinishReason.FAILED, TransferError(reason)) if tracked.gives_up(now, grace_s) else None
 
-    def _has_linked_pair(self, tracked: TrackedRequest) -> bool:
-        prefills, decodes = self._ports.fitting(tracked.max_tokens)
-        return any(self._ports.linked(prefill, decode) for prefill in prefills for decode in decodes)
-
     def _assign(self, tracked: TrackedRequest, now: float, pending: PendingLoad) -> bool:
-        limit = self._config.max_queued_per_decode
-        shape = tracked.shape(self._num_choices)
-        choice = choose(self._ports, self._policy, shape, pending, max_queued_per_decode=limit)
+        choice = self._chooser.pair(tracked, pending)
         if choice is None:
             return False
-        pending.add(choice.prefill, shape)
-        self._num_choices += 1
         self.queue.serve(tracked)
         tracked.prefill, tracked.decode, tracked.queued_s = choice.prefill, choice.decode, now - tracked.submitted_at
         self._ports.decodes[choice.decode].submit(tracked.request_at(now), writers=self._ports.writers(choice.prefill))
@@ -342,47 +308,13 @@ class Broker:
         self._give_up(port, lost, error)
 
     def _give_up(self, port: Port, lost: LostPort, error: Exception) -> None:
-        """Closing it is what proves to the others that it stopped; one that may come back stays open, and the others
-        close their links to it."""
         address = lost.address
-        if isinstance(port, ReturningPort):
-            self.away[address] = port
-            self._ports.part(port)
-        else:
-            self._close(port)
+        self.lost_ports.set_aside(port, self._ports)
         self._ports.drop(address)
         self._awaiting_release.drop(address)
-        self._num_ports_lost += 1
-        self._ports_lost.append((self._clock(), lost))
+        self.lost_ports.add(lost, self._clock())
         self._progress.losing = None
         self.part_with(address, error)
-
-    def _use_again(self) -> None:
-        """Puts ports that were away to use again, and lets those go that will not come back."""
-        for address, port in list(self.away.items()):
-            try:
-                if not port.recover():
-                    continue
-                if address in (known.address for known in self._ports.all if known is not port):
-                    raise ConfigError("the host has added another port to it")
-                self._ports.take_back(port)
-            except MemoryError:
-                raise
-            except Exception as error:  # noqa: BLE001 - as of a step
-                _log.error("a port that was lost will not come back: %s: %s", address, error)
-                self._close(port)
-            else:
-                _log.warning("a port that was lost is back: %s", address)
-                for at, (lost_at, lost) in enumerate(self._ports_lost):
-                    if lost.address == address:
-                        self._ports_lost[at] = lost_at, attrs.evolve(lost, is_back=True)
-            del self.away[address]
-
-    def _close(self, port: Port) -> None:
-        try:
-            port.close()
-        except Exception:  # noqa: BLE001 - it is broken already
-            _log.exception("closing the lost port failed")
 
     def take_back(self, address: PeerAddress, port: Port) -> None:
         """Has a decode that is removed, and may live on, let go of what it has. It may be added again and still say of
@@ -418,7 +350,7 @@ class Broker:
         """Another prefill for every request that decode holds and whose own is gone or out of its reach; for a running
         one too, which will need it if it is retracted. One that finds none is stranded."""
         self._num_changes, self._stranded = self._ports.num_changes, False
-        pending = self._pending_load()
+        pending = self._chooser.pending(list(self.requests.values()))
         for tracked in list(self.requests.values()):
             decode = tracked.decode
             if decode is None or tracked.failure is not None:
@@ -426,16 +358,14 @@ class Broker:
             if self._ports.linked(tracked.prefill, decode):
                 tracked.give_up_at = None
                 continue
-            shape = tracked.shape(self._num_choices)
-            choice = choose(self._ports, self._policy, shape, pending, decode=decode)
-            if choice is None:
+            prefill = self._chooser.prefill(tracked, decode, pending)
+            if prefill is None:
                 self._stranded = True
                 self._strand(tracked, decode, now)
                 continue
-            pending.add(choice.prefill, shape)
             self._num_reroutes += 1
-            tracked.prefill, tracked.forwarded, tracked.give_up_at = choice.prefill, tracked.landed, None
-            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(choice.prefill))
+            tracked.prefill, tracked.forwarded, tracked.give_up_at = prefill, tracked.landed, None
+            self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
         """No prefill can be named now. A link may come back: decode itself waits for that, and ends the request after
@@ -448,10 +378,6 @@ class Broker:
                 now, TransferError(f"no prefill port is left for it; it was sent to {tracked.prefill}")
             )
             self._ports.decodes[decode].cancel(tracked.request_id)  # its answer ends the request
-
-    def _pending_load(self) -> PendingLoad:
-        coming = [tracked for tracked in list(self.requests.values()) if not tracked.forwarded]
-        return PendingLoad((tracked.prefill, tracked.shape(self._num_choices)) for tracked in coming)
 
     # -- ends -------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import attrs
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import Ports
+from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestShape
 
@@ -36,6 +37,39 @@ class PendingLoad:
             num_queued_requests=load.num_queued_requests + self._requests[load.address],
             num_queued_tokens=load.num_queued_tokens + self._tokens[load.address],
         )
+
+
+class Chooser:
+    """Asks one policy for every request, and counts its choices."""
+
+    def __init__(self, ports: Ports, policy: Policy, max_queued_per_decode: int) -> None:
+        self._ports = ports
+        self._policy = policy
+        self._max_queued_per_decode = max_queued_per_decode
+        self._num_choices = 0
+
+    def pending(self, requests: Iterable[TrackedRequest]) -> PendingLoad:
+        """Return what the prefills of these requests do not know of yet."""
+        coming = [tracked for tracked in requests if not tracked.forwarded]
+        return PendingLoad((tracked.prefill, tracked.shape(self._num_choices)) for tracked in coming)
+
+    def pair(self, tracked: TrackedRequest, pending: PendingLoad) -> Choice | None:
+        """Return a prefill and a decode for a request, or None to let it wait; `pending` then has it too."""
+        shape = tracked.shape(self._num_choices)
+        choice = choose(self._ports, self._policy, shape, pending, max_queued_per_decode=self._max_queued_per_decode)
+        if choice is not None:
+            pending.add(choice.prefill, shape)
+            self._num_choices += 1
+        return choice
+
+    def prefill(self, tracked: TrackedRequest, decode: PeerAddress, pending: PendingLoad) -> PeerAddress | None:
+        """Return another prefill for a request that this decode holds, or None when there is none."""
+        shape = tracked.shape(self._num_choices)
+        choice = choose(self._ports, self._policy, shape, pending, decode=decode)
+        if choice is None:
+            return None
+        pending.add(choice.prefill, shape)
+        return choice.prefill
 
 
 def choose(

@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -29,11 +28,11 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
+from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.joining import link
 from pdinfer.pairing.policy import Policy, least_tokens
 from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
-from pdinfer.pairing.queue import gives_way
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
@@ -67,11 +66,11 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._ports = Ports()
-        self._admission = threading.RLock()  # held for a moment only: `step` needs it too
+        self._admitting = threading.RLock()  # held for a moment only: `step` needs it too
         self._joining: dict[PeerAddress, object] = {}
         self._inbox: Inbox[tuple[TrackedRequest, Wish]] = Inbox()
-        self._wishes: deque[tuple[TrackedRequest, Wish]] = deque()  # those that `step` has taken and not dealt with
         self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
+        self._admission = Admission(self._broker, self._ports, self._inbox, self._admitting, self.config)
         self._stepping = threading.RLock()
         self._undelivered: list[TokenEvent] = []
         self._unread_ids: set[str] = set()
@@ -130,12 +129,12 @@ class Pairing(OfOneProcess):
         """
         check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
-        with self._admission:  # of two threads with one id, or with the last place in the queue, one gets it
+        with self._admitting:  # of two threads with one id, or with the last place in the queue, one gets it
             if self._closed:
                 raise RequestError("the pairing is closed")
             if tracked.request_id in self._broker.requests:
                 raise RequestError(f"request_id {tracked.request_id!r} is in use by a request that has not ended")
-            displaced = self._check_queue(tracked)
+            displaced = self._admission.check(tracked)
             try:
                 self._broker.requests[tracked.request_id] = tracked
                 if displaced is not None:
@@ -163,7 +162,7 @@ class Pairing(OfOneProcess):
         pulled: Request | None = None
         try:
             while more or mine:
-                while more and self._queue_has_room():
+                while more and self._admission.has_room:
                     pulled = pulled or next(source, None)
                     if pulled is None:
                         more = False
@@ -229,7 +228,7 @@ class Pairing(OfOneProcess):
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports, once a step
         that is under way has ended. No port in another process is waited for. A second call does nothing."""
-        with self._admission:
+        with self._admitting:
             if self._closed and not self._unfinished_call:
                 return
             self._closed = self._unfinished_call = True  # the latter until the ports are closed
@@ -238,14 +237,14 @@ class Pairing(OfOneProcess):
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
             # one that cannot be closed does not keep the others open
-            for port in [*self._broker.away.values(), *reversed(self._ports.all)]:
+            for port in [*self._broker.lost_ports.away.values(), *reversed(self._ports.all)]:
                 closing.callback(port.close)
         self._unfinished_call = False
 
     def let_go(self) -> None:
         """Opens the locks that an interrupted call of this thread holds; what is called from here does so itself."""
         let_go()
-        open_lock(self._admission)
+        open_lock(self._admitting)
         open_lock(self._stepping)
 
     # -- ports ------------------------------------------------------------------------------------------------------
@@ -258,13 +257,13 @@ class Pairing(OfOneProcess):
         ConfigError when the port says that it is one which is here. Then it does not join."""
         token = object()
         try:
-            with self._admission:
+            with self._admitting:
                 if port.address in self._joining or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
                 self._joining[port.address] = token
             self._join(port, token)
         finally:
-            with self._admission:
+            with self._admitting:
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]
             if self.num_unfinished:
@@ -275,7 +274,7 @@ class Pairing(OfOneProcess):
         met: set[PeerAddress] = set()
         unlinked: dict[PeerAddress, TransferError] = {}
         while True:
-            with self._admission:
+            with self._admitting:
                 others = self._ports.opposite(port)
                 newcomers = [other for other in others if other.address not in met]
                 if self._closed or self._joining.get(port.address) is not token:
@@ -307,8 +306,8 @@ class Pairing(OfOneProcess):
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
         address = port.address
-        self._broker.away.pop(address, None)
-        with self._admission:
+        self._broker.lost_ports.away.pop(address, None)
+        with self._admitting:
             self._joining.pop(address, None)  # whoever adds it now is told
         self._ports.leaving.add(address)
         end = time.monotonic() + drain_s
@@ -337,7 +336,7 @@ class Pairing(OfOneProcess):
                 self._change(self._go_on)
 
     def _go_on(self) -> None:
-        self._take_inbox()
+        self._admission.act()
         self._broker.advance()
 
     def _change(self, change: Callable[[], None]) -> None:
@@ -348,8 +347,8 @@ class Pairing(OfOneProcess):
             return
         if self._unfinished_call:
             let_go()
-            with self._admission:
-                self._wishes.extend(self._inbox.take())
+            with self._admitting:
+                self._admission.take()
                 self._broker.recover(self._undelivered)
         self._unfinished_call = True  # until this one has ended
         try:
@@ -369,61 +368,11 @@ class Pairing(OfOneProcess):
             self._undelivered = [event for event in events if event.request_id not in mine]
         return [event for event in events if event.request_id in mine]
 
-    def _take_inbox(self) -> None:
-        with self._admission:  # who counts the queue sees each in one place
-            self._wishes.extend(self._inbox.take())
-            for tracked, wish in self._wishes:
-                if wish is Wish.SERVE and self._broker.requests.get(tracked.request_id) is tracked:
-                    self._broker.queue.put(tracked)
-        while self._wishes:
-            tracked, wish = self._wishes[0]
-            if wish is Wish.CANCEL:
-                self._broker.cancel(tracked)
-            elif wish is Wish.DISPLACE:
-                self._broker.displace(tracked)
-            self._wishes.popleft()
-
-    def _queued(self) -> list[TrackedRequest]:
-        """Who holds a place in the queue, as far as the last step and submits since then know."""
-        unseen = [tracked for tracked, wish in self._inbox.peek() if wish is Wish.SERVE]
-        return [tracked for tracked in (*self._broker.queue, *unseen) if tracked.displaced is None]
-
     def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
         """Takes back a request whose `submit` was interrupted. Who was to give way for it does so."""
         self._broker.requests.pop(tracked.request_id, None)
         if displaced is not None:
             self._inbox.put((displaced, Wish.DISPLACE))
-
-    def _queue_has_room(self) -> bool:
-        return len(self._queued()) < self.config.max_queued_requests
-
-    def _check_queue(self, tracked: TrackedRequest) -> TrackedRequest | None:
-        """Overloaded when there is no place for it, or none that it would live to leave. In a full queue it gets that
-        of one with a lower priority: the one returned."""
-        displaced, full = None, f"the queue already holds {self.config.max_queued_requests} requests"
-        if not self._queue_has_room():
-            displaced = gives_way(self._queued(), tracked.request.priority)
-            if displaced is None:
-                raise Overloaded(full, retry_after_s=self._half_empty_in_s())
-        if tracked.deadline_at is not None:
-            waits_s = self._broker.queueing_s(tracked.request.priority)
-            left_s = tracked.deadline_at - tracked.submitted_at
-            if waits_s is not None and waits_s > left_s:
-                raise Overloaded(
-                    f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
-                    retry_after_s=waits_s - left_s,
-                )
-        if displaced is not None:
-            displaced.displaced = Overloaded(
-                f"{full}, and one of priority {tracked.request.priority} took the place of this one, "
-                f"which has {displaced.request.priority}",
-                retry_after_s=self._half_empty_in_s(),
-            )
-        return displaced
-
-    def _half_empty_in_s(self) -> float | None:
-        waits_s = self._broker.queueing_s()
-        return None if waits_s is None else waits_s / 2
 
     def _emit(self, event: TokenEvent) -> None:
         """Keeps an event for the host, unless nobody will ask for it."""

@@ -192,6 +192,11 @@ class Ports:
         """Whether both are here and reach each other."""
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
+    def has_linked_pair(self, total: int) -> bool:
+        """Return whether a prefill and a decode that may be chosen for so many tokens reach each other."""
+        prefills, decodes = self.fitting(total)
+        return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
+
     def links(self) -> tuple[Link, ...]:
         """Return the pairs that reach each other, with what was measured on their links by the last look."""
         version = self._version
