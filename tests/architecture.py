@@ -48,7 +48,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("queue", "joining", "progress", "choice", "lost_ports"),
         ("ports", "tracked_request", "policy"),
     ),
-    "remote": (("client", "served"), ("session",), ("messages", "orphan")),
+    "remote": (("client", "served"), ("session", "known"), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables"),
@@ -195,7 +195,6 @@ MAX_FILE_LINES = 400
 LONGER = {
     "engine.decode": "one object: the life of a request at decode, from its grant to its last token",
     "engine.prefill": "one object: the life of a prompt at prefill, from its grant to its hand-off",
-    "remote.client": "one object: a client of an engine elsewhere, through its sessions",
     "kv.channel.links": "one object: the book of links, in which each is dialled, greeted, beaten and closed",
     "kv.transports.stream.transport": "one object: all that one I/O thread does, and what others may ask of it",
     "kv.channel.channel": "one object: both ends of a hand-off share their links and their lock",

@@ -291,8 +291,8 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
         thread.start()
         client = pd.remote.DecodeClient(ours)
-        assert client._ready is not None
-        assert client._ready.hung_s == 80.0
+        assert client._engine.ready is not None
+        assert client._engine.ready.hung_s == 80.0
         client.close()
         thread.join(10.0)
 

@@ -40,16 +40,16 @@ MUTANTS = [
     ),
     Mutant(
         "submits are numbered on in a new session",
-        "src/pdinfer/remote/client.py",
-        "            self._num_submitted = self._num_seen = 0\n        ready",
-        "        ready",
+        "src/pdinfer/remote/known.py",
+        "ready, True\n        self._num_submitted = self._num_seen = 0\n",
+        "ready, True\n",
         _BREAKS,
     ),
     Mutant(
         "what is submitted while the session is not live is sent",
-        "src/pdinfer/remote/client.py",
-        "            if self._is_live:\n                self._num_submitted += 1",
-        "            if True:\n                self._num_submitted += 1",
+        "src/pdinfer/remote/known.py",
+        "        if not self.is_live:\n            return False\n",
+        "",
         _BREAKS,
     ),
     Mutant(

@@ -32,6 +32,7 @@ from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
+from pdinfer.remote.known import KnownEngine
 from pdinfer.remote.messages import (
     Beat,
     Cancel,
@@ -86,22 +87,16 @@ class _Client(OfOneProcess):
         self._answers: dict[PeerAddress, Connected | None] = {}
         self._events: list[Event] = []
         self._lost = self._is_back = False
-        self._num_submitted = self._num_seen = 0
-        self._ready: Ready | None = None
-        self._num_renewals = 0
-        self._is_live = False
+        self._engine = KnownEngine(self.role)
         self._reason = ""
         self._gone = False
         self._closing = threading.Event()
-        self._unseen: list[tuple[int, int]] = []
-        self._load = Load()
-        self._step_age_s, self._told_at = 0.0, time.monotonic()
         self._dial = connection if callable(connection) else None
         self._session: Session[Report]
         self._meet(connection() if callable(connection) else connection)
         try:
             ready = self._await(Ready, timeout_s)
-            if getattr(ready.load, self.role) is None:
+            if ready.load.of_role(self.role) is None:
                 raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
         except BaseException:
             self.close()
@@ -130,10 +125,10 @@ class _Client(OfOneProcess):
         with self._answered:
             self._answers[peer] = None
             self._session.post(Connect(peer, timeout_s))
-            self._answered.wait_for(lambda: self._answers.get(peer) or not self._is_live, waits_s)
+            self._answered.wait_for(lambda: self._answers.get(peer) or not self._engine.is_live, waits_s)
             answer = self._answers.pop(peer, None)
         if answer is None:
-            raise self._no_answer(waits_s) if self._is_live else self._loss()
+            raise self._no_answer(waits_s) if self._engine.is_live else self._loss()
         if answer.error is not None:
             if answer.fields:
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
@@ -178,26 +173,24 @@ class _Client(OfOneProcess):
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         with self._lock:  # numbered in the order in which they are sent
-            if self._is_live:
-                self._num_submitted += 1
-                self._unseen.append((self._num_submitted, num_tokens))
+            if self._engine.submit(num_tokens):
                 self._session.post(message)
 
     def _seen(self) -> tuple[Load, int, int, float]:
         """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
         with self._lock:
-            age_s = self._step_age_s + time.monotonic() - self._told_at
-            return self._load, len(self._unseen), sum(tokens for _, tokens in self._unseen), age_s
+            engine = self._engine
+            return engine.load, engine.num_unseen_requests, engine.num_unseen_tokens, engine.step_age_s
 
     # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
 
     def _lose(self, reason: str) -> None:
         """The port is lost; what is said before the next Ready is about requests that were given up."""
         with self._lock:
-            if not self._is_live:
+            if not self._engine.is_live:
                 return
-            self._is_live, self._reason = False, reason
-            self._unseen.clear()
+            self._engine.lose()
+            self._reason = reason
             self._session.forget()
         with self._answered:
             self._answered.notify_all()
@@ -205,23 +198,23 @@ class _Client(OfOneProcess):
 
     def _renew(self) -> None:
         with self._lock:
-            self._num_renewals += 1
-            self._session.post(Renew(self._num_renewals))
+            self._engine.num_renewals += 1
+            self._session.post(Renew(self._engine.num_renewals))
 
     def _silent(self, is_silent: bool) -> None:
         if is_silent:
             self._lose(f"was silent for {self._config.silent_s:g} s")
-        elif not self._is_live and self._ready is not None:
+        elif not self._engine.is_live and self._engine.ready is not None:
             self._renew()
 
     def _check_step(self, age_s: float) -> None:
         """Gives a port up whose step takes too long; it is back when the step ends, unless that takes return_s."""
         limit_s = self._config.hung_s
         if limit_s is None:
-            limit_s = None if self._ready is None else self._ready.hung_s
+            limit_s = None if self._engine.ready is None else self._engine.ready.hung_s
         if limit_s is None or age_s <= limit_s:
             return
-        if self._is_live:
+        if self._engine.is_live:
             self._lose(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
             self._renew()
         elif age_s > limit_s + self._config.return_s and not self._gone:
@@ -234,7 +227,7 @@ class _Client(OfOneProcess):
             session = self._session
         reason = str(session.loss)
         self._lose(reason)
-        if self._dial is not None and session.broke and self._ready is not None and not self._closing.is_set():
+        if self._dial is not None and session.broke and self._engine.ready is not None and not self._closing.is_set():
             threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
             return
         self._reason, self._gone = self._reason or reason, True
@@ -252,7 +245,7 @@ class _Client(OfOneProcess):
                 _log.info("the process at the other end of a port cannot be reached: %s", error)
                 continue
             self._session.close()
-            self._num_renewals = 0
+            self._engine.num_renewals = 0
             self._meet(connection)
             if self._closing.is_set():
                 self._session.close(Close())
@@ -268,8 +261,8 @@ class _Client(OfOneProcess):
             return
         if isinstance(report, Beat):
             with self._lock:
-                self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
-            self._check_step(self._step_age_s)
+                self._engine.beat(report.step_age_s or 0.0)
+            self._check_step(report.step_age_s or 0.0)
             return
         if isinstance(report, Connected):
             with self._answered:
@@ -279,50 +272,12 @@ class _Client(OfOneProcess):
             return
         if isinstance(report, Ready | Stepped):
             with self._lock:
-                if self._is_old(report):
+                if not self._engine.take(report):
                     return
-                self._check(report)
-                self._load = report.load
-                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
             self._inbox.wake()
         else:
             self._inbox.put(report)
-
-    def _is_old(self, report: Ready | Stepped) -> bool:
-        """Whether it was said before the session was renewed."""
-        if self._is_live or self._ready is None:
-            return False
-        return isinstance(report, Stepped) or report.session < self._num_renewals
-
-    def _check(self, report: Ready | Stepped) -> None:
-        """TransferError for what the engine that said Ready cannot say now: it is given up. Its load is what policies
-        go by."""
-        if isinstance(report, Ready):
-            if self._is_live or report.address not in (report.addresses or (report.address,))[:1]:
-                raise TransferError("it says who it is twice, or in two ways")
-            if report.version != messages.VERSION:
-                raise TransferError(f"it speaks version {report.version}, this end speaks {messages.VERSION}")
-            if self._ready is not None and (report.address, report.limits) != (self._ready.address, self._ready.limits):
-                raise TransferError("it is another engine than before")
-            self._ready, self._is_live = report, True
-            self._num_submitted = self._num_seen = 0
-        ready, load = self._ready, getattr(report.load, self.role)
-        if ready is None or (load is not None and load.address != ready.address):
-            raise TransferError("it tells the load of another engine than it said it is")
-        if isinstance(report, Ready):
-            return
-        if load is None:
-            raise TransferError(f"it tells of no load of a {self.role} engine")
-        if not self._num_seen <= report.num_seen <= self._num_submitted:
-            raise TransferError(
-                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
-            )
-        self._num_seen = report.num_seen
-        for event in report.tokens:
-            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
-            if max(ids) >= ready.limits.vocab_size:
-                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
 
     def _read_all(self) -> None:
         """What has come, each report remembered until it is read: of an interrupted host's requests all end, but a loss

@@ -60,6 +60,10 @@ class Load(msgspec.Struct):
             return cls(prefill=engine.load())
         return cls(decode=engine.load())
 
+    def of_role(self, role: str) -> PrefillLoad | DecodeLoad | None:
+        """Return the load of a "prefill" or a "decode" engine, None when it is of the other."""
+        return self.prefill if role == "prefill" else self.decode
+
     def ageless(self) -> Load:
         """Without what changes by itself as time passes: two that are equal tell no news."""
         return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
