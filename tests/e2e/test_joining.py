@@ -118,7 +118,7 @@ def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
             assert thread.is_alive()  # not one of these calls has waited for it
             held.go.set()
         assert errors == []
-        assert port in setup.pairing._ports.all
+        assert port in setup.pairing.ports
 
 
 def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
@@ -221,7 +221,7 @@ def test_of_two_calls_that_add_one_port_one_does() -> None:
                 setup.pairing.add(port)
             held.go.set()
         assert errors == []
-        assert len(setup.pairing._ports.prefills) == 2
+        assert [port.role for port in setup.pairing.ports].count("prefill") == 2
 
 
 def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> None:
@@ -233,7 +233,7 @@ def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> Non
             held.go.set()
         assert errors == []
         assert prefill.channel.connected(decode.address)
-        assert len(setup.pairing._ports.all) == 4
+        assert len(setup.pairing.ports) == 4
 
 
 def test_a_port_whose_pairing_is_closed_meanwhile_stays_open() -> None:
@@ -259,9 +259,9 @@ def test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later() 
             held.go.set()
         (error,) = errors
         assert "port was removed while the port was connected" in str(error)
-        assert port not in setup.pairing._ports.all
+        assert port not in setup.pairing.ports
         setup.pairing.add(port)
-        assert port in setup.pairing._ports.all
+        assert port in setup.pairing.ports
 
 
 def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one() -> None:

@@ -367,7 +367,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         def long_step() -> list[pd.types.Event]:
             inside.set()
             assert go_on.wait(10.0)
-            assert not decode._closed
+            assert not decode.closed
             return step()
 
         decode.step = long_step  # type: ignore[method-assign]
@@ -384,7 +384,7 @@ def test_close_waits_for_the_step_that_is_under_way() -> None:
         for thread in (stepper, closer):
             thread.join(10.0)
             assert not thread.is_alive()
-        assert decode._closed
+        assert decode.closed
         assert [event.finish_reason for event in setup.pairing.step()] == [pd.FinishReason.CANCELLED]
 
 

@@ -241,7 +241,7 @@ def test_a_host_that_does_nothing_for_a_while_loses_no_port(workers: Workers) ->
     with fleet(workers) as processes:
         processes.pairing.submit(request("a", 100))
         processes.step_until(1)
-        port = processes.pairing._ports.all[0]
+        port = processes.ports[-1]
         time.sleep(SILENT_S + 1.0)
         assert len(port._inbox.peek()) <= 100  # a report per token, at most
         assert port.load().num_running_requests == 0
@@ -258,7 +258,7 @@ def test_a_decode_leaves_when_its_long_request_is_done_and_its_process_ends_by_i
         for name in "ab":
             processes.pairing.submit(request(name, 200))
         events = processes.step_until(4)
-        leaving = processes.pairing._ports.decodes[processes.ports[1].address]
+        leaving = processes.ports[1]
         processes.pairing.remove(leaving, drain_s=30.0)
         leaving.close()
         worker = processes.decodes.pop(0)

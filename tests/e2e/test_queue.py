@@ -152,13 +152,13 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
 
 def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
     with full_of_low() as setup:
-        take = setup.pairing._admission.act
+        take, late_ids = setup.pairing._admission.act, ["x"]
 
         def late() -> None:
             """The step that sends the queue on has begun when the submit comes."""
             take()
-            if "x" not in setup.pairing._broker.requests:
-                setup.pairing.submit(request("x", priority=5))
+            while late_ids:
+                setup.pairing.submit(request(late_ids.pop(), priority=5))
 
         setup.pairing._admission.act = late  # type: ignore[method-assign]
         assert sorted(ended(collect(setup.pairing))) == ["a", "b", "c", "x"]
@@ -195,8 +195,8 @@ def test_a_low_priority_runs_though_high_ones_never_end() -> None:
         setup.pairing.submit(request("low", 2, priority=-3))
         events: list[pd.TokenEvent] = []
         for number in range(120):
-            while len(setup.pairing._broker.requests) < 6:
-                setup.pairing.submit(request(f"high {number} {len(setup.pairing._broker.requests)}", 2, priority=9))
+            while setup.pairing.num_unfinished < 6:
+                setup.pairing.submit(request(f"high {number} {setup.pairing.num_unfinished}", 2, priority=9))
             events += setup.pairing.step()
             clock.advance(1.0)
             if "low" in ended(events):

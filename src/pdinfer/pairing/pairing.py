@@ -113,6 +113,11 @@ class Pairing(OfOneProcess):
         return len(self._broker.requests)
 
     @property
+    def ports(self) -> tuple[PrefillPort | DecodePort, ...]:
+        """The ports in use now, decodes first."""
+        return (*self._ports.decodes.values(), *self._ports.prefills.values())
+
+    @property
     def stats(self) -> PairingStats:
         """A snapshot of counts, for a dashboard."""
         return self._broker.stats

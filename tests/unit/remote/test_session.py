@@ -30,9 +30,11 @@ class OneEnd:
         self.ours, theirs = Pipe()
         self.delivered: list[Report | None] = []
         self.lost = threading.Event()
+        self.delay_s = 0.0
         self.session: Session[Report] = Session(theirs, messages.decode_report, self._take)
 
     def _take(self, message: Report | None) -> None:
+        time.sleep(self.delay_s)
         self.delivered.append(message)
         if message is None:
             self.lost.set()
@@ -133,13 +135,7 @@ def test_what_died_is_lost_at_once_and_its_last_words_are_heard(end: OneEnd, wor
 
 
 def test_last_words_are_heard_though_sending_finds_out_first(end: OneEnd) -> None:
-    take = end._take
-
-    def slowly(message: Report | None) -> None:
-        time.sleep(0.002)
-        take(message)
-
-    end.session._deliver = slowly
+    end.delay_s = 0.002
     for _ in range(20):
         end.ours.send_bytes(BEAT)
     end.ours.close()
@@ -180,7 +176,7 @@ def test_more_than_the_bound_waiting_means_lost(end: OneEnd, monkeypatch: pytest
     assert end.lost.is_set()
     assert end.delivered == [None]
     assert "does not read" in str(end.session.loss)
-    assert not end.session._outgoing
+    assert not end.session.is_behind
 
 
 def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd) -> None:
