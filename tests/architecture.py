@@ -43,12 +43,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (("cluster",), ("rank_weights",)),
     "pairing": (
         ("pairing",),
+        ("admission",),
         ("broker",),
-        ("queue", "joining", "progress"),
-        ("ports", "tracked_request"),
-        ("policy",),
+        ("queue", "joining", "progress", "choice", "lost_ports"),
+        ("ports", "tracked_request", "policy"),
     ),
-    "remote": (("client", "served"), ("session",), ("messages", "orphan")),
+    "remote": (("client", "served"), ("session", "known"), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "queue"),
@@ -206,11 +206,7 @@ MUTABLE_CALLS = frozenset(
 )
 
 MAX_FILE_LINES = 400
-LONGER = {
-    "pairing.broker": "one object: what becomes of a request, whatever its ports do",
-    "pairing.pairing": "one object: what a host calls, each call whole or made up for by the next",
-    "remote.client": "one object: a client of an engine elsewhere, through its sessions",
-}
+LONGER: dict[str, str] = {}
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
 MAX_LONGER_LINES = 500
 MAX_FUNCTION_LINES = 60

@@ -1,9 +1,33 @@
 """Disaggregated LLM inference to embed: prefill and decode as two objects that hand paged KV to each other.
 
-Modules import downwards only. From the top: this file; `testing`; the pairing and its ports (`pairing`, `remote`);
-the engines (`prefill`, `decode`); what an engine is made of (`schedule`, `sampling`, `weights`, `policy`, `inbox`);
-`model`, `block`; attention and experts (`mla`, `moe`); `layers`, `batch`; the two folders that know nothing of each
-other, `kernels` (compute) and `kv` (bytes); `config`, `topology`, `checkpoint`; `groups`; `types`; `errors`.
+Start with `pairing/pairing.py`, and follow one request down. Modules import downwards only, from the top:
+
+    __init__      The names that hosts use.
+    testing/      Tests get tiny models, virtual time and a network that fails on demand.
+    planning/     A plan of many engines is checked for size and fit, without a device.
+    pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
+    remote/       An engine in another process takes part in a Pairing like one that is here.
+    engine/       An engine decides which requests enter, what runs in this step, and which one gives way.
+    execution/    One step runs on one rank: rows go in, tokens come out.
+    model/        The network turns tokens into hidden states, and reads and writes pages through a view.
+    moe/          Experts are placed on ranks, tokens are routed to them, and they move while engines run.
+    checkpoint/   The files of a model folder are read without trust, and written shard by shard.
+    layers        Linear maps, norms, the gated MLP and rotary angles are the smallest parts of a model.
+    kv/           Pages of the cache have a layout, an owner, and channels that carry them between engines.
+    config/       The host's choices and the model's architecture are checked and frozen.
+    parallel/     Ranks are divided into groups, which act together.
+    kernels/      Ops compute on tensors, and for each of them the best provider here is chosen.
+    files         Files are read as if nobody vouched for them.
+    trace         A profile on demand shows what the steps of an engine spend their time on.
+    inbox         Any thread puts items into a box, and the one that steps takes them out.
+    stats         Engines, channels and Pairings tell their loads and counts by value.
+    checks        Configurations share these checks of ranges and sizes.
+    types         Requests, grants, hand-offs and events are the values that travel.
+    process/      Forks, locks, memory and temporary folders belong to the process around an engine.
+    bounds        Each value that a peer sends has a bound, which stands in its type.
+    errors        Every error that is raised on purpose has a class and a stable code.
+
+`kv` moves bytes and `kernels` computes; neither knows of the other.
 """
 
 from __future__ import annotations

@@ -263,14 +263,28 @@ Event = Granted | Refused | TokenEvent
 
 
 @attrs.frozen(kw_only=True)
+class Link:
+    """A prefill and a decode that reach each other. `bytes_per_s` is the average speed at which payloads of the prefill
+    arrived at the decode, None where none was measured; `inflight_bytes` were pushed and have not left prefill's pages
+    yet. An engine with several ranks tells of the links of its first rank."""
+
+    prefill: PeerAddress
+    decode: PeerAddress
+    bytes_per_s: float | None = None
+    inflight_bytes: int = 0
+
+
+@attrs.frozen(kw_only=True)
 class RequestShape:
-    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far."""
+    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far; `links` are
+    all pairs of the ports shown that reach each other."""
 
     ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
     max_new_tokens: int
     priority: int = 0
+    links: tuple[Link, ...] = ()
 
 
 @attrs.frozen(kw_only=True)

@@ -178,7 +178,7 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
         for number in range(8):
             fleet.pairing.submit(request(number))
     fleet.step_until(lambda: fleet.is_in(phase, role), 20.0, f"the phase {phase}")
-    held = {name for name, ticket in fleet.pairing._broker.tickets.items() if getattr(ticket, role) == address}
+    held = {name for name, tracked in fleet.pairing._broker.requests.items() if getattr(tracked, role) == address}
     assert held or phase == "idle"
     strike(victim, signal)
     struck_at = time.monotonic()
@@ -186,7 +186,7 @@ def check(workers: Workers, transport: str, role: str, phase: str, signal: str) 
     if signal != "pause":
         fleet.step_until(lambda: fleet.pairing.stats.num_ports_lost == 1, KNOWN_S, "the loss")
         if role == "decode":
-            assert all(ticket.decode != address for ticket in fleet.pairing._broker.tickets.values())
+            assert all(tracked.decode != address for tracked in fleet.pairing._broker.requests.values())
     fleet.step_until(
         lambda: not fleet.pairing.num_unfinished, struck_at + KNOWN_S + WORK_S - time.monotonic(), "the end"
     )

@@ -36,7 +36,7 @@ def nobody(shape: pd.types.RequestShape, prefills: Sequence[object], decodes: Se
     """A policy that always says wait."""
 
 
-def test_in_the_line() -> None:
+def test_in_the_queue() -> None:
     clock = VirtualClock()
     with local(clock=clock, policy=nobody) as setup:
         setup.pairing.submit(request("a", deadline_s=5.0))
@@ -52,7 +52,7 @@ def test_in_the_line() -> None:
         assert setup.pairing.num_unfinished == 1
 
 
-def test_in_the_line_behind_one_that_cannot_go() -> None:
+def test_in_the_queue_behind_one_that_cannot_go() -> None:
     clock = VirtualClock()
     with local(clock=clock, policy=nobody) as setup:
         setup.pairing.submit(request("patient", priority=1))
@@ -145,9 +145,9 @@ def test_requests_without_one_get_the_default() -> None:
         assert len(events) == 1
 
 
-@pytest.mark.parametrize("where", ["line", "granted"])
+@pytest.mark.parametrize("where", ["queue", "granted"])
 def test_wait_wakes_up_for_a_deadline(where: str) -> None:
-    with local(policy=nobody if where == "line" else pd.policy.least_tokens) as setup:
+    with local(policy=nobody if where == "queue" else pd.policy.least_tokens) as setup:
         hang(setup.prefills[0])
         setup.pairing.submit(request(deadline_s=0.3))
         events = setup.pairing.step()
@@ -200,7 +200,7 @@ def test_a_frozen_decode_keeps_nobody_beyond_a_quarter_of_a_second(takes: bool) 
         events = collect(setup.pairing)
         assert {event.request_id for event in events} == {"patient"}  # what it says now is not heard
         setup.check_idle()
-        assert not setup.pairing._broker._parting
+        assert not setup.pairing._broker._awaiting_release
 
 
 def test_a_decode_in_time_tells_the_deadline_itself() -> None:

@@ -160,8 +160,8 @@ def test_a_grant_that_comes_late_is_not_forwarded_when_decode_was_asked_to_end_t
         setup.pairing.submit(request())
         setup.pairing.step()
         assert [type(event) for event in late] == [pd.Granted]
-        ticket = setup.pairing._broker.tickets["a"]
-        ticket.unwanted(setup.pairing._clock(), pd.TransferError("no prefill is left") if failed else None)
+        tracked = setup.pairing._broker.requests["a"]
+        tracked.cancel_requested(setup.pairing._clock(), pd.TransferError("no prefill is left") if failed else None)
         decode.cancel("a")
         del decode.step
         setup.pairing._broker._handle(late[0], decode.address)
@@ -356,8 +356,8 @@ def test_submits_count_on_top_of_a_load_until_it_includes_them(other: Other) -> 
         load = other.client.load()
         assert (load.num_waiting_requests, load.num_waiting_tokens) == (left, left * len(PROMPT))
     other.say(other.step(2))
-    wait_until(lambda: other.client._mailman.loss is not None)
-    assert "it has seen 2 of 3 submits, 3 before" in str(other.client._mailman.loss)
+    wait_until(lambda: other.client._session.loss is not None)
+    assert "it has seen 2 of 3 submits, 3 before" in str(other.client._session.loss)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -143,7 +143,7 @@ def test_requests_are_pulled_as_there_is_room() -> None:
         ended = 0
         for event in stream:
             ended += event.finish_reason is not None
-            # two in the line, one waiting at decode, one running, and those that ended in the step being reported
+            # two in the queue, one waiting at decode, one running, and those that ended in the step being reported
             assert len(pulled) <= ended + 5
             if ended == 12:
                 break

@@ -253,7 +253,7 @@ def test_pages_that_have_changed_hands_since_their_grant_are_not_written() -> No
         setup.check_idle()
 
 
-def test_requests_that_wait_in_line_wait_on() -> None:
+def test_requests_that_wait_in_the_queue_wait_on() -> None:
     """An interrupt ends what was under way, and nothing else."""
     with local(num_pages=8, config=pd.PairingConfig(max_queued_per_decode=1)) as setup:
         names = [f"{number}" for number in range(6)]

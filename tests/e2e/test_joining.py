@@ -118,7 +118,7 @@ def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
             assert thread.is_alive()  # not one of these calls has waited for it
             held.go.set()
         assert errors == []
-        assert port in setup.pairing._roster.all
+        assert port in setup.pairing.ports
 
 
 def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
@@ -186,15 +186,12 @@ def test_a_port_that_reaches_nobody_does_not_join() -> None:
 class Stub:
     """A port that says how long it was given to connect, and which peers it cannot reach."""
 
-    addresses = ()
-
-    def __init__(self, name: bytes, load: Any, unreachable: Sequence[Any] = ()) -> None:
+    def __init__(self, name: bytes, role: str, unreachable: Sequence[Any] = ()) -> None:
+        self.role = role
         self.address = pd.PeerAddress(name * 16, 1, 0)
+        self.addresses = (self.address,)
         self.asked: list[tuple[bytes, float]] = []
-        self._load, self._unreachable = load, [one.address for one in unreachable]
-
-    def load(self) -> Any:
-        return self._load
+        self._unreachable = [one.address for one in unreachable]
 
     def connect(self, peer: pd.PeerAddress, *, timeout_s: float = 10.0) -> None:
         self.asked.append((peer.engine_id[:1], timeout_s))
@@ -203,13 +200,11 @@ class Stub:
 
 
 def test_a_port_that_does_not_answer_costs_a_second_and_not_the_whole_time() -> None:
-    with several(1, 1, "loopback") as setup:
-        prefill, decode = setup.prefills[0].load(), setup.decodes[0].load()
-    others = [Stub(name, decode) for name in (b"x", b"y", b"z")]
-    port = Stub(b"p", prefill, others[:1])
+    others = [Stub(name, "decode") for name in (b"x", b"y", b"z")]
+    port = Stub(b"p", "prefill", others[:1])
     assert list(link(port, others, timeout_s=10.0)) == [others[0].address]  # type: ignore[arg-type,list-item]
     assert port.asked == [(b"x", FIRST_TRY_S), (b"y", FIRST_TRY_S), (b"z", FIRST_TRY_S), (b"x", 0.0)]
-    port = Stub(b"p", prefill, others)
+    port = Stub(b"p", "prefill", others)
     assert len(link(port, others, timeout_s=9.0)) == 3  # type: ignore[arg-type]
     assert [timeout_s for _, timeout_s in port.asked] == [FIRST_TRY_S] * 3 + [pytest.approx(3.0, abs=1.0)] * 3
 
@@ -226,7 +221,7 @@ def test_of_two_calls_that_add_one_port_one_does() -> None:
                 setup.pairing.add(port)
             held.go.set()
         assert errors == []
-        assert len(setup.pairing._roster.prefills) == 2
+        assert [port.role for port in setup.pairing.ports].count("prefill") == 2
 
 
 def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> None:
@@ -238,7 +233,7 @@ def test_ports_of_both_sides_that_join_at_once_are_linked_to_each_other() -> Non
             held.go.set()
         assert errors == []
         assert prefill.channel.connected(decode.address)
-        assert len(setup.pairing._roster.all) == 4
+        assert len(setup.pairing.ports) == 4
 
 
 def test_a_port_whose_pairing_is_closed_meanwhile_stays_open() -> None:
@@ -264,9 +259,9 @@ def test_a_port_that_is_removed_while_it_is_added_does_not_join_and_may_later() 
             held.go.set()
         (error,) = errors
         assert "port was removed while the port was connected" in str(error)
-        assert port not in setup.pairing._roster.all
+        assert port not in setup.pairing.ports
         setup.pairing.add(port)
-        assert port in setup.pairing._roster.all
+        assert port in setup.pairing.ports
 
 
 def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one() -> None:

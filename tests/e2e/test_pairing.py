@@ -466,7 +466,7 @@ def test_only_the_last_event_has_usage_and_its_numbers_add_up() -> None:
     clock = VirtualClock()
     with local(clock=clock) as setup:
         setup.pairing.submit(request(count=3))
-        clock.advance(2.0)  # in the line
+        clock.advance(2.0)  # in the queue
         assert setup.pairing.step() == []
         clock.advance(3.0)  # the hand-off is there
         events = setup.pairing.step()
@@ -485,7 +485,7 @@ def test_the_last_event_tells_when_the_request_reached_each_stage() -> None:
     with local(clock=clock) as setup:
         hang(setup.prefills[0])
         setup.pairing.submit(request(count=3))
-        clock.advance(2.0)  # in the line
+        clock.advance(2.0)  # in the queue
         assert setup.pairing.step() == []
         clock.advance(4.0)  # prefill computes
         recover(setup.prefills[0])
@@ -545,7 +545,7 @@ def test_counts_of_what_became_of_requests() -> None:
     assert (stats.num_retries, stats.num_reroutes, stats.num_ports_lost) == (0, 0, 0)
 
 
-def test_usage_of_a_request_that_never_left_the_line() -> None:
+def test_usage_of_a_request_that_never_left_the_queue() -> None:
     clock = VirtualClock()
     with local(clock=clock) as setup:
         setup.pairing.submit(request())
@@ -561,14 +561,14 @@ def test_usage_of_a_request_that_never_left_the_line() -> None:
 # -- order and attempts -------------------------------------------------------------------------------------------
 
 
-def test_higher_priority_goes_first_in_the_line_and_for_pages() -> None:
+def test_higher_priority_goes_first_in_the_queue_and_for_pages() -> None:
     with local(engine=pd.EngineConfig(max_running_requests=1)) as setup:
         setup.pairing.submit(request("first", 8))
         setup.pairing.step()
         for name, priority in (("low", -1), ("middle", 0), ("high", 5)):
             setup.pairing.submit(request(name, priority=priority))
             if name == "middle":
-                setup.pairing.step()  # these two wait at decode, the next one in the line
+                setup.pairing.step()  # these two wait at decode, the next one in the queue
         events = collect(setup.pairing)
     assert list(by_request(events)) == ["first", "high", "middle", "low"]
 

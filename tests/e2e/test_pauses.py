@@ -198,7 +198,7 @@ def test_a_client_whose_connection_breaks_makes_another_and_nothing_of_before_is
             setup.prefills[0].submit(granted.request, granted.grant)
             setup.prefills[0].step()
             assert client.load().num_granted_requests == 1
-            with socket.socket(fileno=os.dup(client._mailman.connection.fileno())) as broken:  # type: ignore[attr-defined]
+            with socket.socket(fileno=os.dup(client._session.connection.fileno())) as broken:  # type: ignore[attr-defined]
                 broken.shutdown(socket.SHUT_RDWR)
             with pytest.raises(pd.TransferError, match="is gone"):
                 wait_until(lambda: bool(client.wait(0.1) and client.step()))
@@ -226,9 +226,9 @@ def test_an_end_that_nobody_comes_back_to_is_given_up(is_served: bool) -> None:
         thread.start()
         connections = [Client(listener.address)]
         client = pd.remote.DecodeClient(connections.pop, config=config)
-        assert client._mailman.loss is None
+        assert client._session.loss is None
         if is_served:
-            client._mailman.connection.close()
+            client._session.connection.close()
             thread.join(10.0)
             assert not thread.is_alive()
         else:
@@ -291,8 +291,8 @@ def test_how_long_a_step_may_take_follows_from_the_warm_up() -> None:
         thread = threading.Thread(target=pd.remote.serve, args=(decode, theirs))
         thread.start()
         client = pd.remote.DecodeClient(ours)
-        assert client._ready is not None
-        assert client._ready.hung_s == 80.0
+        assert client._engine.ready is not None
+        assert client._engine.ready.hung_s == 80.0
         client.close()
         thread.join(10.0)
 
@@ -306,7 +306,7 @@ def test_a_process_whose_step_hangs_ends_when_its_client_is_gone(workers: Worker
     wait_until(lambda: (client.load().step_age_s or 0.0) > 0.5)
     assert worker.process.is_alive()
     if end == "dies":
-        client._mailman.connection.close()
+        client._session.connection.close()
     client.close()
     worker.process.join(10.0)
     assert worker.process.exitcode == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing import broker
+from pdinfer.pairing import broker, lost_ports
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, RequestShape
@@ -115,6 +116,26 @@ def test_a_policy_of_ones_own_sees_loads_and_may_say_wait() -> None:
         assert (shape.num_prompt_tokens, shape.max_new_tokens, shape.priority) == (len(PROMPT), 5, 3)
         assert [load.address for load in prefills] == [prefill.address for prefill in setup.prefills]
         assert [load.num_total_pages for load in decodes] == [64, 64]
+        pairs = {(prefill.address, decode.address) for prefill in setup.prefills for decode in setup.decodes}
+        assert {(link.prefill, link.decode) for link in shape.links} == pairs
+
+
+@pytest.mark.parametrize("transport", ["loopback", "socket"])
+def test_a_policy_sees_how_fast_a_link_was(transport: str) -> None:
+    speeds: list[float | None] = []
+
+    def watching(shape: RequestShape, *loads: Any) -> Choice | None:
+        speeds.extend(link.bytes_per_s for link in shape.links)
+        return pd.policy.least_tokens(shape, *loads)
+
+    with several(1, 1, transport, policy=watching) as setup:
+        for number in range(2):
+            setup.pairing.submit(request(str(number)))
+            check_streams(collect(setup.pairing), str(number))
+            time.sleep(broker.LOOK_S)
+    assert speeds[0] is None
+    assert speeds[-1] is not None
+    assert speeds[-1] > 0
 
 
 def test_a_request_goes_where_it_fits() -> None:
@@ -271,7 +292,7 @@ def test_a_request_that_fits_no_port_any_more_fails_and_holds_nobody_up() -> Non
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("where", ["line", "decode"])
+@pytest.mark.parametrize("where", ["queue", "decode"])
 def test_with_a_side_gone_requests_fail_at_once_unless_they_may_wait_for_a_port(side: str, where: str) -> None:
     for port_wait_s in (0.0, 30.0):
         clock = VirtualClock()
@@ -285,7 +306,7 @@ def test_with_a_side_gone_requests_fail_at_once_unless_they_may_wait_for_a_port(
                 setup.pairing.step()
             (leaving, joining) = setup.prefills if side == "prefill" else setup.decodes
             setup.pairing.remove(leaving, drain_s=0.0)
-            if where == "line":
+            if where == "queue":
                 setup.pairing.submit(request())
             events = setup.pairing.step() + setup.pairing.step()
             if port_wait_s == 0.0:
@@ -333,7 +354,7 @@ def test_a_port_that_cannot_be_reached_by_a_living_one_does_not_join() -> None:
 
 
 def test_lost_ports_are_named_and_the_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broker, "MAX_PORTS_LOST", 3)
+    monkeypatch.setattr(lost_ports, "MAX_PORTS_LOST", 3)
     clock = VirtualClock()
     with several(4, 2, clock=clock) as setup:
         dying = [*setup.prefills[1:], setup.decodes[1]]
@@ -411,7 +432,7 @@ def test_a_decode_that_breaks_fails_streams_that_may_not_go_on_and_no_others(tra
         setup.check_idle()
 
 
-def test_when_the_only_decode_breaks_what_waits_in_the_line_fails_too() -> None:
+def test_when_the_only_decode_breaks_what_waits_in_the_queue_fails_too() -> None:
     config = pd.PairingConfig(max_queued_per_decode=1)
     with local(engine=pd.EngineConfig(max_running_requests=1), config=config) as setup:
         for number in range(4):

@@ -200,7 +200,7 @@ def test_closing_the_pairing_cancels_what_is_unfinished(workers: Workers) -> Non
 def test_a_connection_that_breaks_closes_the_engine_behind_it(workers: Workers) -> None:
     (worker,) = workers.take(1)
     client = worker.serve("decode")
-    client._mailman.connection.close()
+    client._session.connection.close()
     assert worker.stopped() == (0, 0)
 
 
@@ -241,7 +241,7 @@ def test_a_host_that_does_nothing_for_a_while_loses_no_port(workers: Workers) ->
     with fleet(workers) as processes:
         processes.pairing.submit(request("a", 100))
         processes.step_until(1)
-        port = processes.pairing._roster.all[0]
+        port = processes.ports[-1]
         time.sleep(SILENT_S + 1.0)
         assert len(port._inbox.peek()) <= 100  # a report per token, at most
         assert port.load().num_running_requests == 0
@@ -258,7 +258,7 @@ def test_a_decode_leaves_when_its_long_request_is_done_and_its_process_ends_by_i
         for name in "ab":
             processes.pairing.submit(request(name, 200))
         events = processes.step_until(4)
-        leaving = processes.pairing._roster.decodes[processes.ports[1].address]
+        leaving = processes.ports[1]
         processes.pairing.remove(leaving, drain_s=30.0)
         leaving.close()
         worker = processes.decodes.pop(0)

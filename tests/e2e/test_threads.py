@@ -98,7 +98,7 @@ def test_one_id_is_taken_once() -> None:
         assert setup.pairing.num_unfinished == 30
 
 
-def test_the_line_never_holds_more_than_it_may() -> None:
+def test_the_queue_never_holds_more_than_it_may() -> None:
     for _ in range(10):
         with local(config=pd.PairingConfig(max_queued_requests=10)) as setup:
             taken: list[str] = []
@@ -144,8 +144,8 @@ def test_requests_are_taken_while_ports_join_and_leave() -> None:
 
         def come_and_go() -> None:
             for port in setup.prefills[1:]:
-                setup.pairing._roster.drop(port.address)
+                setup.pairing._ports.drop(port.address)
             for port in setup.prefills[1:]:
-                setup.pairing._roster.add(port)
+                setup.pairing._ports.add(port)
 
         together(work, come_and_go)

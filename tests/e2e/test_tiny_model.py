@@ -198,7 +198,7 @@ def without(model: pd.Model) -> Iterator[pd.Pairing]:
 
 def test_sampled_tokens_with_drafts(pairing: pd.Pairing, without: pd.Pairing, model: pd.Model) -> None:
     check_sampled(pairing, without, model, 6)
-    (decode,) = pairing._roster.decodes.values()
+    (decode,) = (port for port in pairing.ports if port.role == "decode")
     wait_until(lambda: 0 < decode.load().num_accepted_tokens <= decode.load().num_draft_tokens)
 
 

@@ -92,7 +92,7 @@ def test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote() -> Non
             events += setup.pairing.step()
         said = [*COMMON, *decode._running[0].output]
         decode.change_writers("a", writers=[writer])
-        setup.pairing._broker.tickets["a"].prefill = writer
+        setup.pairing._broker.requests["a"].prefill = writer
         decode._take_inbox()
         decode._retract(decode._running[0])
         (stream,) = by_request(events + collect(setup.pairing)).values()

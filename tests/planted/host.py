@@ -92,16 +92,16 @@ MUTANTS = [
     Mutant(
         "a request whose submit was interrupted keeps its id",
         "src/pdinfer/pairing/pairing.py",
-        "                self._withdraw(ticket, displaced)\n",
+        "                self._withdraw(tracked, displaced)\n",
         "",
         INTERRUPTS + "test_an_id_whose_submit_was_interrupted_is_free",
     ),
     Mutant(
-        "an interrupt empties the line",
+        "an interrupt empties the queue",
         "src/pdinfer/pairing/broker.py",
-        "        self.line.restore(waiting)\n",
-        "        self.line.restore([])\n",
-        INTERRUPTS + "test_requests_that_wait_in_line_wait_on",
+        "        self.queue.restore(waiting)\n",
+        "        self.queue.restore([])\n",
+        INTERRUPTS + "test_requests_that_wait_in_the_queue_wait_on",
     ),
     Mutant(
         "what is asked about a peer is done in any order",

@@ -27,8 +27,8 @@ MUTANTS = [
     Mutant(
         "what an ended session ran is not cancelled",
         "src/pdinfer/remote/served.py",
-        "                engine.cancel(request_id)\n        if self.mailman",
-        "                pass\n        if self.mailman",
+        "                engine.cancel(request_id)\n        if self.session",
+        "                pass\n        if self.session",
         _BREAKS,
     ),
     Mutant(
@@ -40,16 +40,16 @@ MUTANTS = [
     ),
     Mutant(
         "submits are numbered on in a new session",
-        "src/pdinfer/remote/client.py",
-        "            self._num_submitted = self._num_seen = 0\n        ready",
-        "        ready",
+        "src/pdinfer/remote/known.py",
+        "ready, True\n        self._num_submitted = self._num_seen = 0\n",
+        "ready, True\n",
         _BREAKS,
     ),
     Mutant(
-        "what is submitted between two sessions is sent",
-        "src/pdinfer/remote/client.py",
-        "            if self._in_session:\n                self._num_submitted += 1",
-        "            if True:\n                self._num_submitted += 1",
+        "what is submitted while the session is not live is sent",
+        "src/pdinfer/remote/known.py",
+        "        if not self.is_live:\n            return False\n",
+        "",
         _BREAKS,
     ),
     Mutant(
@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost port is never taken back",
-        "src/pdinfer/pairing/broker.py",
+        "src/pdinfer/pairing/lost_ports.py",
         "                if not port.recover():",
         "                if True:",
         _HANGS,
@@ -76,8 +76,8 @@ MUTANTS = [
     Mutant(
         "links to a port that hangs stay open",
         "src/pdinfer/pairing/ports.py",
-        "                    disconnect(rank)",
-        "                    pass",
+        "                other.disconnect(rank)",
+        "                pass",
         _HANGS,
     ),
     Mutant(

@@ -28,7 +28,7 @@ from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.broker import Broker
-from pdinfer.pairing.tracked_request import Ticket
+from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.testing import Placement, SimNetwork, SimTransport
 from tests.sim.plan import TROUBLES, Focus
 from tests.sim.world import World
@@ -321,7 +321,7 @@ def a_prefix_is_known_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug(armed=dict.fromkeys(TROUBLES, 0.0), deadline_share=0.6, max_new=40, steps_s=(0.05,), tight=0.0)
-def the_head_of_the_line_hides_the_others(patch: pytest.MonkeyPatch) -> None:
+def the_head_of_the_queue_hides_the_others(patch: pytest.MonkeyPatch) -> None:
     """A reaper that stops at the first request whose time is not over (vllm#58222); the Pairing's own is switched off
     with it, or it would do the work."""
     expire = DecodeEngine._expire
@@ -338,7 +338,7 @@ def the_head_of_the_line_hides_the_others(patch: pytest.MonkeyPatch) -> None:
 @bug(ports=("piped",), armed={"crash": 1.0})
 def the_death_of_an_engine_is_not_told(patch: pytest.MonkeyPatch) -> None:
     """The list of ports is shorter, and who waited for the dead one waits on (sglang#31144)."""
-    patch.setattr(Broker, "part_with", lambda self, address, error: self._roster.drop(address))
+    patch.setattr(Broker, "part_with", lambda self, address, error: self._ports.drop(address))
 
 
 DEATHS = {"crash": 1.0, "freeze": 0.9}
@@ -347,39 +347,39 @@ DEATHS = {"crash": 1.0, "freeze": 0.9}
 @bug(ports=("piped",), armed=DEATHS)
 def requests_end_with_their_decode(patch: pytest.MonkeyPatch) -> None:
     """Whatever a dead decode had fails, though another one could take it."""
-    patch.setattr(Ticket, "stays_lost", lambda self, *, may_continue: True)
+    patch.setattr(TrackedRequest, "stays_lost", lambda self, *, may_continue: True)
 
 
 @bug(ports=("piped",), armed=DEATHS)
 def a_stream_that_goes_on_begins_anew(patch: pytest.MonkeyPatch) -> None:
     """Its reader gets the first tokens twice."""
-    leave = Ticket.leave
+    leave = TrackedRequest.leave
 
-    def forget(self: Ticket, now: float, lost: Any) -> None:
+    def forget(self: TrackedRequest, now: float, lost: Any) -> None:
         self.tokens.clear()
         self.num_tokens = len(self.request.output)
         leave(self, now, lost)
 
-    patch.setattr(Ticket, "leave", forget)
+    patch.setattr(TrackedRequest, "leave", forget)
 
 
 @bug(ports=("piped",), armed=DEATHS)
 def a_stream_that_goes_on_draws_by_another_seed(patch: pytest.MonkeyPatch) -> None:
     """Behind the loss it is another answer."""
-    leave = Ticket.leave
+    leave = TrackedRequest.leave
 
-    def reseed(self: Ticket, now: float, lost: Any) -> None:
+    def reseed(self: TrackedRequest, now: float, lost: Any) -> None:
         leave(self, now, lost)
         sampling = attrs.evolve(self.request.sampling, seed=99)
         self.request = attrs.evolve(self.request, sampling=sampling)
 
-    patch.setattr(Ticket, "leave", reseed)
+    patch.setattr(TrackedRequest, "leave", reseed)
 
 
 @bug(ports=("piped",), armed=DEATHS)
 def a_request_on_its_way_to_another_decode_is_lost(patch: pytest.MonkeyPatch) -> None:
-    """It left the dead one and stands in no line."""
-    patch.setattr(Broker, "_move", lambda self, ticket, lost: ticket.leave(self._clock(), lost))
+    """It left the dead one and stands in no queue."""
+    patch.setattr(Broker, "_move", lambda self, tracked, lost: tracked.leave(self._clock(), lost))
 
 
 @bug(drafts=(1, 2, 3))

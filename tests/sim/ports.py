@@ -243,6 +243,7 @@ class Port:
     def __init__(self, simulation: Simulation, served: Served) -> None:
         self._simulation = simulation
         self._served = served
+        self.role = served.engine.role
         self.address = served.engine.address
         self.addresses = served.engine.addresses
         self.limits = served.engine.limits

@@ -25,7 +25,7 @@ from pdinfer.kv.channel import pushes
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing.pairing import Pairing
-from pdinfer.pairing.tracked_request import MAX_DECODES_LOST, Ticket
+from pdinfer.pairing.tracked_request import MAX_DECODES_LOST, TrackedRequest
 from pdinfer.parallel.groups import Groups
 from pdinfer.testing import NetworkFaults, SimChannel, SimNetwork, Simulation
 from pdinfer.types import FinishReason, Request, TokenEvent
@@ -91,7 +91,7 @@ class Stream:
     """What one request has given so far."""
 
     arrival: Arrival
-    ticket: Ticket
+    tracked: TrackedRequest
     tokens: list[int] = attrs.field(factory=list)
     end: TokenEvent | None = None
     cancelled_at: float | None = None
@@ -249,7 +249,7 @@ class World:
         except (Overloaded, RequestError):
             self.counts["not taken"] += 1
             return
-        self.streams[request.request_id] = Stream(arrival, self.pairing._broker.tickets[request.request_id])
+        self.streams[request.request_id] = Stream(arrival, self.pairing._broker.requests[request.request_id])
         if request.deadline_s is not None:
             self.simulation.later(request.deadline_s + PROMPT_S, partial(self._overdue, request.request_id))
         if arrival.cancel_s is not None:
@@ -418,20 +418,20 @@ class World:
             self.counts["displaced"] += 1
             fair = stream.arrival.request.priority < max(arrival.request.priority for arrival in self.plan.arrivals)
         else:
-            fair = not self.plan.quiet and not self._could_go_on(stream.ticket, event)
+            fair = not self.plan.quiet and not self._could_go_on(stream.tracked, event)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.counts["continued"] += stream.ticket.continued
+            self.counts["continued"] += stream.tracked.continued
         if not fair:
             raise Violation(f"{name} ended with {reason} after {stream.tokens}: {event.error}")
 
-    def _could_go_on(self, ticket: Ticket, event: TokenEvent) -> bool:
+    def _could_go_on(self, tracked: TrackedRequest, event: TokenEvent) -> bool:
         """Whether it failed with its decode though there is another one that it might have gone to."""
-        _, others = self.pairing._broker._roster.fitting(ticket.max_tokens)
+        _, others = self.pairing._broker._ports.fitting(tracked.max_tokens)
         if not others or not str(event.error).startswith("its decode is lost"):
             return False
-        if event.index > len(ticket.request.output) or ticket.continued:
-            return self.plan.pairing.continue_elsewhere and not ticket.continued
-        return ticket.num_decodes_lost + 1 < MAX_DECODES_LOST
+        if event.index > len(tracked.request.output) or tracked.continued:
+            return self.plan.pairing.continue_elsewhere and not tracked.continued
+        return tracked.num_decodes_lost + 1 < MAX_DECODES_LOST
 
     def _idle(self) -> bool:
         # what a call other than `step` has ended is told by the next step
@@ -439,7 +439,7 @@ class World:
         return (
             told
             and not self.pairing.num_unfinished
-            and not self.pairing._broker.away
+            and not self.pairing._broker.lost_ports.away
             and all(self.engines[name].closed for name in self.served if self._closes(name))
             and all(not self._unrest_of(name) for name, engine in self.engines.items() if self._lives(name))
         )
@@ -479,7 +479,7 @@ class World:
     def _unrest(self) -> str:
         ended = [name for name, stream in self.streams.items() if stream.end is None]
         rest = [unrest for name in self.engines if self._lives(name) and (unrest := self._unrest_of(name))]
-        return f"unfinished {ended}; away {list(self.pairing._broker.away)}; {'; '.join(rest)}"
+        return f"unfinished {ended}; away {list(self.pairing._broker.lost_ports.away)}; {'; '.join(rest)}"
 
     def _judge(self) -> None:
         open_ = [name for name, stream in self.streams.items() if stream.end is None]

@@ -197,7 +197,7 @@ class Fleet:
 
     def disquiet(self) -> str:
         """Why this is no quiet moment; empty when everybody is here, linked, and holds nothing."""
-        ports = {port.address for port in self.pairing._roster.all}
+        ports = {port.address for port in self.pairing.ports}
         told = [f"{self.pairing.num_unfinished} requests"] if self.pairing.num_unfinished else []
         for seat in self.seats:
             name = f"seat {seat.number} ({seat.role})"

@@ -171,14 +171,14 @@ class ExpertConfig:
 
 @attrs.frozen(kw_only=True)
 class PairingConfig:
-    """Limits of one Pairing: requests waiting in its own line, requests waiting per decode, seconds.
+    """Limits of one Pairing: requests waiting in its own queue, requests waiting per decode, seconds.
 
     `default_deadline_s` is for requests that bring none; None lets them take as long as they need. `port_wait_s` is how
     long requests wait for a port to join when one side has none left that could serve them: 0 fails them at once.
 
     A request whose decode is lost goes to another one; with `continue_elsewhere` once also when it has given tokens.
     On by default: tokens depend on seed and position, so the stream is the one that a retraction would have given.
-    `fair_share` has tenants, requests of equal `cache_salt`, take turns in the line by the tokens they ask for, within
+    `fair_share` has tenants, requests of equal `cache_salt`, take turns in the queue by the tokens they ask for, within
     a priority. It is off by default, since salts need not name tenants; see docs/decisions/0022.
     """
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterable
 
 from pdinfer.errors import LayoutMismatch, TransferError
-from pdinfer.pairing.ports import Port, addresses_of
-from pdinfer.stats import PrefillLoad
+from pdinfer.pairing.ports import Port
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
@@ -53,6 +52,6 @@ def _try(port: Port, others: dict[PeerAddress, Port], timeout_s: float) -> dict[
 
 def _connect(one: Port, other: Port, timeout_s: float) -> None:
     """It is the prefill that dials, every rank of the decode."""
-    prefill, decode = (one, other) if isinstance(one.load(), PrefillLoad) else (other, one)
-    for rank in addresses_of(decode):
+    prefill, decode = (one, other) if one.role == "prefill" else (other, one)
+    for rank in decode.addresses:
         prefill.connect(rank, timeout_s=timeout_s)

@@ -1,6 +1,6 @@
 """Start reading here: a Pairing takes requests, has a prefill and a decode serve each, and returns what they say.
 
-    submit ─► inbox ─► Broker: line, choice, ports ─► TokenEvent ─► step
+    submit ─► inbox ─► Broker: queue, choice, ports ─► TokenEvent ─► step
 
 It holds no tensor and computes nothing. Its ports are engines in this process, or clients of engines elsewhere
 (`pdinfer.remote`); any number of each, joining and leaving while it runs. This file is what a host calls; what becomes
@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -29,12 +28,12 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.load import Device, DType, load_model
 from pdinfer.model.model import Model
+from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.joining import link
 from pdinfer.pairing.policy import Policy, least_tokens
-from pdinfer.pairing.ports import DecodePort, Port, PrefillPort, Roster
-from pdinfer.pairing.queue import gives_way
-from pdinfer.pairing.tracked_request import Ticket, Wish, refusal
+from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
+from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
 from pdinfer.stats import PairingStats
@@ -66,22 +65,22 @@ class Pairing(OfOneProcess):
         self.config = config or PairingConfig()
         self._clock = clock
         self._random_bytes = random_bytes
-        self._roster = Roster()
-        self._admission = threading.RLock()  # held for a moment only: `step` needs it too
+        self._ports = Ports()
+        self._admitting = threading.RLock()  # held for a moment only: `step` needs it too
         self._joining: dict[PeerAddress, object] = {}
-        self._inbox: Inbox[tuple[Ticket, Wish]] = Inbox()
-        self._wishes: deque[tuple[Ticket, Wish]] = deque()  # those that `step` has taken and not dealt with
-        self._broker = Broker(self._roster, self.config, policy, clock, self._emit)
+        self._inbox: Inbox[tuple[TrackedRequest, Wish]] = Inbox()
+        self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
+        self._admission = Admission(self._broker, self._ports, self._inbox, self._admitting, self.config)
         self._stepping = threading.RLock()
         self._undelivered: list[TokenEvent] = []
-        self._muted: set[str] = set()
+        self._unread_ids: set[str] = set()
         self._unfinished_call = False
         self._closed = False
         for port in prefill if isinstance(prefill, Sequence) else [prefill]:
             self.add(port)
         for other in decode if isinstance(decode, Sequence) else [decode]:
             self.add(other)
-        if not all(self._roster.most_tokens.values()):
+        if not all(self._ports.most_tokens.values()):
             raise ConfigError("a Pairing needs at least one prefill port and one decode port")
 
     @classmethod
@@ -111,7 +110,12 @@ class Pairing(OfOneProcess):
     @property
     def num_unfinished(self) -> int:
         """Requests submitted and without a final event."""
-        return len(self._broker.tickets)
+        return len(self._broker.requests)
+
+    @property
+    def ports(self) -> tuple[PrefillPort | DecodePort, ...]:
+        """The ports in use now, decodes first."""
+        return (*self._ports.decodes.values(), *self._ports.prefills.values())
 
     @property
     def stats(self) -> PairingStats:
@@ -124,34 +128,34 @@ class Pairing(OfOneProcess):
     def submit(self, request: Request) -> str:
         """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
 
-        Raises RequestError for a request that can never be served, and Overloaded when the line is full or so long that
-        the request's deadline would probably be over before its turn; then nothing was taken. In a full line it takes
-        the place of the youngest request of the lowest priority below its own, which ends FAILED with Overloaded.
+        Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
+        that the request's deadline would probably be over before its turn; then nothing was taken. In a full queue it
+        takes the place of the youngest request of the lowest priority below its own, which ends FAILED with Overloaded.
         """
-        request = check_request(request, self._roster.roomiest_limits())
-        ticket = Ticket.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
-        with self._admission:  # of two threads with one id, or with the last place in the line, one gets it
+        request = check_request(request, self._ports.roomiest_limits())
+        tracked = TrackedRequest.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
+        with self._admitting:  # of two threads with one id, or with the last place in the queue, one gets it
             if self._closed:
                 raise RequestError("the pairing is closed")
-            if ticket.request_id in self._broker.tickets:
-                raise RequestError(f"request_id {ticket.request_id!r} is in use by a request that has not ended")
-            displaced = self._check_line(ticket)
+            if tracked.request_id in self._broker.requests:
+                raise RequestError(f"request_id {tracked.request_id!r} is in use by a request that has not ended")
+            displaced = self._admission.check(tracked)
             try:
-                self._broker.tickets[ticket.request_id] = ticket
+                self._broker.requests[tracked.request_id] = tracked
                 if displaced is not None:
                     self._inbox.put((displaced, Wish.DISPLACE))
-                self._inbox.put((ticket, Wish.SERVE))
-                return ticket.request_id
+                self._inbox.put((tracked, Wish.SERVE))
+                return tracked.request_id
             except BaseException:  # nobody will know that it was taken
-                self._withdraw(ticket, displaced)
+                self._withdraw(tracked, displaced)
                 raise
 
     @interruptible
     def cancel(self, request_id: str) -> None:
         """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
-        ticket = self._broker.tickets.get(request_id)  # now: the id may name another request by the time of the step
-        if ticket is not None:
-            self._inbox.put((ticket, Wish.CANCEL))
+        tracked = self._broker.requests.get(request_id)  # now: the id may name another request by the time of the step
+        if tracked is not None:
+            self._inbox.put((tracked, Wish.CANCEL))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
         """Serves `requests` and yields their events as they come. Pulls lazily, and waits where `submit` would raise
@@ -163,7 +167,7 @@ class Pairing(OfOneProcess):
         pulled: Request | None = None
         try:
             while more or mine:
-                while more and self._line_has_room():
+                while more and self._admission.has_room:
                     pulled = pulled or next(source, None)
                     if pulled is None:
                         more = False
@@ -171,13 +175,13 @@ class Pairing(OfOneProcess):
                     try:
                         mine.add(self.submit(pulled))
                     except Overloaded:
-                        break  # the line was filled meanwhile: by another thread, or by `requests` itself
+                        break  # the queue was filled meanwhile: by another thread, or by `requests` itself
                     except RequestError as error:
                         yield refusal(pulled, error, self._random_bytes(8).hex())
                     pulled = None
                 yield from self._advance_for(mine)
                 collected = {event.request_id for event in self._undelivered}  # by another step, while we yielded
-                mine &= self._broker.tickets.keys() | collected
+                mine &= self._broker.requests.keys() | collected
                 if (more or mine) and not mine & collected:
                     self._sleep(1.0)
         except (PDInferError, GeneratorExit):
@@ -210,7 +214,7 @@ class Pairing(OfOneProcess):
 
     def _sleep(self, timeout_s: float) -> bool:
         """As `wait`, for a host that knows of the events it has not fetched."""
-        if self._closed or any(port.wait(0.0) for port in self._roster.all):
+        if self._closed or any(port.wait(0.0) for port in self._ports.all):
             return True
         left_s = self._broker.wakes_at() - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
@@ -229,23 +233,23 @@ class Pairing(OfOneProcess):
     def close(self) -> None:
         """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports, once a step
         that is under way has ended. No port in another process is waited for. A second call does nothing."""
-        with self._admission:
+        with self._admitting:
             if self._closed and not self._unfinished_call:
                 return
             self._closed = self._unfinished_call = True  # the latter until the ports are closed
         self._inbox.wake()
-        with self._stepping, contextlib.ExitStack() as ports:
-            for ticket in list(self._broker.tickets.values()):
-                self._broker.end(ticket, FinishReason.CANCELLED)
+        with self._stepping, contextlib.ExitStack() as closing:
+            for tracked in list(self._broker.requests.values()):
+                self._broker.end(tracked, FinishReason.CANCELLED)
             # one that cannot be closed does not keep the others open
-            for port in [*self._broker.away.values(), *reversed(self._roster.all)]:
-                ports.callback(port.close)
+            for port in [*self._broker.lost_ports.away.values(), *reversed(self._ports.all)]:
+                closing.callback(port.close)
         self._unfinished_call = False
 
     def let_go(self) -> None:
         """Opens the locks that an interrupted call of this thread holds; what is called from here does so itself."""
         let_go()
-        open_lock(self._admission)
+        open_lock(self._admitting)
         open_lock(self._stepping)
 
     # -- ports ------------------------------------------------------------------------------------------------------
@@ -258,13 +262,13 @@ class Pairing(OfOneProcess):
         ConfigError when the port says that it is one which is here. Then it does not join."""
         token = object()
         try:
-            with self._admission:
-                if port.address in self._joining or port.address in (known.address for known in self._roster.all):
+            with self._admitting:
+                if port.address in self._joining or port.address in (known.address for known in self._ports.all):
                     raise ConfigError(f"{port.address} is a port of this pairing already; every engine is added once")
                 self._joining[port.address] = token
             self._join(port, token)
         finally:
-            with self._admission:
+            with self._admitting:
                 if self._joining.get(port.address) is token:
                     del self._joining[port.address]
             if self.num_unfinished:
@@ -275,8 +279,8 @@ class Pairing(OfOneProcess):
         met: set[PeerAddress] = set()
         unlinked: dict[PeerAddress, TransferError] = {}
         while True:
-            with self._admission:
-                others = self._roster.opposite(port)
+            with self._admitting:
+                others = self._ports.opposite(port)
                 newcomers = [other for other in others if other.address not in met]
                 if self._closed or self._joining.get(port.address) is not token:
                     what = "pairing was closed" if self._closed else "port was removed"
@@ -285,7 +289,7 @@ class Pairing(OfOneProcess):
                     if others and all(other.address in unlinked for other in others):
                         raise unlinked[others[0].address]
                     port.notify(self._inbox.wake)
-                    self._roster.add(port, unlinked)
+                    self._ports.add(port, unlinked)
                     return
             met.update(other.address for other in newcomers)
             unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)
@@ -297,7 +301,7 @@ class Pairing(OfOneProcess):
         if self._stepping.acquire(blocking=False):
             try:
                 for other in others:
-                    if other in self._roster.all:
+                    if other in self._ports.all:
                         self._change(partial(self._broker.step_port, other.address, other))
             finally:
                 self._stepping.release()
@@ -307,10 +311,10 @@ class Pairing(OfOneProcess):
         """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
         What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
         address = port.address
-        self._broker.away.pop(address, None)
-        with self._admission:
+        self._broker.lost_ports.away.pop(address, None)
+        with self._admitting:
             self._joining.pop(address, None)  # whoever adds it now is told
-        self._roster.leaving.add(address)
+        self._ports.leaving.add(address)
         end = time.monotonic() + drain_s
         try:
             while self._broker.assigned(address) and time.monotonic() < end:
@@ -322,7 +326,7 @@ class Pairing(OfOneProcess):
                 # so that it answers those who took its rooms away
                 self._change(partial(self._broker.step_port, address, port))
         finally:  # one that is still here, since this was interrupted, stays
-            self._roster.leaving.discard(address)
+            self._ports.leaving.discard(address)
 
     def _part_with(self, port: Port) -> None:
         self._broker.take_back(port.address, port)
@@ -337,7 +341,7 @@ class Pairing(OfOneProcess):
                 self._change(self._go_on)
 
     def _go_on(self) -> None:
-        self._take_inbox()
+        self._admission.act()
         self._broker.advance()
 
     def _change(self, change: Callable[[], None]) -> None:
@@ -348,8 +352,8 @@ class Pairing(OfOneProcess):
             return
         if self._unfinished_call:
             let_go()
-            with self._admission:
-                self._wishes.extend(self._inbox.take())
+            with self._admitting:
+                self._admission.take()
                 self._broker.recover(self._undelivered)
         self._unfinished_call = True  # until this one has ended
         try:
@@ -369,75 +373,25 @@ class Pairing(OfOneProcess):
             self._undelivered = [event for event in events if event.request_id not in mine]
         return [event for event in events if event.request_id in mine]
 
-    def _take_inbox(self) -> None:
-        with self._admission:  # who counts the line sees each in one place
-            self._wishes.extend(self._inbox.take())
-            for ticket, wish in self._wishes:
-                if wish is Wish.SERVE and self._broker.tickets.get(ticket.request_id) is ticket:
-                    self._broker.line.put(ticket)
-        while self._wishes:
-            ticket, wish = self._wishes[0]
-            if wish is Wish.CANCEL:
-                self._broker.cancel(ticket)
-            elif wish is Wish.DISPLACE:
-                self._broker.displace(ticket)
-            self._wishes.popleft()
-
-    def _in_line(self) -> list[Ticket]:
-        """Who holds a place in the line, as far as the last step and submits since then know."""
-        unseen = [ticket for ticket, wish in self._inbox.peek() if wish is Wish.SERVE]
-        return [ticket for ticket in (*self._broker.line, *unseen) if ticket.displaced is None]
-
-    def _withdraw(self, ticket: Ticket, displaced: Ticket | None) -> None:
+    def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
         """Takes back a request whose `submit` was interrupted. Who was to give way for it does so."""
-        self._broker.tickets.pop(ticket.request_id, None)
+        self._broker.requests.pop(tracked.request_id, None)
         if displaced is not None:
             self._inbox.put((displaced, Wish.DISPLACE))
 
-    def _line_has_room(self) -> bool:
-        return len(self._in_line()) < self.config.max_queued_requests
-
-    def _check_line(self, ticket: Ticket) -> Ticket | None:
-        """Overloaded when there is no place for it, or none that it would live to leave. In a full line it gets that of
-        one with a lower priority: the one returned."""
-        displaced, full = None, f"the line already holds {self.config.max_queued_requests} requests"
-        if not self._line_has_room():
-            displaced = gives_way(self._in_line(), ticket.request.priority)
-            if displaced is None:
-                raise Overloaded(full, retry_after_s=self._half_empty_in_s())
-        if ticket.deadline_at is not None:
-            waits_s = self._broker.queueing_s(ticket.request.priority)
-            left_s = ticket.deadline_at - ticket.submitted_at
-            if waits_s is not None and waits_s > left_s:
-                raise Overloaded(
-                    f"the request would wait about {waits_s:.2g} s for its turn and its deadline is {left_s:.2g} s",
-                    retry_after_s=waits_s - left_s,
-                )
-        if displaced is not None:
-            displaced.displaced = Overloaded(
-                f"{full}, and one of priority {ticket.request.priority} took the place of this one, "
-                f"which has {displaced.request.priority}",
-                retry_after_s=self._half_empty_in_s(),
-            )
-        return displaced
-
-    def _half_empty_in_s(self) -> float | None:
-        waits_s = self._broker.queueing_s()
-        return None if waits_s is None else waits_s / 2
-
     def _emit(self, event: TokenEvent) -> None:
         """Keeps an event for the host, unless nobody will ask for it."""
-        if event.request_id not in self._muted:
+        if event.request_id not in self._unread_ids:
             self._undelivered.append(event)
         elif event.finish_reason is not None:
-            self._muted.discard(event.request_id)
+            self._unread_ids.discard(event.request_id)
 
     def _forget(self, request_ids: set[str]) -> None:
         """Cancels requests whose events nobody will read, and makes the cancellation happen."""
         with self._stepping:
             self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
-        unfinished = [request_id for request_id in request_ids if request_id in self._broker.tickets]
-        self._muted.update(unfinished)
+        unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]
+        self._unread_ids.update(unfinished)
         for request_id in unfinished:
             self.cancel(request_id)
         if unfinished:

@@ -1,6 +1,11 @@
 """Which prefill and which decode take a request: pure functions over snapshots, scores shown.
 
-A policy gets the ports that can take one more request and returns a `Choice`, or None to let the request wait.
+A policy gets the ports that can take one more request, with every link between them in `shape.links`, and returns a
+`Choice`, or None to let the request wait. It may score the two sides apart, as those below do, or pairs together:
+
+    def fastest_link(shape, prefills, decodes):
+        link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
+        return None if link is None else Choice(prefill=link.prefill, decode=link.decode)
 """
 
 from __future__ import annotations

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import attrs
 
-from pdinfer.errors import ConfigError, TransferError
-from pdinfer.pairing.policy import Policy
+from pdinfer.errors import TransferError
 from pdinfer.process.locks import new_lock
-from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
-from pdinfer.types import Choice, Event, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, RequestShape, peer_key
+from pdinfer.stats import DecodeLoad, EngineLoad, PeerStats, PrefillLoad
+from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, peer_key
 
 
 class Port(Protocol):
@@ -21,12 +20,22 @@ class Port(Protocol):
     port is lost."""
 
     @property
+    def role(self) -> str:
+        """Say which side the port is on: "prefill" or "decode"."""
+
+    @property
     def address(self) -> PeerAddress: ...
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """Those of every rank that has what is submitted to the port, its own `address` first."""
 
     @property
     def limits(self) -> RequestLimits: ...
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None: ...
+
+    def disconnect(self, peer: PeerAddress) -> None: ...
 
     def cancel(self, request_id: str) -> None: ...
 
@@ -39,12 +48,6 @@ class Port(Protocol):
     def wait(self, timeout_s: float) -> bool: ...
 
     def close(self) -> None: ...
-
-
-def addresses_of(port: Port) -> tuple[PeerAddress, ...]:
-    """Of every rank that has what is submitted to the port, its own first: what the port says in `addresses`, if it is
-    one that speaks for several ranks."""
-    return getattr(port, "addresses", ()) or (port.address,)
 
 
 class PrefillPort(Port, Protocol):
@@ -76,31 +79,7 @@ class ReturningPort(Port, Protocol):
 AnyPort = TypeVar("AnyPort", bound=Port)
 
 
-class Promised:
-    """What each prefill will get once decode has granted its pages. It cannot know of that itself, and a policy that
-    went by its load alone would send a whole burst to one prefill."""
-
-    def __init__(self, promises: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
-        self._requests: Counter[PeerAddress] = Counter()
-        self._tokens: Counter[PeerAddress] = Counter()
-        for prefill, shape in promises:
-            if prefill is not None:
-                self.add(prefill, shape)
-
-    def add(self, prefill: PeerAddress, shape: RequestShape) -> None:
-        self._requests[prefill] += 1
-        self._tokens[prefill] += shape.num_prompt_tokens + shape.num_output_tokens
-
-    def on_top_of(self, load: PrefillLoad) -> PrefillLoad:
-        """The load with what is promised."""
-        return attrs.evolve(
-            load,
-            num_queued_requests=load.num_queued_requests + self._requests[load.address],
-            num_queued_tokens=load.num_queued_tokens + self._tokens[load.address],
-        )
-
-
-class Roster:
+class Ports:
     """The ports of both sides by address, and which of them reach each other. A leaving port serves what it has and is
     chosen no more. `num_changes` grows whenever a port or a link comes or goes. One thread looks, and any may add and
     drop meanwhile: whoever goes through `prefills` or `decodes` has them as they were."""
@@ -112,6 +91,8 @@ class Roster:
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
+        self._version = 0
+        self._links: tuple[int, tuple[Link, ...]] = (-1, ())
         self._changing = new_lock()
 
     @property
@@ -135,24 +116,25 @@ class Roster:
 
     def opposite(self, port: Port) -> list[Port]:
         """The ports of the other side."""
-        return [*(self.decodes if isinstance(port.load(), PrefillLoad) else self.prefills).values()]
+        return [*(self.decodes if port.role == "prefill" else self.prefills).values()]
 
     def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
         """Lists a port that is connected to those of the other side but the `unlinked`: these pairs are down until one
         end tells of a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
         with self._changing:
-            if isinstance(port.load(), PrefillLoad):
+            if port.role == "prefill":
                 down: list[tuple[Port, Port]] = [(port, other) for other in others]
                 self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
             else:
                 down = [(other, port) for other in others]
                 self.decodes = {**self.decodes, port.address: cast(DecodePort, port)}
             self._met |= {
-                (peer_key(prefill.address), peer_key(rank)) for prefill, decode in down for rank in addresses_of(decode)
+                (peer_key(prefill.address), peer_key(rank)) for prefill, decode in down for rank in decode.addresses
             }
             self.links_down |= {(prefill.address, decode.address) for prefill, decode in down}
             self.num_changes += 1
+            self._version += 1
 
     def drop(self, address: PeerAddress) -> None:
         """Takes a port off the list."""
@@ -164,23 +146,23 @@ class Roster:
             self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
             self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
             self.num_changes += 1
+            self._version += 1
 
     def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
         port: Port | None = self.prefills.get(address) or self.decodes.get(address)
-        return (address,) if port is None else addresses_of(port)
+        return (address,) if port is None else port.addresses
 
     def part(self, port: Port) -> None:
         """Has the ports of the other side close their links to one that is lost: it may still be alive."""
         for other in self.opposite(port):
-            if (disconnect := getattr(other, "disconnect", None)) is not None:
-                for rank in addresses_of(port):
-                    disconnect(rank)
+            for rank in port.addresses:
+                other.disconnect(rank)
 
     def take_back(self, port: Port) -> None:
         """Lists a port that was lost. Its links are dialled anew, for which nobody waits."""
         for other in self.opposite(port):
-            prefill, decode = (port, other) if isinstance(port.load(), PrefillLoad) else (other, port)
-            for rank in addresses_of(decode):
+            prefill, decode = (port, other) if port.role == "prefill" else (other, port)
+            for rank in decode.addresses:
                 with contextlib.suppress(TransferError):
                     prefill.connect(rank, timeout_s=0.0)
         self.add(port, [other.address for other in self.opposite(port)])
@@ -200,18 +182,46 @@ class Roster:
                 (prefill, decode)
                 for prefill in self.prefills
                 for decode, port in self.decodes.items()
-                if any(_meets(lost, prefill, rank) for rank in addresses_of(port))
+                if any(_meets(lost, prefill, rank) for rank in port.addresses)
             )
             self.num_changes += links_down != self.links_down
             self.links_down = links_down
+            self._version += 1
 
     def linked(self, prefill: PeerAddress | None, decode: PeerAddress) -> bool:
         """Whether both are here and reach each other."""
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
+    def has_linked_pair(self, total: int) -> bool:
+        """Return whether a prefill and a decode that may be chosen for so many tokens reach each other."""
+        prefills, decodes = self.fitting(total)
+        return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
+
+    def links(self) -> tuple[Link, ...]:
+        """Return the pairs that reach each other, with what was measured on their links by the last look."""
+        version = self._version
+        if self._links[0] != version:
+            self._links = version, tuple(self._measured())
+        return self._links[1]
+
+    def _measured(self) -> Iterator[Link]:
+        prefills, decodes = self.prefills, self.decodes
+        known = {
+            port.address: {peer_key(peer.address): peer for peer in port.load().kv.peers}
+            for port in (*prefills.values(), *decodes.values())
+        }
+        for prefill, decode in product(prefills.values(), decodes.values()):
+            if self.linked(prefill.address, decode.address):
+                yield Link(
+                    prefill=prefill.address,
+                    decode=decode.address,
+                    bytes_per_s=_arriving(known[decode.address], prefill),
+                    inflight_bytes=_inflight(known[prefill.address], decode),
+                )
+
     def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
         """Who writes what is submitted to this prefill."""
-        return addresses_of(self.prefills[prefill])
+        return self.prefills[prefill].addresses
 
     def roomiest_limits(self) -> list[RequestLimits]:
         """Of each side the limits of the port that takes the longest request, with the logits processors of all. Any
@@ -238,42 +248,9 @@ class Roster:
             sorted(port.limits.max_tokens for port in decodes.values()),
         )
 
-    def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
+    def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""
-        return list(self._fitting(self.prefills, total)), list(self._fitting(self.decodes, total))
-
-    def choose(
-        self,
-        policy: Policy,
-        shape: RequestShape,
-        promised: Promised,
-        *,
-        max_queued_per_decode: int = 0,
-        decode: PeerAddress | None = None,
-    ) -> Choice | None:
-        """What `policy` says of the ports that can hold the request, reach each other and are not full; with `decode`,
-        of the prefills for that one, full or not. ConfigError when it names a port that is not here."""
-        total = shape.num_prompt_tokens + shape.max_new_tokens
-        prefills = [promised.on_top_of(port.load()) for port in self._fitting(self.prefills, total).values()]
-        if decode is not None:
-            decodes = [self.decodes[decode].load()]
-        else:
-            decodes = [port.load() for port in self._fitting(self.decodes, total).values()]
-            decodes = [load for load in decodes if load.num_waiting_requests < max_queued_per_decode]
-        near = prefills
-        while (choice := policy(shape, near, decodes)) is not None:
-            if not (_shows(near, choice.prefill) and _shows(decodes, choice.decode)):
-                raise ConfigError(
-                    "the policy chose a port that is not part of this pairing, is full or out of the other's reach; "
-                    "it must take one it was shown"
-                )
-            if self.linked(choice.prefill, choice.decode):
-                break
-            # Asked once more with only the prefills of that decode, or without a decode that has none.
-            near = [load for load in prefills if self.linked(load.address, choice.decode)]
-            decodes = [load for load in decodes if (load.address == choice.decode) == bool(near)]
-            near = near or prefills
-        return choice
+        return self._fitting(self.prefills, total), self._fitting(self.decodes, total)
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
         return {
@@ -288,5 +265,11 @@ def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: 
     return keys in pairs or keys[::-1] in pairs
 
 
-def _shows(loads: Iterable[EngineLoad], address: PeerAddress) -> bool:
-    return any(load.address == address for load in loads)
+def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float | None:
+    """Return the bytes a second that arrived from all ranks of a prefill together, None where none were measured."""
+    speeds = [peers[key].mb_per_s for key in map(peer_key, prefill.addresses) if key in peers]
+    return sum(speeds) * 1e6 or None
+
+
+def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
+    return sum(peers[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in peers)

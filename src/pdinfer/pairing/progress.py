@@ -8,39 +8,39 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import attrs
 
 from pdinfer.pairing.ports import Port
-from pdinfer.pairing.tracked_request import Ticket
+from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.stats import LostPort
 from pdinfer.types import Event, PeerAddress, TokenEvent
 
-PARTING_S = 1.0
+RELEASE_S = 1.0
 """How long the id of a request that an interrupt ended is kept from its decode, whose answer may have been lost."""
 
 
 @attrs.define
 class Progress:
-    """`came` are events of a port that are not dealt with yet; `telling` is the ticket of which the host is being told
+    """`came` are events of a port that are not dealt with yet; `telling` is the request of which the host is being told
     something, the number of tokens that it had before and the event, once that is made; `losing` is a port that is
     being given up, and why."""
 
     came: deque[tuple[PeerAddress, Event]] = attrs.field(factory=deque)
-    telling: tuple[Ticket, int, TokenEvent | None] | None = None
+    telling: tuple[TrackedRequest, int, TokenEvent | None] | None = None
     losing: tuple[Port, LostPort, Exception] | None = None
 
-    def settle(self, told: Sequence[TokenEvent]) -> Ticket | None:
-        """Has the ticket of an interrupted event count what was `told`, the last events that the host will get; returns
-        it if that was its end."""
+    def settle(self, told: Sequence[TokenEvent]) -> TrackedRequest | None:
+        """Has the request of an interrupted event count what was `told`, the last events that the host will get;
+        returns it if that was its end."""
         telling, self.telling = self.telling, None
         if telling is None:
             return None
-        ticket, num_tokens, event = telling
+        tracked, num_tokens, event = telling
         if event is None or not any(each is event for each in told):
-            ticket.num_tokens = num_tokens
+            tracked.num_tokens = num_tokens
             return None
-        ticket.num_tokens = event.index + (event.token is not None)
-        return ticket if event.finish_reason is not None else None
+        tracked.num_tokens = event.index + (event.token is not None)
+        return tracked if event.finish_reason is not None else None
 
 
-class Parting:
+class AwaitingRelease:
     """Requests that a decode has and we took away, by ending them or by removing that port: each id waits for that
     decode to let go of it while the decode is a port."""
 

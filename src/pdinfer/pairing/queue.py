@@ -1,4 +1,4 @@
-"""The line of a Pairing: who waits for a prefill and a decode, and whose turn it is.
+"""The queue of a Pairing: who waits for a prefill and a decode, and whose turn it is.
 
     priority ─► who streams already ─► the tenant that has had least, if shares are fair ─► deadline and age
 
@@ -12,56 +12,56 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator
 
 from pdinfer.engine.schedule import PATIENCE_S, is_turn_of_oldest
-from pdinfer.pairing.tracked_request import Ticket
+from pdinfer.pairing.tracked_request import TrackedRequest
 
 MAX_TENANTS = 1024
 """Of so many tenants it is kept what they have had; beyond it, of the half that has had most."""
 
 
-class Line:
-    """Tickets that wait. One thread puts, removes and serves; any may count them and look for one that gives way."""
+class Queue:
+    """Requests that wait. One thread puts, removes and serves; any may count them and look for one that gives way."""
 
     def __init__(self, *, fair_share: bool = False) -> None:
         self._fair_share = fair_share
         self._shares = Shares()
-        self._waiting: dict[Ticket, None] = {}
+        self._waiting: dict[TrackedRequest, None] = {}
         self._num_turns = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Ticket]:
+    def __iter__(self) -> Iterator[TrackedRequest]:
         return iter(list(self._waiting))
 
-    def put(self, ticket: Ticket) -> None:
+    def put(self, tracked: TrackedRequest) -> None:
         """Adds one; where it stands is its priority's, its tenant's and its age's to say."""
-        self._waiting[ticket] = None
+        self._waiting[tracked] = None
 
-    def remove(self, ticket: Ticket) -> None:
+    def remove(self, tracked: TrackedRequest) -> None:
         """Takes one out that is not served: it has ended."""
-        del self._waiting[ticket]
+        del self._waiting[tracked]
 
-    def serve(self, ticket: Ticket) -> None:
+    def serve(self, tracked: TrackedRequest) -> None:
         """Takes one out that has had its turn."""
-        self.remove(ticket)
+        self.remove(tracked)
         self._num_turns += 1
-        if self._fair_share and not ticket.is_resumed:
-            self._shares.add(ticket.request.cache_salt, ticket.max_tokens)
+        if self._fair_share and not tracked.is_resumed:
+            self._shares.add(tracked.request.cache_salt, tracked.max_tokens)
 
-    def restore(self, tickets: Iterable[Ticket]) -> None:
-        """These wait, and nobody else, whatever an interrupt has left of the line; shares stay."""
-        self._waiting = dict.fromkeys(tickets)
+    def restore(self, requests: Iterable[TrackedRequest]) -> None:
+        """These wait, and nobody else, whatever an interrupt has left of the queue; shares stay."""
+        self._waiting = dict.fromkeys(requests)
 
-    def in_turn(self, now: float) -> Iterator[Ticket]:
+    def in_turn(self, now: float) -> Iterator[TrackedRequest]:
         """Everybody once, the next one always whose turn it is after those served meanwhile."""
-        self._shares.look({self._tenant(ticket) for ticket in self._waiting})
-        levels: dict[tuple[int, bool], dict[bytes, deque[Ticket]]] = defaultdict(lambda: defaultdict(deque))
-        for ticket in sorted(self._waiting, key=lambda ticket: ticket.due_at):
-            levels[-ticket.request.priority, not ticket.is_resumed][self._tenant(ticket)].append(ticket)
+        self._shares.look({self._tenant(tracked) for tracked in self._waiting})
+        levels: dict[tuple[int, bool], dict[bytes, deque[TrackedRequest]]] = defaultdict(lambda: defaultdict(deque))
+        for tracked in sorted(self._waiting, key=lambda tracked: tracked.due_at):
+            levels[-tracked.request.priority, not tracked.is_resumed][self._tenant(tracked)].append(tracked)
         in_order = self._in_order(levels)
-        patient = [ticket for ticket in self._waiting if now - ticket.waiting_since > PATIENCE_S]
-        by_age = iter(sorted(patient, key=lambda ticket: ticket.waiting_since))
-        asked: set[Ticket] = set()
+        patient = [tracked for tracked in self._waiting if now - tracked.waiting_since > PATIENCE_S]
+        by_age = iter(sorted(patient, key=lambda tracked: tracked.waiting_since))
+        asked: set[TrackedRequest] = set()
         while True:
             oldest = next(by_age, None) if is_turn_of_oldest(self._num_turns) else None
             turn = next(in_order, None) if oldest is None else oldest
@@ -71,7 +71,7 @@ class Line:
                 asked.add(turn)
                 yield turn
 
-    def _in_order(self, levels: dict[tuple[int, bool], dict[bytes, deque[Ticket]]]) -> Iterator[Ticket]:
+    def _in_order(self, levels: dict[tuple[int, bool], dict[bytes, deque[TrackedRequest]]]) -> Iterator[TrackedRequest]:
         for level in sorted(levels):
             tenants = levels[level]
             while tenants:
@@ -80,14 +80,14 @@ class Line:
                 if not tenants[tenant]:
                     del tenants[tenant]
 
-    def _tenant(self, ticket: Ticket) -> bytes:
-        return ticket.request.cache_salt if self._fair_share and not ticket.is_resumed else b""
+    def _tenant(self, tracked: TrackedRequest) -> bytes:
+        return tracked.request.cache_salt if self._fair_share and not tracked.is_resumed else b""
 
 
-def gives_way(tickets: Iterable[Ticket], priority: int) -> Ticket | None:
+def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedRequest | None:
     """Who loses its place to a request of this priority: of the lowest below it, the one that came last, unless its
     stream has begun."""
-    below = [one for one in tickets if one.request.priority < priority and not one.is_resumed]
+    below = [one for one in requests if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
 
 

@@ -26,7 +26,7 @@ TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReas
 
 
 class Wish(enum.Enum):
-    """What a host's thread wants done with a ticket. DISPLACE: a request of higher priority needs its place."""
+    """What a host's thread wants done with a request. DISPLACE: a request of higher priority needs its place."""
 
     SERVE = enum.auto()
     CANCEL = enum.auto()
@@ -34,12 +34,12 @@ class Wish(enum.Enum):
 
 
 @attrs.define(eq=False)
-class Ticket:
-    """One unfinished request, its id and seed filled in. It waits in the line while `decode` is None. `landed` is set
+class TrackedRequest:
+    """One unfinished request, its id and seed filled in. It waits in the queue while `decode` is None. `landed` is set
     by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
     under way; before that only we know that it is coming. `failure` is why we had decode end it; `ends_by` is when we
-    end it ourselves, whether decode answers or not. `hopeless_until` is how long it waits for a port or a link that is
-    not there. `displaced` is why it gives its place in the line to another. `lost` is why it had to leave its last
+    end it ourselves, whether decode answers or not. `give_up_at` is how long it waits for a port or a link that is
+    not there. `displaced` is why it gives its place in the queue to another. `lost` is why it had to leave its last
     decode, `tokens` what it has given since `request` was made, and `streamed_s` for how long lost decodes ran it."""
 
     request_id: str
@@ -48,7 +48,7 @@ class Ticket:
     deadline_at: float | None
     prefill: PeerAddress | None = None
     decode: PeerAddress | None = None
-    line_s: float = 0.0
+    queued_s: float = 0.0
     num_tokens: int = 0
     num_grants: int = 0
     granted_s: float | None = None
@@ -58,7 +58,7 @@ class Ticket:
     cancelled: bool = False
     failure: PDInferError | None = None
     ends_by: float = float("inf")
-    hopeless_until: float | None = None
+    give_up_at: float | None = None
     displaced: PDInferError | None = None
     waiting_since: float = 0.0
     lost: PDInferError | None = None
@@ -70,7 +70,7 @@ class Ticket:
     @classmethod
     def of(
         cls, request: Request, now: float, default_deadline_s: float | None, random_bytes: Callable[[int], bytes]
-    ) -> Ticket:
+    ) -> TrackedRequest:
         """Makes up an id and a seed where the request has none."""
         request_id, sampling = request.request_id, request.sampling
         if request_id is None:
@@ -78,7 +78,7 @@ class Ticket:
         if sampling.seed is None:
             sampling = attrs.evolve(sampling, seed=int.from_bytes(random_bytes(8), "little"))
         deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
-        ticket = cls(
+        tracked = cls(
             request_id,
             attrs.evolve(request, request_id=request_id, sampling=sampling),
             submitted_at=now,
@@ -86,9 +86,9 @@ class Ticket:
             num_tokens=len(request.output),
             waiting_since=now,
         )
-        if ticket.deadline_at is not None:
-            ticket.ends_by = ticket.deadline_at + DEADLINE_GRACE_S
-        return ticket
+        if tracked.deadline_at is not None:
+            tracked.ends_by = tracked.deadline_at + DEADLINE_GRACE_S
+        return tracked
 
     @property
     def max_tokens(self) -> int:
@@ -120,12 +120,12 @@ class Ticket:
         """Whether its deadline is over."""
         return self.deadline_at is not None and now >= self.deadline_at
 
-    def unwanted(self, now: float, failure: PDInferError | None = None) -> None:
+    def cancel_requested(self, now: float, failure: PDInferError | None = None) -> None:
         """Decode was asked to end it: it was cancelled or, with `failure`, cannot go on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
-        self.hopeless_until = None
+        self.give_up_at = None
 
     def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
         """How it ends when its decode has had all the time it gets."""
@@ -139,19 +139,19 @@ class Ticket:
 
     def gives_up(self, now: float, grace_s: float) -> bool:
         """Whether it has waited in vain for `grace_s`, counted from when that was first asked."""
-        if self.hopeless_until is None:
-            self.hopeless_until = now + grace_s
-        self.hopeless_until = min(self.hopeless_until, now + grace_s)
-        return now >= self.hopeless_until
+        if self.give_up_at is None:
+            self.give_up_at = now + grace_s
+        self.give_up_at = min(self.give_up_at, now + grace_s)
+        return now >= self.give_up_at
 
     def wakes_at(self, now: float) -> float:
         """When, if nothing happens, it is worth looking at. A deadline that is over is for the port that has it to
         tell, by a clock and a moment of its own: look again a little later."""
-        hopeless_until = float("inf") if self.hopeless_until is None else self.hopeless_until
+        give_up_at = float("inf") if self.give_up_at is None else self.give_up_at
         deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
         if self.decode is None:
-            return min(deadline_at, hopeless_until)
-        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, hopeless_until)
+            return min(deadline_at, give_up_at)
+        return min(now + OVERDUE_S if now >= deadline_at else deadline_at, self.ends_by, give_up_at)
 
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ class Ticket:
         return self.num_decodes_lost + (self.num_grants > 0) >= MAX_DECODES_LOST
 
     def leave(self, now: float, lost: PDInferError) -> None:
-        """Back to the line without the decode it had: it goes on behind the tokens that were told of, as one that its
+        """Back to the queue without the decode it had: it goes on behind the tokens that were told of, as one that its
         host resumes. Tokens depend on seed and position, so it gives those that it would have given."""
         self.num_decodes_lost += self.num_grants > 0
         if self.first_token_s is not None:
@@ -172,7 +172,7 @@ class Ticket:
             self.tokens = []
             self.streamed_s = now - self.submitted_at - self.first_token_s
         self.lost, self.waiting_since = lost, now
-        self.prefill = self.decode = self.hopeless_until = None
+        self.prefill = self.decode = self.give_up_at = None
         self.forwarded = self.landed = False
         self.num_grants = 0
 
@@ -214,10 +214,10 @@ class Ticket:
         usage = event.usage
         if usage is None:
             return event
-        ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.line_s
+        ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.queued_s
         usage = attrs.evolve(
             usage,
-            queue_s=usage.queue_s + self.line_s - self.streamed_s,
+            queue_s=usage.queue_s + self.queued_s - self.streamed_s,
             ttft_s=self.first_token_s if self.continued else ttft_s,
             timeline=self._timeline(usage.timeline),
         )
@@ -251,7 +251,7 @@ class Ticket:
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
             cached_tokens=0,
-            queue_s=(now - self.submitted_at if self.decode is None else self.line_s) - self.streamed_s,
+            queue_s=(now - self.submitted_at if self.decode is None else self.queued_s) - self.streamed_s,
             ttft_s=self.first_token_s,
             timeline=self._timeline(None),
         )
@@ -267,9 +267,9 @@ class Ticket:
     def _timeline(self, decodes: Timeline | None) -> Timeline:
         """Decode's, counted from our submit; without one, what was seen from here."""
         if decodes is None:
-            queued_s = None if self.decode is None and self.lost is None else self.line_s
+            queued_s = None if self.decode is None and self.lost is None else self.queued_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
-        stages = {stage: None if at is None else at + self.line_s for stage, at in attrs.asdict(decodes).items()}
+        stages = {stage: None if at is None else at + self.queued_s for stage, at in attrs.asdict(decodes).items()}
         if self.continued:
             stages["first_token_s"] = self.first_token_s
         return Timeline(**stages)

@@ -1,6 +1,7 @@
 """An engine in another process, as a port of a Pairing here.
 
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
+    known.py      what a client knows of its engine
     served.py     `serve`, where the engine is
     session.py    the threads that carry messages, and notice who is silent
     messages.py   what is said

@@ -10,8 +10,8 @@ for it where the Pairing is. A connection is anything with `send_bytes`, `recv_b
 Neither end waits for the other: messages leave in threads of their own (`pdinfer.remote.session`), where it is also
 noticed that a process is gone or stands still.
 
-What is said between one Ready and the loss of the port is a session. A client whose engine is heard again, or reached
-over another connection, asks for a new one, in which nothing of the last is left.
+A session lasts as long as its connection. A client whose engine is heard again asks to renew it, and is told Ready when
+nothing of what it asked for before is left.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
+from pdinfer.remote.known import KnownEngine
 from pdinfer.remote.messages import (
     Beat,
     Cancel,
@@ -50,7 +51,7 @@ from pdinfer.remote.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from pdinfer.remote.session import Connection, Mailman
+from pdinfer.remote.session import MessageStream, Session
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Event, Granted, PageGrant, PeerAddress, Request
 
@@ -73,7 +74,7 @@ class _Client(OfOneProcess):
 
     def __init__(
         self,
-        connection: Connection | Callable[[], Connection],
+        connection: MessageStream | Callable[[], MessageStream],
         *,
         timeout_s: float = READY_S,
         config: RemoteConfig | None = None,
@@ -86,22 +87,16 @@ class _Client(OfOneProcess):
         self._answers: dict[PeerAddress, Connected | None] = {}
         self._events: list[Event] = []
         self._lost = self._is_back = False
-        self._num_submitted = self._num_seen = 0
-        self._ready: Ready | None = None
-        self._session: int = 0
-        self._in_session = False
+        self._engine = KnownEngine(self.role)
         self._reason = ""
         self._gone = False
         self._closing = threading.Event()
-        self._unseen: list[tuple[int, int]] = []
-        self._load = Load()
-        self._step_age_s, self._told_at = 0.0, time.monotonic()
         self._dial = connection if callable(connection) else None
-        self._mailman: Mailman[Report]
+        self._session: Session[Report]
         self._meet(connection() if callable(connection) else connection)
         try:
             ready = self._await(Ready, timeout_s)
-            if getattr(ready.load, self.role) is None:
+            if ready.load.of_role(self.role) is None:
                 raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
         except BaseException:
             self.close()
@@ -110,9 +105,9 @@ class _Client(OfOneProcess):
         self.limits = ready.limits
         self.addresses = ready.addresses or (ready.address,)
 
-    def _meet(self, connection: Connection) -> None:
+    def _meet(self, connection: MessageStream) -> None:
         with self._lock:  # its threads may have something to say at once
-            self._mailman = Mailman(
+            self._session = Session(
                 connection,
                 messages.decode_report,
                 self._deliver,
@@ -124,16 +119,16 @@ class _Client(OfOneProcess):
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Has the engine connect its channel; raises what that raised. With `timeout_s` 0 it does not wait."""
         if timeout_s <= 0:
-            self._mailman.post(Connect(peer, timeout_s))
+            self._session.post(Connect(peer, timeout_s))
             return
         waits_s = timeout_s + CONNECT_MARGIN_S
         with self._answered:
             self._answers[peer] = None
-            self._mailman.post(Connect(peer, timeout_s))
-            self._answered.wait_for(lambda: self._answers.get(peer) or not self._in_session, waits_s)
+            self._session.post(Connect(peer, timeout_s))
+            self._answered.wait_for(lambda: self._answers.get(peer) or not self._engine.is_live, waits_s)
             answer = self._answers.pop(peer, None)
         if answer is None:
-            raise self._no_answer(waits_s) if self._in_session else self._loss()
+            raise self._no_answer(waits_s) if self._engine.is_live else self._loss()
         if answer.error is not None:
             if answer.fields:
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
@@ -141,10 +136,10 @@ class _Client(OfOneProcess):
 
     def disconnect(self, peer: PeerAddress) -> None:
         """Has the engine close its channel's link to a peer."""
-        self._mailman.post(Disconnect(peer))
+        self._session.post(Disconnect(peer))
 
     def cancel(self, request_id: str) -> None:
-        self._mailman.post(Cancel(request_id))
+        self._session.post(Cancel(request_id))
 
     def step(self) -> list[Event]:
         """What the engine said since the last call. TransferError when its process is lost: gone, silent, or in a step
@@ -174,55 +169,53 @@ class _Client(OfOneProcess):
     def close(self) -> None:
         """Tells the engine's process to close it, and does not wait until it has. A second call does nothing."""
         self._closing.set()
-        self._mailman.close(Close())
+        self._session.close(Close())
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
         with self._lock:  # numbered in the order in which they are sent
-            if self._in_session:
-                self._num_submitted += 1
-                self._unseen.append((self._num_submitted, num_tokens))
-                self._mailman.post(message)
+            if self._engine.submit(num_tokens):
+                self._session.post(message)
 
     def _seen(self) -> tuple[Load, int, int, float]:
         """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
         with self._lock:
-            age_s = self._step_age_s + time.monotonic() - self._told_at
-            return self._load, len(self._unseen), sum(tokens for _, tokens in self._unseen), age_s
+            engine = self._engine
+            return engine.load, engine.num_unseen_requests, engine.num_unseen_tokens, engine.step_age_s
 
-    # -- sessions, in the threads that read and keep time -----------------------------------------------------------
+    # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
 
-    def _end_session(self, reason: str) -> None:
-        """The port is lost; what is still said of this session is about requests that were given up."""
+    def _lose(self, reason: str) -> None:
+        """The port is lost; what is said before the next Ready is about requests that were given up."""
         with self._lock:
-            if not self._in_session:
+            if not self._engine.is_live:
                 return
-            self._in_session, self._reason = False, reason
-            self._unseen.clear()
-            self._mailman.forget()
+            self._engine.lose()
+            self._reason = reason
+            self._session.forget()
         with self._answered:
             self._answered.notify_all()
         self._inbox.put(None)
 
     def _renew(self) -> None:
         with self._lock:
-            self._session += 1
-            self._mailman.post(Renew(self._session))
+            self._engine.num_renewals += 1
+            self._session.post(Renew(self._engine.num_renewals))
 
     def _silent(self, is_silent: bool) -> None:
         if is_silent:
-            self._end_session(f"was silent for {self._config.silent_s:g} s")
-        elif not self._in_session and self._ready is not None:
+            self._lose(f"was silent for {self._config.silent_s:g} s")
+        elif not self._engine.is_live and self._engine.ready is not None:
             self._renew()
 
     def _check_step(self, age_s: float) -> None:
         """Gives a port up whose step takes too long; it is back when the step ends, unless that takes return_s."""
         limit_s = self._config.hung_s
         if limit_s is None:
-            limit_s = None if self._ready is None else self._ready.hung_s
+            limit_s = None if self._engine.ready is None else self._engine.ready.hung_s
         if limit_s is None or age_s <= limit_s:
             return
-        if self._in_session:
-            self._end_session(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
+        if self._engine.is_live:
+            self._lose(f"hangs: its step has not ended for {age_s:.1f} s, and {limit_s:g} s are its limit")
             self._renew()
         elif age_s > limit_s + self._config.return_s and not self._gone:
             self._gone = True
@@ -231,10 +224,10 @@ class _Client(OfOneProcess):
     def _disconnected(self) -> None:
         """No more will come over this connection."""
         with self._lock:
-            mailman = self._mailman
-        reason = str(mailman.loss)
-        self._end_session(reason)
-        if self._dial is not None and mailman.broke and self._ready is not None and not self._closing.is_set():
+            session = self._session
+        reason = str(session.loss)
+        self._lose(reason)
+        if self._dial is not None and session.broke and self._engine.ready is not None and not self._closing.is_set():
             threading.Thread(target=self._redial, name="pdinfer-redial", daemon=True).start()
             return
         self._reason, self._gone = self._reason or reason, True
@@ -251,11 +244,11 @@ class _Client(OfOneProcess):
             except Exception as error:  # noqa: BLE001 - whatever a host's own way to connect raises
                 _log.info("the process at the other end of a port cannot be reached: %s", error)
                 continue
-            self._mailman.close()
-            self._session = 0
+            self._session.close()
+            self._engine.num_renewals = 0
             self._meet(connection)
             if self._closing.is_set():
-                self._mailman.close(Close())
+                self._session.close(Close())
             return
         self._gone = True
         self._inbox.wake()
@@ -268,8 +261,8 @@ class _Client(OfOneProcess):
             return
         if isinstance(report, Beat):
             with self._lock:
-                self._step_age_s, self._told_at = report.step_age_s or 0.0, time.monotonic()
-            self._check_step(self._step_age_s)
+                self._engine.beat(report.step_age_s or 0.0)
+            self._check_step(report.step_age_s or 0.0)
             return
         if isinstance(report, Connected):
             with self._answered:
@@ -279,50 +272,12 @@ class _Client(OfOneProcess):
             return
         if isinstance(report, Ready | Stepped):
             with self._lock:
-                if self._is_old(report):
+                if not self._engine.take(report):
                     return
-                self._check(report)
-                self._load = report.load
-                self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         if isinstance(report, Stepped) and not (report.granted or report.refused or report.tokens):
             self._inbox.wake()
         else:
             self._inbox.put(report)
-
-    def _is_old(self, report: Ready | Stepped) -> bool:
-        """Whether it is of a session that has ended."""
-        if self._in_session or self._ready is None:
-            return False
-        return isinstance(report, Stepped) or report.session < self._session
-
-    def _check(self, report: Ready | Stepped) -> None:
-        """TransferError for what the engine that said Ready cannot say now: it is given up. Its load is what policies
-        go by."""
-        if isinstance(report, Ready):
-            if self._in_session or report.address not in (report.addresses or (report.address,))[:1]:
-                raise TransferError("it says who it is twice, or in two ways")
-            if report.version != messages.VERSION:
-                raise TransferError(f"it speaks version {report.version}, this end speaks {messages.VERSION}")
-            if self._ready is not None and (report.address, report.limits) != (self._ready.address, self._ready.limits):
-                raise TransferError("it is another engine than before")
-            self._ready, self._in_session = report, True
-            self._num_submitted = self._num_seen = 0
-        ready, load = self._ready, getattr(report.load, self.role)
-        if ready is None or (load is not None and load.address != ready.address):
-            raise TransferError("it tells the load of another engine than it said it is")
-        if isinstance(report, Ready):
-            return
-        if load is None:
-            raise TransferError(f"it tells of no load of a {self.role} engine")
-        if not self._num_seen <= report.num_seen <= self._num_submitted:
-            raise TransferError(
-                f"it has seen {report.num_seen} of {self._num_submitted} submits, {self._num_seen} before"
-            )
-        self._num_seen = report.num_seen
-        for event in report.tokens:
-            ids = [0 if event.token is None else event.token, *(token for token, _ in event.top_logprobs)]
-            if max(ids) >= ready.limits.vocab_size:
-                raise TransferError(f"token {max(ids)} is not one of a vocabulary of {ready.limits.vocab_size}")
 
     def _read_all(self) -> None:
         """What has come, each report remembered until it is read: of an interrupted host's requests all end, but a loss
@@ -402,7 +357,7 @@ class DecodeClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
-        self._mailman.post(ChangeWriters(request_id, tuple(writers)))
+        self._session.post(ChangeWriters(request_id, tuple(writers)))
 
     def load(self) -> DecodeLoad:
         known, requests, tokens, step_age_s = self._seen()

@@ -60,6 +60,10 @@ class Load(msgspec.Struct):
             return cls(prefill=engine.load())
         return cls(decode=engine.load())
 
+    def of_role(self, role: str) -> PrefillLoad | DecodeLoad | None:
+        """Return the load of a "prefill" or a "decode" engine, None when it is of the other."""
+        return self.prefill if role == "prefill" else self.decode
+
     def ageless(self) -> Load:
         """Without what changes by itself as time passes: two that are equal tell no news."""
         return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
@@ -117,7 +121,7 @@ class Disconnect(msgspec.Struct, tag="disconnect"):
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """End what runs for this client, then say Ready for the session of that number."""
+    """End what runs for this client, then say Ready anew; `session` counts the renewals of this session."""
 
     session: Count
 
@@ -130,8 +134,9 @@ Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWri
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message of a session: who the engine is, with the addresses of all ranks behind this one port;
-    `version` is the VERSION it speaks, 1 where it says none, `hung_s` how long its steps may take."""
+    """The first message of a session, and of each renewal of it, whose number is `session`: who the engine is, with the
+    addresses of all ranks behind this one port; `version` is the VERSION it speaks, 1 where it says none, `hung_s` how
+    long its steps may take."""
 
     address: PeerAddress
     limits: RequestLimits

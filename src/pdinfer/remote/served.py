@@ -41,7 +41,7 @@ from pdinfer.remote.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from pdinfer.remote.session import TICK_S, Connection, Mailman
+from pdinfer.remote.session import TICK_S, MessageStream, Session
 from pdinfer.types import Event, Granted, PeerAddress, Refused
 
 REPORT_S = 0.02
@@ -57,12 +57,12 @@ _log = logging.getLogger("pdinfer")
 class Listener(Protocol):
     """Where clients connect, such as a `multiprocessing.connection.Listener`; its `authkey` says who may."""
 
-    def accept(self) -> Connection: ...
+    def accept(self) -> MessageStream: ...
 
 
 def serve(
     engine: PrefillEngine | DecodeEngine,
-    connection: Connection | Listener | None,
+    connection: MessageStream | Listener | None,
     *,
     config: RemoteConfig | None = None,
 ) -> None:
@@ -95,16 +95,16 @@ def serve(
 
 
 class _Host(OfOneProcess):
-    """The loop around a served engine. `session` is the number of one that is to begin, None while one is under way;
-    `dismissed` means that nobody wants the engine any more."""
+    """The loop around a served engine. `renewal` is the number of the session's renewal that is to be answered, 0 for a
+    new session, None while commands are obeyed; `dismissed` means that nobody wants the engine any more."""
 
     def __init__(
-        self, engine: PrefillEngine | DecodeEngine, connection: Connection | Listener, config: RemoteConfig
+        self, engine: PrefillEngine | DecodeEngine, connection: MessageStream | Listener, config: RemoteConfig
     ) -> None:
         self.engine = engine
         self.config = config
-        self.inbox: Inbox[Command | Connection | None] = Inbox()
-        self.session: int | None = 0
+        self.inbox: Inbox[Command | MessageStream | None] = Inbox()
+        self.renewal: int | None = 0
         self.has_begun = False
         self.num_seen = 0
         self.num_steps = 0
@@ -116,7 +116,7 @@ class _Host(OfOneProcess):
         self.ended = threading.Event()
         self.exits = threading.current_thread() is threading.main_thread()
         self.is_armed = self.exits and orphan.arm()
-        self.mailman: Mailman[Command] | None = None
+        self.session: Session[Command] | None = None
         self.listener: Listener | None = None
         engine.notify(self.inbox.wake)
         if isinstance(connection, Listener):
@@ -129,16 +129,16 @@ class _Host(OfOneProcess):
     def close(self) -> None:
         """Ends the connection and our threads; the one that accepts ends with the next connection."""
         self.ended.set()
-        if self.mailman is not None:
-            self.mailman.close()
+        if self.session is not None:
+            self.session.close()
 
     # -- the client -------------------------------------------------------------------------------------------------
 
-    def meet(self, connection: Connection) -> None:
+    def meet(self, connection: MessageStream) -> None:
         """Talks to whoever is at the other end of a new connection."""
-        if self.mailman is not None:
-            self.mailman.close()
-        self.mailman = Mailman(
+        if self.session is not None:
+            self.session.close()
+        self.session = Session(
             connection,
             messages.decode_command,
             self.deliver,
@@ -183,7 +183,7 @@ class _Host(OfOneProcess):
                 orphan.disarm()
             now = time.monotonic()
             elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
-            is_away = self.may_return and self.mailman is not None and self.mailman.loss is not None
+            is_away = self.may_return and self.session is not None and self.session.loss is not None
             away_s = away_s + elapsed if is_away else 0.0
             if away_s > self.config.return_s and not self.dismissed:
                 self.dismissed = True
@@ -212,7 +212,7 @@ class _Host(OfOneProcess):
                     return
                 self.obey(item)
             if self.dismissed:
-                _log.info("a served engine stops: its client %s", self.mailman.loss if self.mailman else "never came")
+                _log.info("a served engine stops: its client %s", self.session.loss if self.session else "never came")
                 return
             if self.engine.closed:
                 _log.info("a served engine stops: it was closed on another of its ranks")
@@ -221,53 +221,53 @@ class _Host(OfOneProcess):
             self.num_steps += 1
             self.stepped_at = time.monotonic()
             busy = self.engine.wait(0.0)
-            if self.session is None:
+            if self.renewal is None:
                 self.report(events, urgent=bool(events or items), busy=busy)
             if not busy:
                 self.inbox.wait(IDLE_S)
 
     def begin(self) -> None:
-        """Says Ready for a session that is to begin, once nothing of the last one is left: its ids may come again."""
-        if self.session is None:
+        """Says Ready for a session that is new or to be renewed, once nothing runs for it: its ids may come again."""
+        if self.renewal is None:
             return
         engine = self.engine
         if self.has_begun:
             for request_id in engine.request_ids:
                 engine.cancel(request_id)
-        if self.mailman is None or self.mailman.loss is not None or (self.has_begun and engine.num_unfinished):
+        if self.session is None or self.session.loss is not None or (self.has_begun and engine.num_unfinished):
             return
         hung_s = hung_after_s(engine.longest_warm_up_s) if self.config.hung_s is None else self.config.hung_s
-        self.mailman.post(
+        self.session.post(
             Ready(
                 engine.address,
                 engine.limits,
                 Load.of(engine),
                 engine.addresses,
                 messages.VERSION,
-                session=self.session,
+                session=self.renewal,
                 hung_s=hung_s,
             )
         )
-        self.session, self.has_begun, self.num_seen = None, True, 0
+        self.renewal, self.has_begun, self.num_seen = None, True, 0
 
-    def obey(self, item: Command | Connection | None) -> None:
+    def obey(self, item: Command | MessageStream | None) -> None:
         if item is None:
-            self.session = 0
+            self.renewal = 0
             if self.may_return:
-                _log.warning("the client of a served engine %s; it may come back", self.mailman and self.mailman.loss)
+                _log.warning("the client of a served engine %s; it may come back", self.session and self.session.loss)
                 _start(self.accept)
         elif isinstance(item, Renew):
-            self.session = item.session
+            self.renewal = item.session
         elif not isinstance(item, Command):
             self.meet(item)
-        elif self.session is None:
+        elif self.renewal is None:
             self.act(item)
 
     def act(self, command: Command) -> None:
-        """On a command of the session under way."""
+        """On a command that was said after Ready."""
         engine = self.engine
         if isinstance(command, Connect):
-            self.about(command.peer, self.connect, command, self.mailman)
+            self.about(command.peer, self.connect, command, self.session)
         elif isinstance(command, Disconnect):
             self.about(command.peer, engine.disconnect, command.peer)
         elif isinstance(command, Cancel):
@@ -296,7 +296,7 @@ class _Host(OfOneProcess):
 
         self.links[peer] = _start(work_in_turn)
 
-    def connect(self, command: Connect, mailman: Mailman[Command]) -> None:
+    def connect(self, command: Connect, session: Session[Command]) -> None:
         """Answers, whatever comes of it."""
         error: PDInferError | None = None
         try:
@@ -306,18 +306,18 @@ class _Host(OfOneProcess):
         except Exception as problem:  # noqa: BLE001 - the client waits for an answer, whatever it is
             _log.exception("connecting to a peer failed")
             error = TransferError(f"connecting failed: {type(problem).__name__}")
-        mailman.post(Connected(command.peer, error, getattr(error, "fields", ())))
+        session.post(Connected(command.peer, error, getattr(error, "fields", ())))
 
     def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
         """Tells what a step gave; of one that gave nothing the new load, now and then."""
-        assert self.mailman is not None
+        assert self.session is not None
         report = _stepped(self.engine, events, self.num_seen)
         now = time.monotonic()
         load = report.load.ageless()
         if urgent or (
-            load != self.reported and not self.mailman.is_behind and (not busy or now > self.reported_at + REPORT_S)
+            load != self.reported and not self.session.is_behind and (not busy or now > self.reported_at + REPORT_S)
         ):
-            self.mailman.post(report)
+            self.session.post(report)
             self.reported, self.reported_at = load, now
 
 

@@ -36,7 +36,7 @@ FLUSH_S = 0.2
 _log = logging.getLogger("pdinfer")
 
 
-class Connection(Protocol):
+class MessageStream(Protocol):
     """Whole messages over some byte stream; `recv_bytes` raises EOFError or OSError when the other end is gone."""
 
     def send_bytes(self, buf: bytes, /) -> None: ...
@@ -51,7 +51,7 @@ class Connection(Protocol):
 M = TypeVar("M")
 
 
-class Mailman(OfOneProcess, Generic[M]):
+class Session(OfOneProcess, Generic[M]):
     """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
     `silent_s` and another `return_s` since its first word, or not reading) or this one was closed. `beat` makes the
     sign of life; `on_silence` is told when the other end falls silent, and when it is heard again. All are called from
@@ -59,7 +59,7 @@ class Mailman(OfOneProcess, Generic[M]):
 
     def __init__(
         self,
-        connection: Connection,
+        connection: MessageStream,
         decode: Callable[[bytes], M],
         deliver: Callable[[M | None], None],
         beat: Callable[[], Beat] = Beat,

@@ -22,7 +22,7 @@ MODEL = random_model()
 def pairing() -> Iterator[pd.Pairing]:
     with pd.Pairing.local(MODEL, cache=pd.CacheConfig(page_size=4, num_pages=64)) as made:
         yield made
-        (decode,) = made._roster.decodes.values()
+        (decode,) = (port for port in made.ports if port.role == "decode")
         assert isinstance(decode, pd.DecodeEngine)
         decode.channel.pool.check()
         assert decode.channel.pool.num_available == 64
@@ -45,9 +45,9 @@ def test_a_grant_is_told_when_every_rank_expects_its_room(pairing: pd.Pairing, m
         return len(asked) > 2
 
     monkeypatch.setattr(KVChannel, "expects", third_time)
-    (decode,) = pairing._roster.decodes.values()
+    (decode,) = (port for port in pairing.ports if port.role == "decode")
     assert isinstance(decode, pd.DecodeEngine)
-    writers = tuple(port.address for port in pairing._roster.prefills.values())
+    writers = tuple(port.address for port in pairing.ports if port.role == "prefill")
     (first, second) = requests(2)
     decode.submit(first, writers=writers)
     assert [decode.step(), decode.step()] == [[], []]
@@ -59,7 +59,7 @@ def test_a_grant_is_told_when_every_rank_expects_its_room(pairing: pd.Pairing, m
     assert told[1].grant.request_id == "1"  # the other one was given up meanwhile
     decode.cancel("1")
     for _ in range(3):
-        for port in pairing._roster.all:
+        for port in pairing.ports:
             port.step()
 
 

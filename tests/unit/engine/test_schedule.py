@@ -51,7 +51,7 @@ def test_the_first_in_line_gets_half_of_a_chunk_or_all_it_needs(remaining: list[
 
 
 def steps_until_done(index: int, remaining: list[int], chunk_size: int, newcomers: Iterator[int]) -> int:
-    """Steps until a prompt is computed while one more joins the line at each."""
+    """Steps until a prompt is computed while one more joins the queue at each."""
     remaining = list(remaining)
     for number in count(1):
         remaining.append(next(newcomers))

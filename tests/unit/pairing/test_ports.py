@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.ports import Promised, Roster
+from pdinfer.pairing.choice import PendingLoad, choose
+from pdinfer.pairing.ports import Ports
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 
@@ -38,10 +40,21 @@ class FakePort:
     links: dict[PeerAddress, bool]
 
     limits = RequestLimits(name="", vocab_size=97, max_tokens=32)
+    mb_per_s: dict[PeerAddress, float] = attrs.field(factory=dict)
+
+    @property
+    def role(self) -> str:
+        return "prefill" if self.address in PREFILLS else "decode"
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        return (self.address,)
 
     def load(self) -> EngineLoad:
-        kv = ChannelStats(peers=tuple(PeerStats(address=at, connected=on) for at, on in self.links.items()))
-        if self.address in PREFILLS:
+        speeds = self.mb_per_s
+        peers = [PeerStats(address=at, connected=on, mb_per_s=speeds.get(at, 0.0)) for at, on in self.links.items()]
+        kv = ChannelStats(peers=tuple(peers))
+        if self.role == "prefill":
             return PrefillLoad(
                 address=self.address, kv=kv, num_queued_requests=0, num_queued_tokens=0, unsent_bytes=0, **COMMON
             )
@@ -51,15 +64,15 @@ class FakePort:
         return DecodeLoad(address=self.address, kv=kv, num_running_tokens=0, **zeros, **COMMON)
 
 
-def roster_of(ports: dict[PeerAddress, FakePort]) -> Roster:
-    roster = Roster()
-    for port in ports.values():
-        roster.add(port)  # type: ignore[arg-type]
-    roster.look()
-    return roster
+def ports_of(fakes: dict[PeerAddress, FakePort]) -> Ports:
+    ports = Ports()
+    for port in fakes.values():
+        ports.add(port)  # type: ignore[arg-type]
+    ports.look()
+    return ports
 
 
-def linked_ports() -> dict[PeerAddress, FakePort]:
+def linked_fakes() -> dict[PeerAddress, FakePort]:
     """Three of each, all connected."""
     prefills = {address: FakePort(address, dict.fromkeys(DECODES, True)) for address in PREFILLS}
     return prefills | {address: FakePort(address, dict.fromkeys(PREFILLS, True)) for address in DECODES}
@@ -74,17 +87,17 @@ def shape(ordinal: int = 0) -> RequestShape:
 def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
     chosen_by: policy.Policy, down: set[tuple[PeerAddress, PeerAddress]], ordinal: int, told_by_prefill: bool
 ) -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    assert roster.links_down == frozenset()
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    assert ports.links_down == frozenset()
     for prefill, decode in down:  # one side knows first
         if told_by_prefill:
-            ports[prefill].links[decode] = False
+            fakes[prefill].links[decode] = False
         else:
-            ports[decode].links[prefill] = False
-    roster.look()
-    assert roster.links_down == down
-    choice = roster.choose(chosen_by, shape(ordinal), Promised(), max_queued_per_decode=1)
+            fakes[decode].links[prefill] = False
+    ports.look()
+    assert ports.links_down == down
+    choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), max_queued_per_decode=1)
     if len(down) == len(PAIRS):
         assert choice is None
     else:
@@ -92,53 +105,117 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
         assert (choice.prefill, choice.decode) in set(PAIRS) - down
     for decode in DECODES:
         near = [prefill for prefill in PREFILLS if (prefill, decode) not in down]
-        choice = roster.choose(chosen_by, shape(ordinal), Promised(), decode=decode)
+        choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), decode=decode)
         assert (choice.prefill in near) if choice is not None else not near
 
 
 def test_what_was_never_told_of_is_not_down_and_what_comes_back_is_up() -> None:
     """A load from before the link was opened, a channel that tells of no links, and one that forgets a lost peer."""
-    ports = linked_ports()
-    for port in ports.values():
+    fakes = linked_fakes()
+    for port in fakes.values():
         port.links = {}
-    roster = roster_of(ports)
-    assert (roster.links_down, roster.has_links) == (frozenset(), False)
-    ports[DECODES[0]].links = {PREFILLS[0]: True}
-    roster.look()
-    assert (roster.links_down, roster.has_links) == (frozenset(), True)
+    ports = ports_of(fakes)
+    assert (ports.links_down, ports.has_links) == (frozenset(), False)
+    fakes[DECODES[0]].links = {PREFILLS[0]: True}
+    ports.look()
+    assert (ports.links_down, ports.has_links) == (frozenset(), True)
     for gone in ({}, {PREFILLS[0]: False}):
-        changes = roster.num_changes
-        ports[DECODES[0]].links = gone
+        changes = ports.num_changes
+        fakes[DECODES[0]].links = gone
         for _ in range(2):
-            roster.look()
-            assert roster.links_down == {(PREFILLS[0], DECODES[0])}
-            assert roster.num_changes == changes + 1
-        ports[DECODES[0]].links = {PREFILLS[0]: True}
-        roster.look()
-        assert roster.links_down == frozenset()
-        assert roster.num_changes == changes + 2
+            ports.look()
+            assert ports.links_down == {(PREFILLS[0], DECODES[0])}
+            assert ports.num_changes == changes + 1
+        fakes[DECODES[0]].links = {PREFILLS[0]: True}
+        ports.look()
+        assert ports.links_down == frozenset()
+        assert ports.num_changes == changes + 2
 
 
 def test_a_port_that_leaves_takes_its_links_along() -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    ports[DECODES[0]].links[PREFILLS[0]] = False
-    roster.look()
-    roster.drop(DECODES[0])
-    assert roster.links_down == frozenset()
-    roster.look()
-    assert roster.links_down == frozenset()
-    assert not roster.linked(PREFILLS[0], DECODES[0])
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    fakes[DECODES[0]].links[PREFILLS[0]] = False
+    ports.look()
+    ports.drop(DECODES[0])
+    assert ports.links_down == frozenset()
+    ports.look()
+    assert ports.links_down == frozenset()
+    assert not ports.linked(PREFILLS[0], DECODES[0])
 
 
 def test_a_policy_that_insists_on_a_pair_without_a_link_is_told_so() -> None:
-    ports = linked_ports()
-    roster = roster_of(ports)
-    ports[DECODES[0]].links[PREFILLS[0]] = False
-    roster.look()
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    fakes[DECODES[0]].links[PREFILLS[0]] = False
+    ports.look()
 
     def stubborn(*_: object) -> Choice:
         return Choice(prefill=PREFILLS[0], decode=DECODES[0])
 
     with pytest.raises(pd.ConfigError, match="out of the other's reach"):
-        roster.choose(stubborn, shape(), Promised(), max_queued_per_decode=1)
+        choose(ports, stubborn, shape(), PendingLoad(), max_queued_per_decode=1)
+
+
+def fastest_link(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
+    """A joint score: no side is chosen without the other."""
+    link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
+    return None if link is None else Choice(prefill=link.prefill, decode=link.decode)
+
+
+@given(st.dictionaries(st.sampled_from(PAIRS), st.integers(1, 1000), min_size=1), st.sets(st.sampled_from(PAIRS)))
+def test_a_policy_gets_every_link_with_its_speed_and_is_asked_once(
+    speeds: dict[tuple[PeerAddress, PeerAddress], int], down: set[tuple[PeerAddress, PeerAddress]]
+) -> None:
+    fakes = linked_fakes()
+    for (prefill, decode), speed in speeds.items():
+        fakes[decode].mb_per_s[prefill] = speed
+    ports = ports_of(fakes)
+    for prefill, decode in down:
+        fakes[prefill].links[decode] = False
+    ports.look()
+    asked: list[RequestShape] = []
+
+    def watched(shape: RequestShape, *loads: Any) -> Choice | None:
+        asked.append(shape)
+        return fastest_link(shape, *loads)
+
+    choice = choose(ports, watched, shape(), PendingLoad(), max_queued_per_decode=1)
+    up = set(PAIRS) - down
+    (seen,) = asked
+    assert {(link.prefill, link.decode) for link in seen.links} == up
+    for link in seen.links:
+        speed_known = speeds.get((link.prefill, link.decode))
+        assert link.bytes_per_s == (None if speed_known is None else speed_known * 1e6)
+    if not up:
+        assert choice is None
+        return
+    assert choice is not None
+    assert speeds.get((choice.prefill, choice.decode), 0) == max(speeds.get(pair, 0) for pair in up)
+
+
+def test_links_are_told_anew_when_a_port_joins_or_leaves_and_only_between_ports_that_are_shown() -> None:
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    assert len(ports.links()) == len(PAIRS)
+    ports.drop(DECODES[2])
+    assert {link.decode for link in ports.links()} == set(DECODES[:2])
+    ports.add(fakes[DECODES[2]])  # type: ignore[arg-type]
+    ports.leaving.add(PREFILLS[0])
+    seen: list[RequestShape] = []
+    choose(ports, lambda shape, *_: seen.append(shape), shape(), PendingLoad(), decode=DECODES[2])
+    assert {(link.prefill, link.decode) for link in seen[0].links} == {(one, DECODES[2]) for one in PREFILLS[1:]}
+
+
+def test_of_a_port_with_several_ranks_a_link_tells_what_all_of_them_bring() -> None:
+    fakes = linked_fakes()
+    ports = Ports()
+    fakes[DECODES[0]].mb_per_s = {PREFILLS[0]: 2.0, PREFILLS[1]: 3.0}
+
+    class Group(FakePort):
+        addresses = tuple(PREFILLS[:2])
+
+    ports.add(Group(PREFILLS[0], {}))  # type: ignore[arg-type]
+    ports.add(fakes[DECODES[0]])  # type: ignore[arg-type]
+    (link,) = ports.links()
+    assert link.bytes_per_s == 5e6

@@ -14,26 +14,27 @@ from types import SimpleNamespace
 import pytest
 
 import pdinfer as pd
-from pdinfer.remote import messages
-from pdinfer.remote import session as mailman
+from pdinfer.remote import messages, session
 from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
-from pdinfer.remote.session import Mailman
+from pdinfer.remote.session import Session
 
 SOON_S = 1.0
 """What does not wait for the other end takes less, on a busy machine too."""
 BEAT = messages.encode(Beat())
 
 
-class Office:
-    """A mailman at one end of a pipe; the test holds the other."""
+class OneEnd:
+    """A session at one end of a pipe; the test holds the other."""
 
     def __init__(self) -> None:
         self.ours, theirs = Pipe()
         self.delivered: list[Report | None] = []
         self.lost = threading.Event()
-        self.mailman: Mailman[Report] = Mailman(theirs, messages.decode_report, self._take)
+        self.delay_s = 0.0
+        self.session: Session[Report] = Session(theirs, messages.decode_report, self._take)
 
     def _take(self, message: Report | None) -> None:
+        time.sleep(self.delay_s)
         self.delivered.append(message)
         if message is None:
             self.lost.set()
@@ -46,10 +47,10 @@ class Office:
 
 
 @pytest.fixture
-def office() -> Iterator[Office]:
-    made = Office()
+def end() -> Iterator[OneEnd]:
+    made = OneEnd()
     yield made
-    made.mailman.close()
+    made.session.close()
     assert not any(thread.name == "pdinfer-remote" for thread in threading.enumerate())
 
 
@@ -57,7 +58,7 @@ def office() -> Iterator[Office]:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beats and silences a sixth as long."""
     for name in ("TICK_S", "BEAT_S", "SILENT_S"):
-        monkeypatch.setattr(mailman, name, getattr(mailman, name) / 6)
+        monkeypatch.setattr(session, name, getattr(session, name) / 6)
 
 
 def check_ends(connection: Connection) -> None:
@@ -72,164 +73,158 @@ def check_ends(connection: Connection) -> None:
     raise AssertionError("the connection goes on")
 
 
-def test_messages_arrive_in_order_and_beats_between_them(office: Office) -> None:
+def test_messages_arrive_in_order_and_beats_between_them(end: OneEnd) -> None:
     for number in range(100):
-        office.mailman.post(Cancel(str(number)))
-    assert [office.hear() for _ in range(100)] == [Cancel(str(number)) for number in range(100)]
+        end.session.post(Cancel(str(number)))
+    assert [end.hear() for _ in range(100)] == [Cancel(str(number)) for number in range(100)]
     started = time.monotonic()
     for _ in range(3):
-        assert isinstance(messages.decode_command(office.ours.recv_bytes()), Beat)
-    assert time.monotonic() - started < 3 * mailman.BEAT_S + SOON_S
+        assert isinstance(messages.decode_command(end.ours.recv_bytes()), Beat)
+    assert time.monotonic() - started < 3 * session.BEAT_S + SOON_S
 
 
-def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(office: Office) -> None:
-    office.ours.send_bytes(BEAT)
+def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end: OneEnd) -> None:
+    end.ours.send_bytes(BEAT)
     started = time.monotonic()
-    assert office.lost.wait(10.0)
-    assert mailman.SILENT_S - 0.01 < time.monotonic() - started < 3.0
-    assert office.delivered == [Beat(), None]
-    assert office.mailman.loss == "was silent for 2.4 s"
-    check_ends(office.ours)  # it finds itself given up when it wakes
+    assert end.lost.wait(10.0)
+    assert session.SILENT_S - 0.01 < time.monotonic() - started < 3.0
+    assert end.delivered == [Beat(), None]
+    assert end.session.loss == "was silent for 2.4 s"
+    check_ends(end.ours)  # it finds itself given up when it wakes
 
 
 @pytest.mark.usefixtures("_quick")
-def test_an_end_that_never_spoke_may_be_loading_its_model(office: Office) -> None:
-    assert not office.lost.wait(2 * mailman.SILENT_S)
-    assert office.mailman.loss is None
+def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd) -> None:
+    assert not end.lost.wait(2 * session.SILENT_S)
+    assert end.session.loss is None
 
 
 @pytest.mark.usefixtures("_quick")
-def test_an_end_that_goes_on_speaking_is_not_lost(office: Office) -> None:
+def test_an_end_that_goes_on_speaking_is_not_lost(end: OneEnd) -> None:
     for _ in range(10):
-        office.ours.send_bytes(BEAT)
-        assert not office.lost.wait(mailman.SILENT_S / 6)
+        end.ours.send_bytes(BEAT)
+        assert not end.lost.wait(session.SILENT_S / 6)
 
 
 @pytest.mark.usefixtures("_quick")
 def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(
-    office: Office, monkeypatch: pytest.MonkeyPatch
+    end: OneEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after SIGSTOP and SIGCONT: the clock has moved on by minutes when the first tick comes."""
-    office.ours.send_bytes(BEAT)
+    end.ours.send_bytes(BEAT)
     time.sleep(0.1)
     real = time.monotonic
-    monkeypatch.setattr(mailman, "time", SimpleNamespace(monotonic=lambda: real() + 600.0))
-    assert not office.lost.wait(mailman.SILENT_S / 2)
-    office.ours.send_bytes(BEAT)
-    assert not office.lost.wait(mailman.SILENT_S / 2)
-    assert office.lost.wait(10.0)
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: real() + 600.0))
+    assert not end.lost.wait(session.SILENT_S / 2)
+    end.ours.send_bytes(BEAT)
+    assert not end.lost.wait(session.SILENT_S / 2)
+    assert end.lost.wait(10.0)
 
 
 @pytest.mark.parametrize("word", ["message", "half a message", "nothing"])
-def test_what_died_is_lost_at_once_and_its_last_words_are_heard(office: Office, word: str) -> None:
+def test_what_died_is_lost_at_once_and_its_last_words_are_heard(end: OneEnd, word: str) -> None:
     if word == "message":
-        office.ours.send_bytes(BEAT)
+        end.ours.send_bytes(BEAT)
     elif word == "half a message":
-        with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+        with open(end.ours.fileno(), "wb", closefd=False) as pipe:
             pipe.write((100).to_bytes(4, "big") + bytes(50))
-    office.ours.close()
-    assert office.lost.wait(SOON_S)
-    assert office.delivered == ([Beat(), None] if word == "message" else [None])
-    assert office.mailman.loss == "is gone"
+    end.ours.close()
+    assert end.lost.wait(SOON_S)
+    assert end.delivered == ([Beat(), None] if word == "message" else [None])
+    assert end.session.loss == "is gone"
 
 
-def test_last_words_are_heard_though_sending_finds_out_first(office: Office) -> None:
-    take = office._take
-
-    def slowly(message: Report | None) -> None:
-        time.sleep(0.002)
-        take(message)
-
-    office.mailman._deliver = slowly
+def test_last_words_are_heard_though_sending_finds_out_first(end: OneEnd) -> None:
+    end.delay_s = 0.002
     for _ in range(20):
-        office.ours.send_bytes(BEAT)
-    office.ours.close()
-    office.mailman.post(Cancel("nobody reads this"))
-    assert office.lost.wait(SOON_S)
-    assert office.delivered == [Beat()] * 20 + [None]
+        end.ours.send_bytes(BEAT)
+    end.ours.close()
+    end.session.post(Cancel("nobody reads this"))
+    assert end.lost.wait(SOON_S)
+    assert end.delivered == [Beat()] * 20 + [None]
 
 
 @pytest.mark.usefixtures("_quick")
-def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(office: Office) -> None:
+def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(end: OneEnd) -> None:
     """Reading and sending are both stuck then."""
-    office.ours.send_bytes(BEAT)
-    with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+    end.ours.send_bytes(BEAT)
+    with open(end.ours.fileno(), "wb", closefd=False) as pipe:
         pipe.write((100).to_bytes(4, "big") + bytes(50))
     for _ in range(64):
-        office.mailman.post(Cancel("x" * (1 << 16)))
+        end.session.post(Cancel("x" * (1 << 16)))
     started = time.monotonic()
-    assert office.lost.wait(10.0)
+    assert end.lost.wait(10.0)
     assert time.monotonic() - started < SOON_S
 
 
-def test_posting_to_an_end_that_does_not_read_never_waits(office: Office) -> None:
-    office.ours.send_bytes(BEAT)
+def test_posting_to_an_end_that_does_not_read_never_waits(end: OneEnd) -> None:
+    end.ours.send_bytes(BEAT)
     started = time.monotonic()
     for _ in range(200):
-        office.mailman.post(Cancel("x" * (1 << 16)))
+        end.session.post(Cancel("x" * (1 << 16)))
     assert time.monotonic() - started < SOON_S
-    assert not office.lost.is_set()
+    assert not end.lost.is_set()
 
 
-def test_more_than_the_bound_waiting_means_lost(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailman, "MAX_UNSENT_BYTES", 4 << 20)
+def test_more_than_the_bound_waiting_means_lost(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_UNSENT_BYTES", 4 << 20)
     for _ in range(60):
-        office.mailman.post(Cancel("x" * (1 << 16)))
-    assert not office.lost.is_set()
+        end.session.post(Cancel("x" * (1 << 16)))
+    assert not end.lost.is_set()
     for _ in range(10):
-        office.mailman.post(Cancel("x" * (1 << 16)))
-    assert office.lost.is_set()
-    assert office.delivered == [None]
-    assert "does not read" in str(office.mailman.loss)
-    assert not office.mailman._outgoing
+        end.session.post(Cancel("x" * (1 << 16)))
+    assert end.lost.is_set()
+    assert end.delivered == [None]
+    assert "does not read" in str(end.session.loss)
+    assert not end.session.is_behind
 
 
-def test_closing_says_the_last_word_and_twice_is_once(office: Office) -> None:
-    office.mailman.close(Close())
-    office.mailman.close(Close())
-    assert office.hear() == Close()
+def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd) -> None:
+    end.session.close(Close())
+    end.session.close(Close())
+    assert end.hear() == Close()
     with pytest.raises(EOFError):
-        office.ours.recv_bytes()
-    office.mailman.post(Cancel("late"))
-    assert office.delivered == [None]  # for whoever waits for an answer
+        end.ours.recv_bytes()
+    end.session.post(Cancel("late"))
+    assert end.delivered == [None]  # for whoever waits for an answer
 
 
 @pytest.mark.parametrize("stuck", ["sending", "reading", "both", "neither"])
-def test_closing_takes_no_longer_than_a_second(office: Office, stuck: str) -> None:
+def test_closing_takes_no_longer_than_a_second(end: OneEnd, stuck: str) -> None:
     if stuck in ("reading", "both"):
-        with open(office.ours.fileno(), "wb", closefd=False) as pipe:
+        with open(end.ours.fileno(), "wb", closefd=False) as pipe:
             pipe.write((100).to_bytes(4, "big") + bytes(50))
     if stuck in ("sending", "both"):
         for _ in range(64):
-            office.mailman.post(Cancel("x" * (1 << 16)))
+            end.session.post(Cancel("x" * (1 << 16)))
         time.sleep(0.1)
     started = time.monotonic()
-    closers = [threading.Thread(target=office.mailman.close, args=(Close(),)) for _ in range(2)]
+    closers = [threading.Thread(target=end.session.close, args=(Close(),)) for _ in range(2)]
     for closer in closers:
         closer.start()
     for closer in closers:
         closer.join()
     assert time.monotonic() - started < SOON_S
-    check_ends(office.ours)
+    check_ends(end.ours)
 
 
 def test_the_beat_tells_what_it_is_asked_to() -> None:
     ours, theirs = Pipe()
-    made = Mailman(theirs, messages.decode_report, lambda _: None, lambda: Beat(1.5))
+    made = Session(theirs, messages.decode_report, lambda _: None, lambda: Beat(1.5))
     assert messages.decode_report(ours.recv_bytes()) == Beat(1.5)
     made.close()
 
 
-def test_what_has_left_does_not_count_as_waiting(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_left_does_not_count_as_waiting(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every connection ends after so many bytes, however fast they are read."""
-    monkeypatch.setattr(mailman, "MAX_UNSENT_BYTES", 1 << 20)
+    monkeypatch.setattr(session, "MAX_UNSENT_BYTES", 1 << 20)
     for number in range(64):
-        office.mailman.post(Cancel(str(number).ljust(256)))
-        office.mailman.post(Cancel("x" * (1 << 16)))
-        assert office.hear() == Cancel(str(number).ljust(256))
-        office.ours.recv_bytes()
-    assert not office.lost.is_set()
-    assert office.mailman.loss is None
+        end.session.post(Cancel(str(number).ljust(256)))
+        end.session.post(Cancel("x" * (1 << 16)))
+        assert end.hear() == Cancel(str(number).ljust(256))
+        end.ours.recv_bytes()
+    assert not end.lost.is_set()
+    assert end.session.loss is None
 
 
 class Throttled:
@@ -255,8 +250,8 @@ def test_a_message_that_takes_longer_than_the_silence_is_none() -> None:
     line = Throttled(2.0e6)
     heard: list[Report | Command | None] = []
     lost = threading.Event()
-    sender = Mailman(line.ours, messages.decode_report, lambda message: lost.set(), silent_s=0.6)
-    receiver = Mailman(line.theirs, messages.decode_command, heard.append, silent_s=0.6)
+    sender = Session(line.ours, messages.decode_report, lambda message: lost.set(), silent_s=0.6)
+    receiver = Session(line.theirs, messages.decode_command, heard.append, silent_s=0.6)
     long = pd.Request(prompt=tuple(range(3 << 18)), sampling=pd.SamplingParams(max_new_tokens=1))
     packed = messages.PackedRequest.of(long)
     assert len(packed.prompt) > 2 << 20

@@ -55,7 +55,7 @@ def steps(setup: Setup, count: int) -> list[pd.TokenEvent]:
 
 def test_nobody_waits_behind_a_request_whose_only_decode_is_leaving() -> None:
     with uneven(config=pd.PairingConfig(port_wait_s=30.0), clock=VirtualClock()) as setup:
-        setup.pairing._roster.leaving.add(setup.decodes[0].address)  # as `remove` does while it drains
+        setup.pairing._ports.leaving.add(setup.decodes[0].address)  # as `remove` does while it drains
         setup.pairing.submit(attrs.evolve(BIG, priority=1))
         setup.pairing.submit(request("small"))
         assert ended(steps(setup, 12)) == ["small"]
@@ -65,14 +65,14 @@ def test_nobody_waits_behind_a_request_whose_only_decode_is_leaving() -> None:
 def test_nobody_waits_behind_a_request_whose_only_link_is_down() -> None:
     clock = VirtualClock()
     with uneven(clock=clock) as setup:
-        look = setup.pairing._roster.look
+        look = setup.pairing._ports.look
         pair = setup.prefills[0].address, setup.decodes[0].address
-        setup.pairing._roster.look = lambda: None  # type: ignore[method-assign]
-        setup.pairing._roster.links_down = frozenset({pair})
+        setup.pairing._ports.look = lambda: None  # type: ignore[method-assign]
+        setup.pairing._ports.links_down = frozenset({pair})
         setup.pairing.submit(attrs.evolve(BIG, priority=1))
         setup.pairing.submit(request("small"))
         assert ended(steps(setup, 12)) == ["small"]
-        setup.pairing._roster.look = look  # type: ignore[method-assign]
+        setup.pairing._ports.look = look  # type: ignore[method-assign]
         clock.advance(LINK_WAIT_S / 2)
         assert ended(collect(setup.pairing)) == ["big"]
 
@@ -118,7 +118,7 @@ def test_of_requests_for_the_same_ports_none_is_overtaken() -> None:
 
 
 def full_of_low(**more: Any) -> Setup:
-    """A line of three requests of priorities 0, -1 and -1 behind ports that do nothing."""
+    """A queue of three requests of priorities 0, -1 and -1 behind ports that do nothing."""
     setup = local(config=pd.PairingConfig(max_queued_requests=3), clock=VirtualClock(), **more)
     for name, priority in {"a": 0, "b": -1, "c": -1}.items():
         setup.pairing.submit(request(name, priority=priority))
@@ -150,17 +150,17 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
         assert dict(setup.pairing.stats.ended) == {pd.FinishReason.FAILED: 3, pd.FinishReason.LENGTH: 3}
 
 
-def test_who_has_left_the_line_meanwhile_is_not_displaced() -> None:
+def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
     with full_of_low() as setup:
-        take = setup.pairing._take_inbox
+        take, late_ids = setup.pairing._admission.act, ["x"]
 
         def late() -> None:
-            """The step that sends the line on has begun when the submit comes."""
+            """The step that sends the queue on has begun when the submit comes."""
             take()
-            if "x" not in setup.pairing._broker.tickets:
-                setup.pairing.submit(request("x", priority=5))
+            while late_ids:
+                setup.pairing.submit(request(late_ids.pop(), priority=5))
 
-        setup.pairing._take_inbox = late  # type: ignore[method-assign]
+        setup.pairing._admission.act = late  # type: ignore[method-assign]
         assert sorted(ended(collect(setup.pairing))) == ["a", "b", "c", "x"]
         assert dict(setup.pairing.stats.ended) == {pd.FinishReason.LENGTH: 4}
 
@@ -195,8 +195,8 @@ def test_a_low_priority_runs_though_high_ones_never_end() -> None:
         setup.pairing.submit(request("low", 2, priority=-3))
         events: list[pd.TokenEvent] = []
         for number in range(120):
-            while len(setup.pairing._broker.tickets) < 6:
-                setup.pairing.submit(request(f"high {number} {len(setup.pairing._broker.tickets)}", 2, priority=9))
+            while setup.pairing.num_unfinished < 6:
+                setup.pairing.submit(request(f"high {number} {setup.pairing.num_unfinished}", 2, priority=9))
             events += setup.pairing.step()
             clock.advance(1.0)
             if "low" in ended(events):
@@ -232,17 +232,17 @@ def test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill() -> N
         engine = pd.EngineConfig(chunked_prefill_size=8)
         with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
             roomy = setup.decodes[1]
-            setup.pairing._roster.leaving.add(roomy.address)
+            setup.pairing._ports.leaving.add(roomy.address)
             for name in "ab":  # they do not fit together: one is retracted
                 setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
             events: list[pd.TokenEvent] = []
             while len(by_request(events)) < 2:
                 events += setup.pairing.step()
-            setup.pairing._roster.leaving = {setup.decodes[0].address}
+            setup.pairing._ports.leaving = {setup.decodes[0].address}
             for number in range(backlog):
                 setup.pairing.submit(request(f"new {number}", 2, prompt=prompt_of(80, seed=number)))
             last, widest, step = dict.fromkeys("ab", 0), 0, 0
-            while {"a", "b"} & setup.pairing._broker.tickets.keys():
+            while {"a", "b"} & setup.pairing._broker.requests.keys():
                 step += 1
                 for event in setup.pairing.step():
                     if event.request_id in last:

@@ -1,10 +1,10 @@
-"""The line, requests that go to another decode, and ports that join."""
+"""The queue, requests that go to another decode, and ports that join."""
 
 from __future__ import annotations
 
 from tests.planted.mutant import Mutant
 
-LINE = "tests/e2e/test_line.py::"
+QUEUE = "tests/e2e/test_queue.py::"
 MOVING = "tests/e2e/test_moving.py::"
 JOINING = "tests/e2e/test_joining.py::"
 
@@ -14,59 +14,59 @@ MUTANTS = [
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                return\n",
-        LINE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
+        QUEUE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
     ),
     Mutant(
         "who cannot go holds nobody, though it needs the same ports",
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                pass\n",
-        LINE + "test_of_requests_for_the_same_ports_none_is_overtaken",
+        QUEUE + "test_of_requests_for_the_same_ports_none_is_overtaken",
     ),
     Mutant(
-        "a full line refuses high priorities",
-        "src/pdinfer/pairing/pairing.py",
-        "displaced = gives_way(self._in_line(), ticket.request.priority)",
+        "a full queue refuses high priorities",
+        "src/pdinfer/pairing/admission.py",
+        "displaced = gives_way(self._queued(), tracked.request.priority)",
         "displaced = None",
-        LINE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
+        QUEUE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
     ),
     Mutant(
         "one request gives way twice",
-        "src/pdinfer/pairing/pairing.py",
-        "(*self._broker.line, *unseen) if ticket.displaced is None]",
-        "(*self._broker.line, *unseen)]",
-        LINE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
+        "src/pdinfer/pairing/admission.py",
+        "(*self._broker.queue, *unseen) if tracked.displaced is None]",
+        "(*self._broker.queue, *unseen)]",
+        QUEUE + "test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest",
     ),
     Mutant(
         "a stream that has begun gives way",
         "src/pdinfer/pairing/queue.py",
         " and not one.is_resumed]",
         "]",
-        LINE + "test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced",
+        QUEUE + "test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced",
     ),
     Mutant(
-        "who has left the line is displaced all the same",
+        "who has left the queue is displaced all the same",
         "src/pdinfer/pairing/broker.py",
-        "if ticket in self.line and self.tickets.get(ticket.request_id) is ticket:",
+        "if tracked in self.queue and self.requests.get(tracked.request_id) is tracked:",
         "if True:",
-        LINE + "test_who_has_left_the_line_meanwhile_is_not_displaced",
+        QUEUE + "test_who_has_left_the_queue_meanwhile_is_not_displaced",
     ),
     Mutant(
         "a retracted stream is the newest at its prefill",
         "src/pdinfer/engine/prompt.py",
         "is_new = not self.request.output",
         "is_new = True",
-        LINE + "test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill",
+        QUEUE + "test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill",
     ),
     Mutant(
         "decode grants by priority alone",
         "src/pdinfer/engine/queue.py",
         'return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_turns, now=now) or next(able(), None)',
         "return next(able(), None)",
-        LINE + "test_a_low_priority_runs_though_high_ones_never_end",
+        QUEUE + "test_a_low_priority_runs_though_high_ones_never_end",
     ),
     Mutant(
-        "the line goes by priority alone",
+        "the queue goes by priority alone",
         "src/pdinfer/pairing/queue.py",
         "next(by_age, None) if is_turn_of_oldest(self._num_turns) else None",
         "None",
@@ -110,22 +110,22 @@ MUTANTS = [
     Mutant(
         "a decode that was removed is heard when it is back",
         "src/pdinfer/pairing/broker.py",
-        "                self._parting.add(ticket.request_id, address)\n",
+        "                self._awaiting_release.add(tracked.request_id, address)\n",
         "",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
         "any decode may speak of a request",
         "src/pdinfer/pairing/broker.py",
-        "if ticket is None or ticket.decode != decode:",
-        "if ticket is None:",
+        "if tracked is None or tracked.decode != decode:",
+        "if tracked is None:",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
         "who was cancelled moves",
         "src/pdinfer/pairing/broker.py",
-        "        if ticket.cancelled:\n            self.end(ticket, FinishReason.CANCELLED)\n        elif ticket.failure is not None or",
-        "        if ticket.failure is not None or",
+        "        if tracked.cancelled:\n            self.end(tracked, FinishReason.CANCELLED)\n        elif tracked.failure is not None or",
+        "        if tracked.failure is not None or",
         MOVING + "test_a_request_that_nobody_wants_any_more_does_not_move",
     ),
     Mutant(
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "a pair without a link is chosen",
         "src/pdinfer/pairing/pairing.py",
-        "self._roster.add(port, unlinked)",
-        "self._roster.add(port)",
+        "self._ports.add(port, unlinked)",
+        "self._ports.add(port)",
         JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
     ),
     Mutant(
