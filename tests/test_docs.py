@@ -48,7 +48,7 @@ def test_the_times_of_a_connection_are_those_of_the_code() -> None:
 
 
 def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> None:
-    frames = set(re.findall(r"^\| `(\w+)` \| (?:both|who|a writer|decode)", PROTOCOL, re.MULTILINE))
+    frames = set(re.findall(r"^\| `(\w+)` \| (?:both|the|a writer|decode)", PROTOCOL, re.MULTILINE))
     assert frames == {kind.__struct_config__.tag for kind in Message.__args__}
     pages = PROTOCOL[PROTOCOL.index("### A page") : PROTOCOL.index("## A link")]
     assert set(re.findall(r"^\| ([A-Z]+) \|", pages, re.MULTILINE)) == {state.name for state in PageState}
