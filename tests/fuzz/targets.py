@@ -1,6 +1,7 @@
 """Every parser of bytes from a file or a peer, as a function that may only return or raise a PDInferError.
 
-`run.py` throws coverage-guided input at them for as long as one likes; `test_fuzz.py` a few thousand mutated seeds.
+`run.py` feeds them coverage-guided input for as long as you like; `test_fuzz.py` feeds them a few thousand mutated
+seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 @attrs.frozen
 class Target:
-    """A parser, valid inputs to start from, and what an input may cost beside twice its length."""
+    """A parser, valid inputs to start from, and the bytes that an input may cost beyond twice its length."""
 
     run: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
@@ -45,7 +46,7 @@ class Target:
 
 
 def frame(data: bytes) -> None:
-    """A control frame of the channel, and what its fields are asked for."""
+    """Parse a control frame of the channel, and read its fields as the channel does."""
     message = wire.decode(data)
     if isinstance(message, wire.Hello | wire.Welcome):
         layout = message.layout
@@ -100,7 +101,7 @@ def _stranger() -> Stranger:
 
 
 def session(data: bytes) -> None:
-    """Any sequence of frames, sealed as they must be, on a link that is open: each is u16 length, u8 write?, frame."""
+    """Feed any sequence of frames, correctly tagged, to a link that is open: each is u16 length, u8 write?, frame."""
     with ends.no_logged_bugs():
         _stranger().talk(data)
 
@@ -165,7 +166,7 @@ def _frame(body: bytes) -> bytes:
 
 
 def _stream_seeds() -> tuple[bytes, ...]:
-    """See `ends.stream` for the first byte."""
+    """Return seeds; see `ends.stream` for the first byte."""
 
     def write(frame: bytes, payload: bytes, *, digest: bool = True) -> bytes:
         head = Header(Kind.WRITE, len(frame), len(payload), digest).packed() + frame + payload
@@ -183,7 +184,7 @@ def _stream_seeds() -> tuple[bytes, ...]:
 
 
 def _mapped_seeds() -> tuple[bytes, ...]:
-    """See `ends.mapped` for the first two bytes."""
+    """Return seeds; see `ends.mapped` for the first two bytes."""
     source = ends.source_bytes()
     share = Header(Kind.SHARE, COUNT.size).packed() + COUNT.pack(len(source))
     copied = Header(Kind.COPIED, COUNT.size).packed() + COUNT.pack(150)
@@ -213,7 +214,7 @@ def _mapped_seeds() -> tuple[bytes, ...]:
 
 
 def _ring_seeds() -> tuple[bytes, ...]:
-    """See `ends.ring` for what they are made of."""
+    """Return seeds; see `ends.ring` for their format."""
 
     def said(kind: int, body: bytes = b"\0") -> bytes:
         return len(body).to_bytes(2, "little") + bytes((kind,)) + body
@@ -241,7 +242,7 @@ def _ring_seeds() -> tuple[bytes, ...]:
 
 @cache
 def targets() -> dict[str, Target]:
-    """All of them by name."""
+    """Return all targets by name."""
     commands, reports = _message_seeds()
     frames = _wire_seeds()
     talk = b"".join(len(one).to_bytes(2, "little") + b"\0" + one for one in frames)
@@ -263,7 +264,7 @@ def targets() -> dict[str, Target]:
 
 
 def survives(target: Target, data: bytes) -> None:
-    """Runs a parser; whatever it raises but a PDInferError comes out."""
+    """Run a parser; let every exception except a PDInferError out."""
     try:
         target.run(data)
     except PDInferError:
