@@ -1,4 +1,4 @@
-"""Hosts and engines that pause, break off or hang."""
+"""Bugs with hosts and engines that pause, break off or hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MUTANTS = [
         _PAUSES + "test_a_served_engine_goes_on_while_its_client_is_silent",
     ),
     Mutant(
-        "what an ended session ran is not cancelled",
+        "the requests of an ended session are not cancelled",
         "src/pdinfer/remote/served.py",
         "                engine.cancel(request_id)\n        if self.mailman",
         "                pass\n        if self.mailman",
@@ -39,14 +39,14 @@ MUTANTS = [
         _BREAKS,
     ),
     Mutant(
-        "submits are numbered on in a new session",
+        "a new session continues the numbers of submits",
         "src/pdinfer/remote/client.py",
         "            self._num_submitted = self._num_seen = 0\n        ready",
         "        ready",
         _BREAKS,
     ),
     Mutant(
-        "what is submitted between two sessions is sent",
+        "requests submitted between two sessions are sent",
         "src/pdinfer/remote/client.py",
         "            if self._in_session:\n                self._num_submitted += 1",
         "            if True:\n                self._num_submitted += 1",
@@ -81,7 +81,7 @@ MUTANTS = [
         _HANGS,
     ),
     Mutant(
-        "the reason of a loss is told as it came",
+        "the reason of a loss is reported unescaped",
         "src/pdinfer/pairing/broker.py",
         "reason = escaped(str(error) or type(error).__name__)",
         "reason = str(error)",

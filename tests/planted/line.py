@@ -1,4 +1,4 @@
-"""The line, requests that go to another decode, and ports that join."""
+"""Bugs in the queue, in requests that go to another decode, and in ports that join."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ JOINING = "tests/e2e/test_joining.py::"
 
 MUTANTS = [
     Mutant(
-        "the first who cannot go holds all",
+        "the first request that cannot go holds up all others",
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                return\n",
         LINE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
     ),
     Mutant(
-        "who cannot go holds nobody, though it needs the same ports",
+        "a request that cannot go holds up none, though others need the same ports",
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                pass\n",
         LINE + "test_of_requests_for_the_same_ports_none_is_overtaken",
     ),
     Mutant(
-        "a full line refuses high priorities",
+        "a full queue refuses high priorities",
         "src/pdinfer/pairing/pairing.py",
         "displaced = gives_way(self._in_line(), ticket.request.priority)",
         "displaced = None",
@@ -45,7 +45,7 @@ MUTANTS = [
         LINE + "test_a_stream_and_an_equal_priority_displace_nobody_and_are_not_displaced",
     ),
     Mutant(
-        "who has left the line is displaced all the same",
+        "a request that has left the queue is displaced anyway",
         "src/pdinfer/pairing/broker.py",
         "if ticket in self.line and self.tickets.get(ticket.request_id) is ticket:",
         "if True:",
@@ -66,7 +66,7 @@ MUTANTS = [
         LINE + "test_a_low_priority_runs_though_high_ones_never_end",
     ),
     Mutant(
-        "the line goes by priority alone",
+        "the queue goes by priority alone",
         "src/pdinfer/pairing/queue.py",
         "next(by_age, None) if is_turn_of_oldest(self._num_turns) else None",
         "None",
@@ -80,14 +80,14 @@ MUTANTS = [
         "tests/unit/pairing/test_queue.py::test_who_was_away_has_saved_up_nothing",
     ),
     Mutant(
-        "a stream goes on as often as it likes",
+        "a stream may go on elsewhere any number of times",
         "src/pdinfer/pairing/tracked_request.py",
         "return self.continued or not may_continue",
         "return not may_continue",
         MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
     ),
     Mutant(
-        "a stream goes on without its host's leave",
+        "a stream goes on elsewhere although the host forbids it",
         "src/pdinfer/pairing/tracked_request.py",
         "return self.continued or not may_continue",
         "return self.continued",
@@ -101,7 +101,7 @@ MUTANTS = [
         MOVING + "test_streams_go_on_as_if_nothing_had_happened",
     ),
     Mutant(
-        "a request that kills decodes has no end",
+        "a request that kills decodes is retried for ever",
         "src/pdinfer/pairing/tracked_request.py",
         "        self.num_decodes_lost += self.num_grants > 0\n",
         "",
@@ -115,21 +115,21 @@ MUTANTS = [
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
-        "any decode may speak of a request",
+        "events of any decode are accepted for a request",
         "src/pdinfer/pairing/broker.py",
         "if ticket is None or ticket.decode != decode:",
         "if ticket is None:",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
-        "who was cancelled moves",
+        "a cancelled request moves to another decode",
         "src/pdinfer/pairing/broker.py",
         "        if ticket.cancelled:\n            self.end(ticket, FinishReason.CANCELLED)\n        elif ticket.failure is not None or",
         "        if ticket.failure is not None or",
         MOVING + "test_a_request_that_nobody_wants_any_more_does_not_move",
     ),
     Mutant(
-        "connecting holds the steps up",
+        "connecting a port holds up the steps",
         "src/pdinfer/pairing/pairing.py",
         "            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
         "            with self._stepping:\n"
@@ -158,7 +158,7 @@ MUTANTS = [
         JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
     ),
     Mutant(
-        "who joined meanwhile is not met",
+        "a port that joined meanwhile is not linked",
         "src/pdinfer/pairing/pairing.py",
         "                if not newcomers:\n",
         "                if not newcomers or met:\n",
