@@ -26,7 +26,7 @@ MAX_GROWTH_BYTES = 64 << 20
 finding."""
 LOOK_INPUTS = 1000
 MAX_INPUT_S = 60
-"""For one input, on a machine that has other work to do."""
+"""Seconds for one input, on a machine that has other work to do."""
 
 
 def fuzz_one(name: str, corpus: Path, seconds: int) -> None:

@@ -20,7 +20,7 @@ ACCEPTED = ("absent", "open", "stopping", "tombstone", "turned away")
 WORDS = ("silent", "landed", "aborted")
 
 NEVER = {
-    ("gone", "absent"),  # nobody knows of it
+    ("gone", "absent"),  # no engine knows of it
     ("granted again", "absent"),  # known by its old prompt alone
     ("room", "absent", "absent"),
     ("room", "open", "tombstone"),  # only an abort makes a tombstone, and the room is stopped before one is sent

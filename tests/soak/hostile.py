@@ -30,7 +30,7 @@ def work(control: Connection, family: str, seed: int, cache: pd.CacheConfig) -> 
     control.send("ready")
     while True:
         kind, endpoint, seconds = control.recv()
-        with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen answers nobody
+        with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen does not answer
             attack(kind, endpoint, seconds, layout, rng)
         control.send("done")
 
