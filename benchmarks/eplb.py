@@ -1,16 +1,18 @@
-"""How even experts lie, what it costs to stay even, and how long solving takes: JSON lines, then a table.
+"""Measure how evenly experts are placed, what it costs to stay even, and how long solving takes: JSON lines, then a
+table.
 
     python benchmarks/eplb.py --baseline eplb.py [--rounds 5] [--steps 8] [--cases EP72,solve_time]
 
-58 layers, 256 experts in 8 groups, 32 redundant copies. EP32 is 32 ranks on 4 nodes with every group on one node,
-EP32-global the same without that, EP72 and EP144 are 72 and 144 ranks. The baseline is DeepSeek's published eplb.py
-(https://github.com/deepseek-ai/EPLB), called with the same sizes; without `--baseline` its columns stay empty.
+The sizes are 58 layers and 256 experts in 8 groups, with 32 redundant copies. EP32 is 32 ranks on 4 nodes with every
+group on one node, EP32-global is the same without that limit, EP72 and EP144 are 72 and 144 ranks. The baseline is
+DeepSeek's published eplb.py (https://github.com/deepseek-ai/EPLB), called with the same sizes; without `--baseline` its
+columns stay empty.
 
-`balance/<ranks>/<load>`: balancedness, the mean over the highest load of a rank, averaged over layers, on the load that
-was solved for; a round is another load. `lognormal` (sigma 0.8), `zipf` (exponent 0.7, in another order per layer).
-`drift`: a lognormal load whose logarithm keeps 98 % of itself and is solved for at every step, ours from the placement
-of the step before; beside it the experts that ranks must be sent, in GiB of FP8 weights of DeepSeek-V3.
-`solve_time/<ranks>/<load>`: milliseconds, in the same rounds (A B A B).
+`balance/<ranks>/<load>`: balancedness, which is the mean load of a rank over the highest, averaged over layers, on the
+load that was solved for. Each round has another load. `lognormal` (sigma 0.8), `zipf` (exponent 0.7, in another order
+per layer). `drift`: a lognormal load whose logarithm keeps 98 % of itself and is solved for at every step, ours from
+the placement of the step before; it also reports the experts that ranks must be sent, in GiB of FP8 weights of
+DeepSeek-V3. `solve_time/<ranks>/<load>`: milliseconds, in the same rounds (A B A B).
 
 Ratios above 1 mean that ours is better.
 """
@@ -37,7 +39,7 @@ LAYERS, EXPERTS, GROUPS, REDUNDANT = 58, 256, 8, 32
 SLOTS = EXPERTS + REDUNDANT
 EXPERT_BYTES = 3 * 7168 * 2048 + 3 * 56 * 16 * 4  # FP8 and a float32 scale per 128 x 128
 KEPT = 0.98
-TOLERANCE = 0.0005  # of a mean rank's load, above a placement made anew
+TOLERANCE = 0.0005  # share of a mean rank's load, above a placement made anew
 
 Loads = Callable[[int], np.ndarray]
 Baseline = Callable[..., Any]
@@ -45,7 +47,7 @@ Baseline = Callable[..., Any]
 
 @attrs.frozen
 class Case:
-    """Sizes of a deployment. `num_nodes` and `num_groups` are what the baseline is told."""
+    """The sizes of a deployment. The baseline is told `num_nodes` and `num_groups`."""
 
     num_ranks: int
     num_groups: int = 1
@@ -94,7 +96,8 @@ def by_rank(placement: pd.ExpertPlacement) -> np.ndarray:
 
 
 def balancedness(load: np.ndarray, table: np.ndarray, shares: np.ndarray | None = None) -> float:
-    """`table` [L, ranks, slots per rank]; without shares, copies of an expert have the same."""
+    """Return the balancedness of `table` [L, ranks, slots per rank]; without shares, copies of an expert have equal
+    ones."""
     flat = table.reshape(LAYERS, -1)
     if shares is None:
         counts = np.stack([np.bincount(row, minlength=EXPERTS) for row in flat])
@@ -104,7 +107,7 @@ def balancedness(load: np.ndarray, table: np.ndarray, shares: np.ndarray | None 
 
 
 def line(case: str, unit: str, ours: list[float], theirs: list[float], better: Callable[..., float]) -> dict[str, Any]:
-    """One result; `better` is the ratio of a pair."""
+    """Print one result; `better` is the ratio of a pair."""
     result: dict[str, Any] = {"bench": "eplb", "case": case, "value": statistics.median(ours), "unit": unit}
     result |= dict.fromkeys(("baseline", "baseline_value", "ratio", "ratio_low", "ratio_high"))
     if theirs:

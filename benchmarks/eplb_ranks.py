@@ -1,13 +1,14 @@
-"""What balancing experts is worth to a layer on four CPU ranks: JSON lines, then a table.
+"""Measure what balanced experts gain for a layer on four CPU ranks: JSON lines, then a table.
 
     python benchmarks/eplb_ranks.py [--rounds 7] [--tokens 4096] [--sigma 0.9]
 
-Each of four processes (gloo, one thread) has a quarter of the slots of one layer of 64 experts, 8 of them copies, and
-a quarter of the tokens, each for 4 experts, drawn from a lognormal load. A step: logical experts to slots, dispatch,
-experts, combine, on all ranks. Baseline: experts in the order of their numbers; then placed by `solve_placement` for
-that load; A B A B, medians, ratio of each pair. `busiest_share`: rows on the fullest rank over the mean, 50,000 tokens.
-`step_ms`: wall time, on which balance shows fully only where every rank has a core of its own. `busiest_cpu_ms`:
-processor time of the experts on the rank that needs most of it, which is what others wait for on such a machine.
+Each of four processes (gloo, one thread) has a quarter of the slots of one layer of 64 experts, 8 of them copies, and a
+quarter of the tokens, each for 4 experts drawn from a lognormal load. A step consists of mapping logical experts to
+slots, dispatch, experts and combine, on all ranks. The baseline places experts in the order of their numbers; the other
+placement comes from `solve_placement` for that load. The runs alternate (A B A B); results are medians and the ratio of
+each pair. `busiest_share`: rows on the fullest rank over the mean, for 50,000 tokens. `step_ms`: wall time, in which
+balance shows fully only where every rank has a core of its own. `busiest_cpu_ms`: processor time of the experts on the
+rank that needs most of it, for which the others wait on such a machine.
 """
 
 import argparse
@@ -48,8 +49,8 @@ class Step:
 
 
 def drawn(load: np.ndarray, num_tokens: int, seed: int) -> torch.Tensor:
-    """TOP_K different experts for each token, each as likely as its load: systematic sampling, in a new order every
-    few tokens."""
+    """Draw TOP_K different experts for each token, each with a probability proportional to its load: systematic
+    sampling, in a new order every few tokens."""
     random = np.random.default_rng(seed)
     likely = load / load.sum() * TOP_K
     parts = []
@@ -62,7 +63,7 @@ def drawn(load: np.ndarray, num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def load_of(sigma: float) -> np.ndarray:
-    """A share for each expert; none more than a token's choices allow."""
+    """Return a share for each expert, none above what a token's choices allow."""
     load = np.random.default_rng(5).lognormal(sigma=sigma, size=NUM_EXPERTS)
     return np.minimum(load / load.sum(), 0.9 / TOP_K)
 
@@ -81,13 +82,13 @@ class Layer:
         self.experts = Experts(gate_up, down, ops.grouped_mlp_by(gate_up))
 
     def share(self, ids_TK: torch.Tensor) -> int:
-        """Rows that come to this rank."""
+        """Return the number of rows that come to this rank."""
         x_TD = torch.zeros(len(ids_TK), 1)
         pending = self.dispatcher.dispatch_begin(x_TD, self.replicas(ids_TK), torch.ones(ids_TK.shape))
         return int(self.dispatcher.dispatch_end(pending).counts_E.sum())
 
     def step(self, x_TD: torch.Tensor, ids_TK: torch.Tensor, weights_TK: torch.Tensor) -> Step:
-        """Runs the layer once, all ranks together."""
+        """Run the layer once, all ranks together."""
         dist.barrier()
         started = time.perf_counter()
         pending = self.dispatcher.dispatch_begin(x_TD, self.replicas(ids_TK), weights_TK)
@@ -100,7 +101,7 @@ class Layer:
 
 
 def rank_main(rank: int, store: str, arguments: dict[str, Any], results: Connection) -> None:
-    """Measures on one rank: (rows, [before, after] steps of each round) go to `results`."""
+    """Measure on one rank; put (rows, [before, after] steps of each round) into `results`."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS)
@@ -143,7 +144,7 @@ def line(case: str, unit: str, before: list[float], after: list[float]) -> dict[
 
 
 def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Starts the ranks and makes lines of what they say."""
+    """Start the ranks and make lines of their results."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(NUM_RANKS)]
@@ -168,7 +169,7 @@ def measure(arguments: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Prints the lines, and a table to stderr."""
+    """Print the lines, and a table to stderr."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=4096, help="of all ranks together, per step")

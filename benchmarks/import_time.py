@@ -1,8 +1,9 @@
-"""How much `import pdinfer` adds to `import torch`: one JSON line.
+"""Measure how much `import pdinfer` adds to `import torch`: one JSON line.
 
     python benchmarks/import_time.py [ROUNDS]
 
-Both are timed in fresh interpreters, A B A B; the ratio is of torch's time to ours, so 1 is the best there can be.
+Both are timed in fresh interpreters, in turns (A B A B). The ratio is torch's time over ours, so 1 is the best possible
+value.
 """
 
 import json

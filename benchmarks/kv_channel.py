@@ -1,17 +1,17 @@
-"""How fast KV pages move between two processes of one host: JSON lines, then a table.
+"""Measure how fast KV pages move between two processes of one host: JSON lines, then a table.
 
     python benchmarks/kv_channel.py [--rounds 7] [--cases shm,unix+digest] [--busy]
 
-`paged72/*`: 61 layers x 128 scattered pages of 72 KiB (64 tokens of 576 bfloat16 values), 549 MiB, written layer by
-layer through a transport out of one process's pool into that of the other, until the other says that all is placed.
-Beside it, over the same pages and in the same rounds (A B A B): numpy copying them out of the sender's pool, mapped, in
-the receiver's process; bare sendmsg / recvmsg_into loops over one blocking Unix or TCP socket; and for Mooncake the
-same pages as descriptors of its own, in batches of 256.
-`latency4k/shm`: from KVChannel.push of one page of 4 KiB to the hand-off coming out of the other channel's poll,
-against 4 KiB through a bare Unix socket into a thread that waits for them.
+`paged72/*`: 61 layers x 128 scattered pages of 72 KiB (64 tokens of 576 bfloat16 values), 549 MiB, are written layer by
+layer through a transport from one process's pool into that of the other, until the other says that all of it is placed.
+The baselines use the same pages in the same rounds (A B A B): numpy copies them out of the sender's pool, mapped, in
+the receiver's process; bare sendmsg / recvmsg_into loops move them over one blocking Unix or TCP socket; and for
+Mooncake the same pages travel as descriptors of its own, in batches of 256. `latency4k/shm`: the time from
+KVChannel.push of one page of 4 KiB to the hand-off coming out of the other channel's poll, compared with 4 KiB through
+a bare Unix socket into a thread that waits for them.
 
-Ratios above 1 mean that pdinfer is faster; they are taken round by round, so a slow moment of the machine hits both.
-With `--busy` each process also runs a Python loop, as a host would that is busy itself.
+Ratios above 1 mean that pdinfer is faster; they are computed round by round, so a slow moment of the machine affects
+both. With `--busy` each process also runs a Python loop, like a host that is busy itself.
 """
 
 import argparse
@@ -50,7 +50,7 @@ TIMEOUT_S = 120.0
 
 
 def transport_of(name: str, path: str) -> kv.Transport:
-    """The transport of a case; ConfigError or BackendUnavailable when this machine has not got it."""
+    """Return the transport of a case; raise ConfigError or BackendUnavailable when this machine lacks it."""
     kind, _, option = name.partition("+")
     digest = option == "digest"
     match kind:
@@ -67,14 +67,14 @@ def transport_of(name: str, path: str) -> kv.Transport:
 
 CASES = ("shm", "shm+digest", "unix", "unix+digest", "tcp", "tcp+digest", "mooncake", "mooncake+digest")
 BATCH = 256
-"""Descriptors of one Mooncake batch, when its pages travel one by one."""
+"""The number of descriptors of one Mooncake batch, when its pages travel one by one."""
 BARE = {"shm": "unix", "unix": "unix", "tcp": "tcp", "mooncake": "tcp"}
 """The bare loop that a kind of transport is compared with, beside memcpy."""
 
 
 @attrs.frozen(kw_only=True)
 class Shape:
-    """What a pool needs of a model: one latent of `width` bfloat16 values per token and layer."""
+    """The part of a model that a pool needs: one latent of `width` bfloat16 values per token and layer."""
 
     layers: int
     width: int
@@ -98,7 +98,7 @@ class Shape:
 
 
 class Host:
-    """What both processes have: a pool, and which of its pages move, one list of spans per layer."""
+    """The parts that both processes have: a pool, and which of its pages move, one list of spans per layer."""
 
     def __init__(self, seed: int) -> None:
         self.pool = kv.PagePool(Shape(layers=LAYERS, width=576), CacheConfig(page_size=64, num_pages=POOL_PAGES))
@@ -117,7 +117,8 @@ class Host:
 
 
 class Landing:
-    """A channel's place in this benchmark: puts layer i's payload in layer i's pages, and answers when all is there."""
+    """The channel of this benchmark: it puts layer i's payload into layer i's pages, and answers when all of it is
+    there."""
 
     authenticates = False
 
@@ -167,7 +168,7 @@ def listening(kind: str, path: str) -> tuple[socket.socket, object]:
 
 
 def move(views: Sequence[memoryview], system_call: Callable[[list[memoryview]], int]) -> None:
-    """All of `views` through `sock.sendmsg`, or `recvmsg_into`, of a blocking socket."""
+    """Move all of `views` through `sock.sendmsg`, or `recvmsg_into`, of a blocking socket."""
     for start in range(0, len(views), IOV):
         rest = list(views[start : start + IOV])
         while rest:
@@ -182,8 +183,8 @@ def move(views: Sequence[memoryview], system_call: Callable[[list[memoryview]], 
 
 
 def mooncake_over(memory: kv.PageMemory) -> tuple[Any, str, int]:
-    """A Mooncake engine that has registered a whole pool, its name, and the pool's address. A transport must have been
-    made before: it prepares the environment."""
+    """Make a Mooncake engine that has registered a whole pool; return it with its name and the pool's address. A
+    transport must have been made before, because it prepares the environment."""
     from mooncake.engine import TransferEngine
 
     engine = TransferEngine()
@@ -197,7 +198,7 @@ def mooncake_over(memory: kv.PageMemory) -> tuple[Any, str, int]:
 
 
 def receive(connection: Connection, folder: str, busy: bool) -> None:
-    """Serves what the sender asks for, until it asks for None."""
+    """Serve the sender's requests, until it asks for None."""
     with computing(busy):
         host = Host(2)
         source: np.ndarray | None = None
@@ -228,7 +229,7 @@ def receive(connection: Connection, folder: str, busy: bool) -> None:
                     move(views, lambda part, sock=sockets[kind]: sock.recvmsg_into(part)[0])  # type: ignore[misc]
                     sockets[kind].sendall(b"all here")
                 case ("pages",):
-                    registered = mooncake_over(host.memory)  # kept as long as this process
+                    registered = mooncake_over(host.memory)  # kept as long as this process lives
                     connection.send((registered[1], [registered[2] + row * PAGE_BYTES for row in host.rows]))
                 case ("open", name):
                     landing = Landing(host)
@@ -253,7 +254,7 @@ def receive(connection: Connection, folder: str, busy: bool) -> None:
 
 
 class Sender:
-    """The other process: owns the clock, and asks the receiver for its part of each case."""
+    """The sending process: it owns the clock, and asks the receiver for its part of each case."""
 
     def __init__(self, connection: Connection, folder: str) -> None:
         self.connection = connection
@@ -295,7 +296,7 @@ class Sender:
         return time.perf_counter() - started
 
     def pages(self) -> float:
-        """Every page as a descriptor of its own, straight into the receiver's pages, by Mooncake alone."""
+        """Move every page as a descriptor of its own, straight into the receiver's pages, by Mooncake alone."""
         if self.engine is None:
             self.engine, _, self.address = mooncake_over(self.host.memory)
             self.theirs = self.ask("pages")
@@ -309,7 +310,7 @@ class Sender:
         return time.perf_counter() - started
 
     def open(self, name: str) -> None:
-        """Connects a transport, and moves everything once, to see that every byte arrives."""
+        """Connect a transport, and move everything once to check that every byte arrives."""
         landing = Landing(self.host)
         transport = landing.transport = transport_of(name, f"{self.folder}/{name}-sender")
         transport.register(self.host.memory, landing)
@@ -351,7 +352,7 @@ class Decode:
         self.channel = kv.KVChannel(self.pool, transport)
 
     def serve(self, connection: Connection) -> None:
-        """Grants a page, says when its hand-off came out of `poll`, and takes it back; ends with None."""
+        """Grant a page, say when its hand-off came out of `poll`, and take the page back; end with None."""
         connection.send(self.channel.address)
         writer = connection.recv()
         while (order := connection.recv()) is not None:
@@ -379,7 +380,7 @@ class Decode:
 
 
 def latencies(sender: Sender, name: str) -> list[float]:
-    """Seconds from `push` to `poll`. The clock is CLOCK_MONOTONIC, the same in both processes."""
+    """Return the seconds from `push` to `poll`. The clock is CLOCK_MONOTONIC, the same in both processes."""
     pool = kv.PagePool(Shape(layers=1, width=32), CacheConfig(page_size=64, num_pages=8))
     with kv.KVChannel(pool, transport_of(name, f"{sender.folder}/latency-sender")) as channel:
         channel.connect(sender.ask("latency", name))  # type: ignore[arg-type]
@@ -402,7 +403,7 @@ def latencies(sender: Sender, name: str) -> list[float]:
 
 
 def bare_latencies() -> list[float]:
-    """The same for 4 KiB through a socket, to a thread of this process that waits for them."""
+    """Return the same for 4 KiB through a socket, to a thread of this process that waits for them."""
     ours, theirs = socket.socketpair()
     arrived: list[float] = []
     answer = threading.Event()
@@ -433,7 +434,7 @@ def bare_latencies() -> list[float]:
 
 @contextmanager
 def computing(busy: bool) -> Iterator[None]:
-    """Keeps the interpreter of this process busy meanwhile, if asked to."""
+    """Keep the interpreter of this process busy meanwhile, if asked to."""
     stop = threading.Event()
 
     def compute() -> None:
@@ -449,7 +450,7 @@ def computing(busy: bool) -> Iterator[None]:
 
 
 def line(case: str, unit: str, values: Sequence[float], baseline: str, baselines: Sequence[float]) -> dict[str, object]:
-    """One JSON line; values and baselines are seconds, paired round by round, and told in `unit`."""
+    """Return one JSON line; values and baselines are seconds, paired round by round, and reported in `unit`."""
     ratios = [theirs / ours for ours, theirs in zip(values, baselines, strict=True)]
     gigabytes = LAYERS * PAGES * PAGE_BYTES / 1e9
 
@@ -472,7 +473,7 @@ def line(case: str, unit: str, values: Sequence[float], baseline: str, baselines
 
 
 def measure(sender: Sender, names: Sequence[str], rounds: int) -> Iterator[dict[str, object]]:
-    """The lines of all paged cases."""
+    """Return the lines of all paged cases."""
     present = []
     for name in names:
         try:

@@ -1,12 +1,13 @@
-"""How much faster one request decodes when the MTP layer drafts for it: JSON lines, then a table.
+"""Measure how much faster one request decodes when the MTP layer drafts for it: JSON lines, then a table.
 
     python benchmarks/mtp.py [--rounds 5] [--tokens 256] [--dtypes float32,bfloat16] [--threads 1]
 
-The tiny model of examples/, prefill and decode in one process, batch 1, greedy: a page of stories and facts is the
-prompt, and decode goes on with more. `decode/<dtype>/<n>`: tokens per second of decode steps alone with n drafts per
-step; its baseline is 0 drafts, run next to it (A B A B), and the ratio the median of rounds. Below each the parts of
-a step, medians: `draft_ms` (the MTP layer: catching up, then one pass per further draft), `verify_ms` (the model over
-the last token and the drafts), `engine_ms` (the rest), `accept_length` (tokens per step).
+The benchmark runs the tiny model of examples/, with prefill and decode in one process, batch 1, greedy. The prompt is a
+page of stories and facts, and decode goes on with more of them. `decode/<dtype>/<n>`: tokens per second of decode steps
+alone with n drafts per step. The baseline is 0 drafts, run next to it (A B A B), and the ratio is the median of rounds.
+Below each come the parts of a step, as medians: `draft_ms` (the MTP layer: catching up, then one pass per further
+draft), `verify_ms` (the model over the last token and the drafts), `engine_ms` (the rest), `accept_length` (tokens per
+step).
 """
 
 import argparse
@@ -36,7 +37,7 @@ DRAFTS = (1, 2, 3)
 
 
 class Stopwatch:
-    """Seconds spent in `decode` of a runner and in `propose` of its drafter, summed since `reset`."""
+    """The seconds spent in `decode` of a runner and in `propose` of its drafter, summed since `reset`."""
 
     def __init__(self) -> None:
         self.decode_s = self.propose_s = 0.0
@@ -49,7 +50,7 @@ STOPWATCH = Stopwatch()
 
 
 class TimedDrafter(Drafter):
-    """A drafter on the stopwatch."""
+    """A drafter with its time measured."""
 
     def propose(self, *arguments: Any) -> Any:
         start = time.perf_counter()
@@ -59,7 +60,7 @@ class TimedDrafter(Drafter):
 
 
 class TimedRunner(ModelRunner):
-    """A runner on the stopwatch."""
+    """A runner with its time measured."""
 
     def decode(self, *arguments: Any) -> Any:
         start = time.perf_counter()
@@ -69,14 +70,14 @@ class TimedRunner(ModelRunner):
 
 
 class TimedDecode(pd.DecodeEngine):
-    """A decode engine whose runner is on the stopwatch."""
+    """A decode engine whose runner's time is measured."""
 
     def make_runner(self, model: pd.Model, memory: Memory) -> Runner:
         return TimedRunner(model, memory)
 
 
 def pair(model: pd.Model, num_draft_tokens: int) -> pd.Pairing:
-    """Both engines here, over one pool."""
+    """Make both engines in this process, over one pool."""
     pool = pd.PagePool(model, pd.CacheConfig(page_size=64, num_pages=64))
     ends = pd.KVChannel.loopback(pool, pool)
     config = pd.EngineConfig(num_draft_tokens=num_draft_tokens)
@@ -85,7 +86,7 @@ def pair(model: pd.Model, num_draft_tokens: int) -> pd.Pairing:
 
 @attrs.frozen
 class Run:
-    """One request's decode: tokens per second of its steps, and what a step consists of."""
+    """The decode of one request: tokens per second of its steps, and the parts of a step."""
 
     tokens_per_s: float
     draft_ms: float
@@ -113,7 +114,7 @@ class Bench:
         self.pairings = {count: pair(model, count) for count in (0, *DRAFTS)}
 
     def run(self, count: int) -> Run:
-        """One request, timed from its first token on: prefill is over by then."""
+        """Run one request, timed from its first token on, when prefill is over."""
         pairing = self.pairings[count]
         steps = num_tokens = 0
         start = 0.0
@@ -137,7 +138,7 @@ def median(values: list[float]) -> float:
 
 
 def measure(dtype: str, num_tokens: int, rounds: int) -> list[dict[str, Any]]:
-    """A line for each number of drafts, with parts; 0 drafts run before each of the others."""
+    """Return a line for each number of drafts, with parts; 0 drafts run before each of the others."""
     bench = Bench(getattr(torch, dtype), num_tokens)
     for count in (0, *DRAFTS):
         bench.run(count)

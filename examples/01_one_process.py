@@ -1,4 +1,4 @@
-"""One process, one model, one pool: the shortest way from a checkpoint to tokens.
+"""Run one process, one model, one pool: the shortest way from a checkpoint to tokens.
 
 python examples/01_one_process.py [CHECKPOINT]
 """

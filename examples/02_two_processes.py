@@ -1,9 +1,9 @@
-"""The main job: prefill and decode as two processes, KV in shared memory, text as it comes, then the numbers.
+"""Run prefill and decode as two processes, with KV in shared memory; print text as it comes, then the numbers.
 
     python examples/02_two_processes.py [CHECKPOINT]
 
-Each process loads the model, makes a pool and an end of the channel, and serves its engine over a pipe. The Pairing
-here holds no tensor: it sends requests one way and gets tokens the other; the KV never passes through it.
+Each process loads the model, makes a pool and an end of the channel, and serves its engine over a pipe. The Pairing in
+this process holds no tensor: it sends requests one way and gets tokens the other; the KV never passes through it.
 """
 
 import multiprocessing
@@ -30,7 +30,7 @@ QUESTIONS = (FACTS + "get ben=", FACTS + FILLER * 20 + "get zoe=", "copy q8w2e5r
 
 
 def host(role: str, checkpoint: Path, connection: Connection, report: Connection) -> None:
-    """What each of the two processes runs."""
+    """Run one of the two processes."""
     torch.set_num_threads(1)  # a small model, and two processes that share a small machine
 
     def progress(done: int, total: int) -> None:
@@ -43,7 +43,7 @@ def host(role: str, checkpoint: Path, connection: Connection, report: Connection
 
 
 def show_loading(report: Connection, roles: Sequence[str]) -> None:
-    """One progress bar for all processes; returns when each has its model."""
+    """Show one progress bar for all processes; return when each has its model."""
     done = dict.fromkeys(roles, 0.0)
     shown = -1
     while min(done.values()) < 1.0:
@@ -64,7 +64,7 @@ def request_of(prompt: str) -> pd.Request:
 
 
 def stream_one(pairing: pd.Pairing, prompt: str) -> None:
-    """Prints the prompt, then every token the moment it comes."""
+    """Print the prompt, then every token the moment it comes."""
     print(prompt, end="\033[1m", flush=True)
     for event in pairing.generate([request_of(prompt)]):
         print(decode([event.token] if event.token is not None else []), end="", flush=True)
@@ -72,7 +72,7 @@ def stream_one(pairing: pd.Pairing, prompt: str) -> None:
 
 
 def serve_all(pairing: pd.Pairing, prompts: Sequence[str]) -> dict[str, list[float]]:
-    """Serves the prompts together and prints each answer as it ends; returns when each token came."""
+    """Serve the prompts together and print each answer as it ends; return when each token came."""
     times: dict[str, list[float]] = {prompt[-44:]: [time.perf_counter()] for prompt in prompts}
     output: dict[str, list[int]] = defaultdict(list)
     for event in pairing.generate(map(request_of, prompts)):
@@ -87,7 +87,7 @@ def serve_all(pairing: pd.Pairing, prompts: Sequence[str]) -> dict[str, list[flo
 
 
 def table(times: dict[str, list[float]], prefill: PrefillLoad, decode_load: DecodeLoad) -> None:
-    """What the run measured."""
+    """Print the measurements of the run."""
     first = [1e3 * (stamps[1] - stamps[0]) for stamps in times.values()]
     gaps = [1e3 * gap for stamps in times.values() for gap in np.diff(stamps[1:])]
     kv = decode_load.kv

@@ -1,9 +1,9 @@
-"""Two prefills and two decodes; a third decode joins while requests run, and a prefill leaves.
+"""Run two prefills and two decodes; a third decode joins while requests run, and a prefill leaves.
 
     python examples/03_xpyd.py [CHECKPOINT]
 
-All engines live in this process and share one model, each with a pool of its own, so every hand-off copies pages. Put
-each behind `pdinfer.remote.serve` and nothing here changes but where they run.
+All engines live in this process and share one model, each with a pool of its own, so every hand-off copies pages. To
+move an engine into another process, put it behind `pdinfer.remote.serve`; nothing else here changes.
 """
 
 import sys
@@ -32,7 +32,7 @@ def main(checkpoint: Path) -> None:
     def watched(
         shape: RequestShape, prefill_loads: Sequence[PrefillLoad], decode_loads: Sequence[DecodeLoad]
     ) -> Choice | None:
-        """A policy is a function of snapshots: this one asks another and counts what it says."""
+        """A policy is a function of snapshots: this one asks another policy and counts its choices."""
         choice = pd.policy.least_tokens(shape, prefill_loads, decode_loads)
         if choice is not None:
             chosen[f"{names[choice.prefill]} -> {names[choice.decode]}"] += 1

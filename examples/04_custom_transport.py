@@ -1,8 +1,8 @@
-"""A transport of your own: six methods that move frames and bytes. This one calls the other end directly.
+"""Write your own transport: six methods that move frames and bytes. This one calls the other end directly.
 
     python examples/04_custom_transport.py [CHECKPOINT]
 
-The channel above it brings grants, layouts, coverage and fences; what is here is all a new network needs. Run
+The channel above it brings grants, layouts, coverage and fences; this file has all that a new network needs. Run
 `tests/conformance/transport_suite.py` on yours.
 """
 
@@ -19,7 +19,7 @@ CHECKPOINT = Path(__file__).parent / "tiny"
 
 
 class DirectTransport:
-    """Ends that find each other in `directory`. For one thread; closing one side closes both."""
+    """A transport whose ends find each other in `directory`. For one thread; closing one side closes both."""
 
     name = "direct"
 

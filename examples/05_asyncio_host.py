@@ -1,4 +1,4 @@
-"""An asyncio program around a Pairing: one task steps it in a thread, others await their tokens.
+"""Run an asyncio program around a Pairing: one task steps it in a thread, others await their tokens.
 
 python examples/05_asyncio_host.py [CHECKPOINT]
 """
@@ -18,14 +18,15 @@ CHECKPOINT = Path(__file__).parent / "tiny"
 
 
 class AsyncHost:
-    """Streams requests of one Pairing to any number of coroutines; a coroutine that goes away cancels its request."""
+    """A host that streams requests of one Pairing to any number of coroutines; when a coroutine goes away, its request
+    is cancelled."""
 
     def __init__(self, pairing: pd.Pairing) -> None:
         self.pairing = pairing
         self.queues: dict[str, asyncio.Queue[pd.TokenEvent]] = {}
 
     async def run(self) -> None:
-        """Steps until cancelled; blocking work happens in a thread."""
+        """Step the Pairing until cancelled; blocking work happens in a thread."""
         while True:
             if await asyncio.to_thread(self.pairing.wait, 0.2):
                 for event in await asyncio.to_thread(self.pairing.step):

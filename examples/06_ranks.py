@@ -1,8 +1,8 @@
-"""A prefill engine of two ranks and a decode engine of two ranks, with experts that move while requests run.
+"""Run a prefill engine of two ranks and a decode engine of two ranks, with experts that move while requests run.
 
     python examples/06_ranks.py [--checkpoint FOLDER]                     all of it on this machine
 
-or each part by itself, in any order; HOST:PORT is where the last one listens:
+Or run each part by itself, in any order. HOST:PORT is where the last command listens:
 
     torchrun --nproc-per-node 2 examples/06_ranks.py --role prefill --at HOST:PORT
     torchrun --nproc-per-node 2 --master-port 29501 examples/06_ranks.py --role decode --at HOST:PORT
@@ -27,13 +27,13 @@ from tiny_tasks import BOS, decode, encode
 import pdinfer as pd
 
 CHECKPOINT = Path(__file__).parent / "tiny"
-KEY = b"06_ranks"  # whoever knows it may serve, or be asked: choose your own
+KEY = b"06_ranks"  # anyone who knows it may serve, or be asked: choose your own
 EXPERTS = pd.ExpertConfig(num_redundant_experts=2, expert_distribution_recorder_mode="stat")
 ENGINE = pd.EngineConfig(eplb_rebalance_num_iterations=10, rebalance_bytes_per_step=1 << 20)
 
 
 def serve_rank(role: str, checkpoint: Path, address: tuple[str, int]) -> None:
-    """What every rank runs; torchrun's variables say which one it is."""
+    """Run one rank; torchrun's variables say which one it is."""
     torch.set_num_threads(1)
     topology = pd.Topology.from_env()
     model = pd.load_model(checkpoint, topology=topology, experts=EXPERTS)
@@ -47,7 +47,7 @@ def serve_rank(role: str, checkpoint: Path, address: tuple[str, int]) -> None:
 
 
 def knock(address: tuple[str, int]) -> multiprocessing.connection.Connection:
-    """The host's door may not be open yet."""
+    """Connect to the host, which may not be listening yet."""
     end = time.monotonic() + 60
     while True:
         try:
@@ -59,7 +59,7 @@ def knock(address: tuple[str, int]) -> multiprocessing.connection.Connection:
 
 
 def host(listener: Listener, num_ranks: int) -> None:
-    """The Pairing: it takes a port from every rank of both engines, and holds no tensor."""
+    """Run the Pairing: it takes a port from every rank of both engines, and holds no tensor."""
     ports: dict[str, list[Any]] = {"prefill": [], "decode": []}
     for _ in range(2 * num_ranks):
         connection = listener.accept()
@@ -83,7 +83,7 @@ def host(listener: Listener, num_ranks: int) -> None:
             if rounds == 1:
                 for question, tokens in sorted(answers.items()):
                     print(question + decode(tokens))
-            time.sleep(0.2)  # leaves a small machine to the solver
+            time.sleep(0.2)  # leave a small machine to the solver
         for role, of_role in ports.items():
             for number, port in enumerate(of_role):
                 load = port.load()
@@ -94,7 +94,7 @@ def host(listener: Listener, num_ranks: int) -> None:
 
 
 def start_rank(role: str, rank: int, num_ranks: int, port: int, checkpoint: Path, address: tuple[str, int]) -> None:
-    """Stands in for torchrun."""
+    """Start a rank as torchrun would."""
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),

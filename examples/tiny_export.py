@@ -1,4 +1,4 @@
-"""Measures a trained tiny model and writes it as a released DeepSeek-V3 checkpoint is written: same files, same names.
+"""Measure a trained tiny model and write it as a DeepSeek-V3 checkpoint with the files and names of a release.
 
 Everything is measured on the weights as they are stored (bf16), computed in float32, under teacher forcing: an answer
 counts if every token of it is the most probable one, which is what greedy decoding would give.
@@ -54,7 +54,7 @@ SHARED_NAMES: Final = {"embed": "model.embed_tokens", "head": "lm_head", "norm":
 
 
 class Measured(NamedTuple):
-    """What `measure` found: shares in [0, 1], loss in nats per answer token."""
+    """The results of `measure`: shares in [0, 1], loss in nats per answer token."""
 
     exact: float  # answers right in every token
     mtp: float  # answer tokens on which the MTP layer and the main model agree
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
 
 
 def _measure_batch(model: TinyModel, problems: Sequence[Problem]) -> tuple[list[bool], Tensor, Tensor]:
-    """For one batch: which answers are exact, and per answer token the MTP agreement (0 or 1) and the loss."""
+    """Return, for one batch, which answers are exact, and per answer token the MTP agreement (0 or 1) and the loss."""
     rows = [prompt + answer for prompt, answer in problems]
     length = max(map(len, rows))  # padding on the right: causal attention never sees it
     tokens = torch.tensor([row + [PAD] * (length - len(row)) for row in rows])
@@ -81,7 +81,7 @@ def _measure_batch(model: TinyModel, problems: Sequence[Problem]) -> tuple[list[
 
 @torch.no_grad()
 def measure(model: TinyModel, problems: Sequence[Problem]) -> Measured:
-    """Teacher-forced score of prompts with answers."""
+    """Return the teacher-forced score of prompts with answers."""
     exact: list[bool] = []
     agreements, losses = [], []
     rows_at_once = max(1, TOKENS_AT_ONCE // max(len(prompt) + len(answer) for prompt, answer in problems))
@@ -102,7 +102,7 @@ def _everywhere(rng: np.random.Generator, num_rows: int) -> list[Problem]:
 
 
 def evaluate(model: TinyModel, num_rows: int) -> dict[str, float]:
-    """Prints one JSON line per measurement and returns all scores, rounded to four digits."""
+    """Print one JSON line per measurement and return all scores, rounded to four digits."""
     scores: dict[str, float] = {}
     rng = np.random.default_rng(EVAL_SEED)
 
@@ -136,7 +136,7 @@ def _mlp_tensors(prefix: str, gate: Tensor, up: Tensor, down: Tensor) -> Weights
 
 
 def checkpoint_tensors(model: TinyModel) -> Weights:
-    """The weights under their released names, in bf16; the routers' correction biases in float32.
+    """Return the weights under their released names, in bf16, and the routers' correction biases in float32.
 
     The MTP layer follows the main layers and, as in some releases, brings no copies of embedding and head.
     """
@@ -162,7 +162,7 @@ def checkpoint_tensors(model: TinyModel) -> Weights:
 
 
 def config_json() -> dict[str, Any]:
-    """The model's `config.json`, with the field names of the DeepSeek-V3 release."""
+    """Return the model's `config.json`, with the field names of the DeepSeek-V3 release."""
     fixed = {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -188,7 +188,7 @@ def config_json() -> dict[str, Any]:
 
 
 def model_card(scores: dict[str, float], num_bytes: int) -> str:
-    """The README of the checkpoint: what it is, how it was made, what it can do."""
+    """Return the README of the checkpoint: what it is, how it was made, what it can do."""
     rows = "\n".join(f"| {name} | {value} |" for name, value in scores.items())
     return f"""# A tiny DeepSeek-V3-architecture model
 
@@ -238,7 +238,7 @@ Use greedy decoding. About one recall in a hundred fails at any distance: fix th
 
 
 def write_checkpoint(model: TinyModel, folder: Path, scores: dict[str, float]) -> None:
-    """Writes config.json, generation_config.json, model.safetensors, scores.json and README.md into `folder`."""
+    """Write config.json, generation_config.json, model.safetensors, scores.json and README.md into `folder`."""
     generation = {"bos_token_id": BOS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
     weights = folder / "model.safetensors"
     weights.write_bytes(save(checkpoint_tensors(model), metadata={"format": "pt"}))  # save_file makes it private (0600)

@@ -1,8 +1,8 @@
 """A DeepSeek-V3-architecture language model of 2.5 million parameters, written to be trained quickly on a CPU.
 
-Four decoder layers (one dense, three MoE) and one multi-token-prediction (MTP) layer. Written apart from the library
-on purpose: it needs torch only, computes attention without a cache, and so can also judge the library's answers.
-Formulas: DeepSeek-V3 technical report (arXiv 2412.19437) and the inference code published with it.
+It has four decoder layers (one dense, three MoE) and one multi-token-prediction (MTP) layer. It is independent of the
+library on purpose: it needs only torch and computes attention without a cache, so it can also judge the library's
+answers. Formulas: DeepSeek-V3 technical report (arXiv 2412.19437) and the inference code published with it.
 
 Shapes: T tokens in all = B rows of L, D hidden, H heads, E experts. A row of tokens never sees another row.
 """
@@ -50,7 +50,7 @@ SHAPE: Final = Shape()
 
 
 def init_layer(rng: torch.Generator, dense: bool, shape: Shape = SHAPE) -> Weights:
-    """Random float32 weights of one layer. Matrices are `[out, in]`; a leading axis counts heads or experts.
+    """Make random float32 weights of one layer. Matrices are `[out, in]`; a leading axis counts heads or experts.
 
     Experts and the shared expert are stacked, the shared one last, so that one product serves them all.
     """
@@ -82,7 +82,7 @@ def init_layer(rng: torch.Generator, dense: bool, shape: Shape = SHAPE) -> Weigh
 
 
 def init_mtp(rng: torch.Generator, shape: Shape = SHAPE) -> Weights:
-    """Random float32 weights of the MTP layer: a MoE layer and what joins and ends it."""
+    """Make random float32 weights of the MTP layer: a MoE layer, and the parts that join its inputs and end it."""
     hidden = shape.hidden_size
     return init_layer(rng, dense=False, shape=shape) | {
         "enorm": torch.ones(hidden),
@@ -93,27 +93,28 @@ def init_mtp(rng: torch.Generator, shape: Shape = SHAPE) -> Weights:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = SHAPE.rms_norm_eps) -> Tensor:
-    """Root-mean-square norm over the last axis, in float32, returned in x's dtype."""
+    """Apply the root-mean-square norm over the last axis, in float32; return x's dtype."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 def rope_tables(positions: Tensor, shape: Shape = SHAPE) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, each `[T, qk_rope_head_dim / 2]` float32, of the positions `[T]`."""
+    """Return cosines and sines, each `[T, qk_rope_head_dim / 2]` float32, of the positions `[T]`."""
     exponents = torch.arange(0, shape.qk_rope_head_dim, 2, dtype=torch.float32) / shape.qk_rope_head_dim
     angles = positions.float()[:, None] * (1.0 / shape.rope_theta**exponents)
     return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates neighbouring pairs (2i, 2i+1) of the last axis of `[T, heads, rope dim]`."""
+    """Rotate neighbouring pairs (2i, 2i+1) of the last axis of `[T, heads, rope dim]`."""
     even, odd = x.float().reshape(*x.shape[:-1], -1, 2).unbind(-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
 def attention_inputs(x: Tensor, w: Weights, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values `[T, H, 64]` of hidden states `[T, D]`: MLA in its expanded form, without a cache."""
+    """Return queries, keys and values `[T, H, 64]` of hidden states `[T, D]`: MLA in its expanded form, without a
+    cache."""
     heads, nope, rank = SHAPE.num_attention_heads, SHAPE.qk_nope_head_dim, SHAPE.kv_lora_rank
     y = rms_norm(x, w["input_norm"])
     q = (rms_norm(y @ w["q_a"].T, w["q_a_norm"]) @ w["q_b"].flatten(0, 1).T).view(len(x), heads, -1)
@@ -125,7 +126,7 @@ def attention_inputs(x: Tensor, w: Weights, cos: Tensor, sin: Tensor) -> tuple[T
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Causal attention inside each row of `length` tokens: `[T, H, 64]` three times -> `[T, H * 64]`."""
+    """Compute causal attention inside each row of `length` tokens: `[T, H, 64]` three times -> `[T, H * 64]`."""
     q, k, v = (z.reshape(-1, length, *z.shape[1:]).transpose(1, 2) for z in (q, k, v))
     if length > 256:
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -137,9 +138,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
 
 
 def route(y: Tensor, router: Tensor, bias: Tensor, shape: Shape = SHAPE) -> Tensor:
-    """Gates `[T, E]` in float32: zero but for the experts each token goes to.
+    """Return gates `[T, E]` in float32: zero except for the experts each token goes to.
 
-    The bias, which balances the load without a loss, takes part in the choice and not in the weight (noaux_tc).
+    The bias, which balances the load without a loss, affects the choice and not the weight (noaux_tc).
     """
     scores = (y.float() @ router.float().T).sigmoid()
     with torch.no_grad():
@@ -154,14 +155,14 @@ def route(y: Tensor, router: Tensor, bias: Tensor, shape: Shape = SHAPE) -> Tens
 
 
 def finish_dense(x: Tensor, mixed: Tensor, w: Weights) -> Tensor:
-    """Attention output and feed-forward network added to the residual stream `[T, D]`."""
+    """Add attention output and feed-forward network to the residual stream `[T, D]`."""
     x = x + mixed @ w["o"].T
     y = rms_norm(x, w["post_norm"])
     return x + (F.silu(y @ w["gate"].T) * (y @ w["up"].T)) @ w["down"].T
 
 
 def finish_moe(x: Tensor, mixed: Tensor, w: Weights, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Like `finish_dense`, with experts; also returns how many tokens chose each expert, `[E]` float32.
+    """Do the same as `finish_dense`, with experts; also return how many tokens chose each expert, `[E]` float32.
 
     At this size it is fastest to compute every expert for every token and multiply by a gate that is mostly zero.
     """
@@ -176,12 +177,14 @@ def finish_moe(x: Tensor, mixed: Tensor, w: Weights, bias: Tensor) -> tuple[Tens
 
 
 def join_mtp(normed: Tensor, next_embeddings: Tensor, w: Weights) -> Tensor:
-    """Input of the MTP layer: the next token's embedding first, then the main model's state after its final norm."""
+    """Join the input of the MTP layer: the next token's embedding first, then the main model's state after its final
+    norm."""
     return torch.cat((rms_norm(next_embeddings, w["enorm"]), rms_norm(normed, w["hnorm"])), -1) @ w["eh"].T
 
 
 def weighted_loss(normed: Tensor, head: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Cross entropy in nats, weighted mean over tokens; the head's product in the weights' dtype, the rest float32."""
+    """Return the cross entropy in nats, weighted mean over tokens; the head's product in the weights' dtype, the rest
+    float32."""
     losses = F.cross_entropy((normed @ head.T).float(), targets, reduction="none")
     return (losses * weights).sum() / weights.sum().clamp(min=1e-6)
 
@@ -212,12 +215,12 @@ class TinyModel:
         self.loss: Callable[..., Tensor] = weighted_loss
 
     def compile(self) -> None:
-        """Compiles all but attention, for a fixed number of tokens in all; row lengths may vary."""
+        """Compile all but attention, for a fixed number of tokens in all; row lengths may vary."""
         for name in ("attention_inputs", "finish_dense", "finish_moe", "loss"):
             setattr(self, name, torch.compile(getattr(self, name), dynamic=False))
 
     def named_weights(self) -> Iterator[tuple[str, Weights, str]]:
-        """`(name, the dict that holds it, its key)` of every weight, in a fixed order."""
+        """Return `(name, the dict that holds it, its key)` of every weight, in a fixed order."""
         for key in self.shared:
             yield key, self.shared, key
         for index, layer in enumerate(self.layers):
@@ -225,7 +228,8 @@ class TinyModel:
                 yield f"layers.{index}.{key}", layer, key
 
     def rounded(self) -> "TinyModel":
-        """A copy in float32 that holds the values a bf16 checkpoint stores; it needs no gradient and no compiler."""
+        """Return a copy in float32 that holds the values a bf16 checkpoint stores; it needs no gradient and no
+        compiler."""
         copy = TinyModel()
         for (_, target, key), (_, source, _) in zip(copy.named_weights(), self.named_weights(), strict=True):
             target[key] = source[key].detach().bfloat16().float()
@@ -233,11 +237,12 @@ class TinyModel:
         return copy
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[T, D]`. The table may be wider than the compute dtype: its gradient should sum up in float32."""
+        """Return embeddings `[T, D]`. The table may be wider than the compute dtype: its gradient should sum up in
+        float32."""
         return F.embedding(tokens.flatten(), self.shared["embed"]).to(self.shared["head"].dtype)
 
     def layer(self, index: int, x: Tensor, rope: tuple[Tensor, Tensor], length: int) -> Tensor:
-        """One decoder layer on `[T, D]`; adds to `loads`."""
+        """Run one decoder layer on `[T, D]`; add to `loads`."""
         w = self.layers[index]
         q, k, v = self.attention_inputs(x, w, *rope)
         mixed = attention(q, k, v, length)
@@ -248,20 +253,21 @@ class TinyModel:
         return x
 
     def hidden(self, tokens: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Hidden states after the final norm, `[T, D]`, of tokens `[B, L]`."""
+        """Return hidden states after the final norm, `[T, D]`, of tokens `[B, L]`."""
         x = self.embed(tokens)
         for index in range(SHAPE.num_hidden_layers):
             x = self.layer(index, x, rope, tokens.shape[1])
         return rms_norm(x, self.shared["norm"])
 
     def mtp_hidden(self, normed: Tensor, next_tokens: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """The MTP layer's normed states `[T, D]`; the head makes them logits of the token after `next_tokens`."""
+        """Return the MTP layer's normed states `[T, D]`; the head makes them logits of the token after
+        `next_tokens`."""
         w = self.layers[-1]
         x = join_mtp(normed, self.embed(next_tokens), w)
         x = self.layer(len(self.layers) - 1, x, rope, next_tokens.shape[1])
         return rms_norm(x, w["out_norm"])
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Float32 logits `[B, L, vocabulary]` of tokens `[B, L]` at positions 0 to L - 1."""
+        """Return float32 logits `[B, L, vocabulary]` of tokens `[B, L]` at positions 0 to L - 1."""
         rope = rope_tables(torch.arange(tokens.shape[1]).repeat(len(tokens)))
         return (self.hidden(tokens, rope) @ self.shared["head"].T).float().view(*tokens.shape, -1)

@@ -1,6 +1,6 @@
-"""What the tiny model learns, as text: a vocabulary of bytes, training rows, and prompts with known answers.
+"""The text that the tiny model learns: a vocabulary of bytes, training rows, and prompts with known answers.
 
-Needs numpy only, so tests and benchmarks can ask the model questions without the training code. Four tasks share one
+It needs only numpy, so tests and benchmarks can ask the model questions without the training code. Four tasks share one
 row of text, each segment followed by a space:
 
     set kqz=48213;      a fact: a random key and a random value
@@ -9,8 +9,8 @@ row of text, each segment followed by a space:
     calc 47+38=85;      sums, differences and products of small numbers
     Tom sang.           plain text: short sentences, and stories that open with "One" and end with "The end." and EOS
 
-A prompt function returns ``(prompt_tokens, answer_tokens)``: greedy decoding of the prompt should give the answer.
-The prompt starts with BOS; the same generator state gives the same prompt.
+A prompt function returns ``(prompt_tokens, answer_tokens)``: greedy decoding of the prompt should give the answer. The
+prompt starts with BOS; the same generator state gives the same prompt.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,9 @@ VOCAB_SIZE: Final = 264  # five spare ids round it up to a multiple of eight
 
 ANSWER_WEIGHT: Final = 1.0
 TEXT_WEIGHT: Final = 0.25  # fixed words and plain text
-RANDOM_WEIGHT: Final = 0.02  # what nobody can predict; not 0, so that sampled text keeps the form of a task line
+RANDOM_WEIGHT: Final = (
+    0.02  # values that cannot be predicted; not 0, so that sampled text keeps the form of a task line
+)
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
 DIGITS: Final = "0123456789"
@@ -56,12 +58,12 @@ class Mix(NamedTuple):
 
 
 def encode(text: str) -> list[int]:
-    """The UTF-8 bytes of `text`, without BOS or EOS."""
+    """Return the UTF-8 bytes of `text`, without BOS or EOS."""
     return list(text.encode())
 
 
 def decode(tokens: list[int] | tuple[int, ...]) -> str:
-    """The text of `tokens`; special tokens vanish, and bytes that are not UTF-8 become U+FFFD."""
+    """Return the text of `tokens`; special tokens vanish, and bytes that are not UTF-8 become U+FFFD."""
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
@@ -97,7 +99,8 @@ def _sentence(rng: Generator) -> str:
 
 
 def _story(rng: Generator) -> list[str]:
-    """Five sentences, each followed by a space. Who 'she' is, and whom the thing was given to, must be remembered."""
+    """Write five sentences, each followed by a space. The model must remember who 'she' is, and who received the
+    thing."""
     giver, taker = (SHE + HE)[int(rng.integers(18))], (SHE + HE)[int(rng.integers(18))]
     while taker == giver:
         taker = _pick(rng, SHE + HE)
@@ -117,7 +120,8 @@ def _story(rng: Generator) -> list[str]:
 
 
 def _problem(rng: Generator, largest: int, held_out: bool) -> tuple[str, str]:
-    """`("47+38", "85")`. Sums and differences whose operands add up to 3 modulo 10 are held out from training."""
+    """Return `("47+38", "85")`. Sums and differences whose operands add up to 3 modulo 10 are held out from
+    training."""
     kind = rng.random()
     if kind < 0.2 and not held_out:
         a, b = (int(n) for n in rng.integers(10, size=2))
@@ -213,7 +217,7 @@ def _training_row(rng: Generator, length: int, mix: Mix, largest: int) -> _Row:
 def training_rows(
     rng: Generator, num_rows: int, length: int, mix: Mix, largest: int = 99
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Fresh rows, cut at `length` (at least 96): tokens and loss weights, both `[num_rows, length]`.
+    """Return fresh rows, cut at `length` (at least 96): tokens and loss weights, both `[num_rows, length]`.
 
     `largest` bounds the operands of sums and differences.
     """
@@ -226,7 +230,7 @@ def training_rows(
 
 
 def _filler(rng: Generator, num_tokens: int) -> list[str]:
-    """Sentences and stories of exactly `num_tokens` tokens in all. Raises ValueError if that is 1 to 8."""
+    """Return sentences and stories of exactly `num_tokens` tokens in all. Raises ValueError if that is 1 to 8."""
     if num_tokens != 0 and num_tokens < SHORTEST_SENTENCE:
         raise ValueError(f"filler of {num_tokens} tokens was asked for; it must be 0 or at least {SHORTEST_SENTENCE}")
     items: list[str] = []
@@ -240,7 +244,7 @@ def _filler(rng: Generator, num_tokens: int) -> list[str]:
 
 
 def recall_prompt(rng: Generator, distance: int, num_distractors: int = 8) -> Problem:
-    """A fact, then exactly `distance` tokens of plain text and other facts, then the query for the first fact.
+    """Write a fact, then exactly `distance` tokens of plain text and other facts, then the query for the first fact.
 
     `distance` is 0 or at least 9; below 32 tokens per distractor there are fewer distractors.
     """
@@ -257,7 +261,7 @@ def recall_prompt(rng: Generator, distance: int, num_distractors: int = 8) -> Pr
 
 
 def recall_everywhere(rng: Generator, num_facts: int, page_size: int = 16) -> tuple[list[int], list[Problem]]:
-    """A context with one whole fact in every page of `page_size` tokens, and one query for each fact, in order.
+    """Write a context with one whole fact in every page of `page_size` tokens, and one query for each fact, in order.
 
     Returns `(context, [(query, answer), ...])`; a prompt is `context + query`. The context starts with BOS and has
     exactly `num_facts * page_size` tokens. `page_size` is 16 (nothing but facts) or at least 25 (plain text between).
@@ -278,18 +282,19 @@ def recall_everywhere(rng: Generator, num_facts: int, page_size: int = 16) -> tu
 
 
 def copy_prompt(rng: Generator) -> Problem:
-    """Copy 4 to 24 random letters and digits."""
+    """Ask the model to copy 4 to 24 random letters and digits."""
     word = _word(rng, LETTERS + DIGITS, 4, 24)
     return [BOS, *encode(f"copy {word} > ")], encode(f"{word};")
 
 
 def calc_prompt(rng: Generator, held_out: bool = False) -> Problem:
-    """One sum, difference or product; `held_out` gives only sums and differences that training never shows."""
+    """Ask for one sum, difference or product; `held_out` gives only sums and differences that training never shows."""
     question, answer = _problem(rng, 99, held_out)
     return [BOS, *encode(f"calc {question}=")], encode(f"{answer};")
 
 
 def text_prompt(rng: Generator) -> Problem:
-    """The first two sentences of a story. The answer is one right ending with EOS: compare its loss, not its words."""
+    """Give the first two sentences of a story. The answer is one right ending with EOS: compare its loss, not its
+    words."""
     story = _story(rng)
     return [BOS, *encode("".join(story[:2]))], [*encode("".join(story[2:])[:-1]), EOS]

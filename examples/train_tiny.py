@@ -1,11 +1,11 @@
-"""Trains the tiny DeepSeek-V3-architecture model and writes it as a Hugging Face checkpoint.
+"""Train the tiny DeepSeek-V3-architecture model and write it as a Hugging Face checkpoint.
 
     python train_tiny.py --out tiny                                       # the real run
     python train_tiny.py --out /tmp/smoke --steps 20 --eval-rows 2 --min-recall 0 --no-compile
 
 Every step sees 4096 fresh tokens of the tasks in `tiny_tasks`, in rows that grow from 128 to 2048 tokens. Random gaps
-between positions teach distances up to 4096 (PoSE, arXiv 2309.10400). Interrupted, the same command resumes from the
-training checkpoint beside the output folder; a step's data depend on the seed and the step alone.
+between positions teach distances up to 4096 (PoSE, arXiv 2309.10400). After an interruption, the same command resumes
+from the training checkpoint beside the output folder; a step's data depend only on the seed and the step.
 """
 
 import argparse
@@ -54,7 +54,7 @@ FULL_STEPS: Final = sum(phase.steps for phase in PHASES)
 
 
 def phase_at(progress: float) -> Phase:
-    """The phase at `progress`, a share of all steps in [0, 1)."""
+    """Return the phase at `progress`, a share of all steps in [0, 1)."""
     done = 0
     for phase in PHASES:
         done += phase.steps
@@ -84,7 +84,7 @@ class Parameter:
 
 
 def make_parameters(model: TinyModel) -> list[Parameter]:
-    """Turns the model's weights into leaves that collect gradients: bf16 where a large product reads them."""
+    """Turn the model's weights into leaves that collect gradients: bf16 where a large product reads them."""
     parameters = []
     for name, holder, key in model.named_weights():
         value = holder[key].float()
@@ -98,7 +98,7 @@ def make_parameters(model: TinyModel) -> list[Parameter]:
 
 
 def orthogonalize(x: Tensor) -> Tensor:
-    """Pushes the singular values of matrices `[n, rows, columns]` (rows <= columns) towards one.
+    """Push the singular values of matrices `[n, rows, columns]` (rows <= columns) towards one.
 
     Five Newton-Schulz steps in bf16, with the coefficients of Muon (kellerjordan.github.io/posts/muon).
     """
@@ -110,7 +110,7 @@ def orthogonalize(x: Tensor) -> Tensor:
 
 
 def muon_step(parameters: list[Parameter], lr: float, beta: float = 0.95, decay: float = 0.05) -> None:
-    """One Muon update with Nesterov momentum; every head's and every expert's matrix counts by itself."""
+    """Do one Muon update with Nesterov momentum; every head's and every expert's matrix counts by itself."""
     groups: dict[tuple[int, int], list[tuple[Parameter, Tensor]]] = {}
     for p in parameters:
         gradient = p.leaf.grad.float() if p.leaf.grad is not None else torch.zeros_like(p.value)
@@ -128,7 +128,7 @@ def muon_step(parameters: list[Parameter], lr: float, beta: float = 0.95, decay:
 
 
 def adam_step(parameters: list[Parameter], lr: float, step: int, decay: float = 0.01) -> None:
-    """One Adam update (0.9, 0.98) of embedding, head, routers and norms; only matrices decay."""
+    """Do one Adam update (0.9, 0.98) of embedding, head, routers and norms; only matrices decay."""
     for p in parameters:
         gradient = p.leaf.grad.float() if p.leaf.grad is not None else torch.zeros_like(p.value)
         assert p.variance is not None
@@ -144,7 +144,7 @@ def adam_step(parameters: list[Parameter], lr: float, step: int, decay: float = 
 
 
 def positions(rng: Generator, num_rows: int, length: int) -> Tensor:
-    """Positions `[num_rows * length]`: three rows of four from length 256 on have one to three random gaps."""
+    """Return positions `[num_rows * length]`: three rows of four from length 256 on have one to three random gaps."""
     result = np.tile(np.arange(length), (num_rows, 1))
     if length >= 256:
         for row in result:
@@ -158,7 +158,7 @@ def positions(rng: Generator, num_rows: int, length: int) -> Tensor:
 
 
 def train_step(model: TinyModel, parameters: list[Parameter], seed: int, step: int, num_steps: int) -> dict[str, float]:
-    """One optimizer step; returns the losses. Changes weights, optimizer state and router biases in place."""
+    """Do one optimizer step; return the losses. Changes weights, optimizer state and router biases in place."""
     progress = step / num_steps
     _, length, mix = phase_at(progress)
     rng = np.random.default_rng((seed, step))
@@ -195,7 +195,7 @@ def train_step(model: TinyModel, parameters: list[Parameter], seed: int, step: i
 
 
 def save_training(path: Path, model: TinyModel, parameters: list[Parameter], state: dict[str, int]) -> None:
-    """Writes master weights, optimizer state and biases; a crash leaves the previous file whole."""
+    """Write master weights, optimizer state and biases; a crash leaves the previous file whole."""
     tensors = {"biases": model.biases}
     for p in parameters:
         tensors |= {f"value.{p.name}": p.value, f"momentum.{p.name}": p.momentum}
@@ -207,7 +207,7 @@ def save_training(path: Path, model: TinyModel, parameters: list[Parameter], sta
 
 
 def load_training(path: Path, model: TinyModel, parameters: list[Parameter]) -> dict[str, int]:
-    """Restores what `save_training` wrote, in place, and returns its `state`."""
+    """Restore what `save_training` wrote, in place, and return its `state`."""
     with safe_open(path, framework="pt") as file:
         model.biases.copy_(file.get_tensor("biases"))
         for p in parameters:
@@ -221,7 +221,7 @@ def load_training(path: Path, model: TinyModel, parameters: list[Parameter]) -> 
 
 
 def train(model: TinyModel, args: argparse.Namespace) -> float:
-    """Runs or resumes training, prints a JSON line now and then, and returns the seconds spent in all."""
+    """Run or resume training, print a JSON line now and then, and return the seconds spent in all."""
     parameters = make_parameters(model)
     checkpoint = args.out.with_name(args.out.name + ".training.safetensors")
     identity = {"seed": args.seed, "num_steps": args.steps}
@@ -245,7 +245,7 @@ def train(model: TinyModel, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Trains, measures, writes; exits with an error if recall misses the floor."""
+    """Train, measure, write; exit with an error if recall misses the floor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the finished checkpoint")
     parser.add_argument("--seed", type=int, default=0)

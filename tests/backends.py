@@ -1,4 +1,5 @@
-"""Which optional backends work on this machine: asked once, of the library itself, by every test that needs one."""
+"""Which optional backends work on this machine. Each is tried once, with the library itself, by every test that needs
+it."""
 
 from __future__ import annotations
 
@@ -15,16 +16,16 @@ TRY_MOONCAKE = "import pdinfer as pd; pd.kv.MooncakeEngine().close()"
 
 
 def child_environment(**more: str) -> dict[str, str]:
-    """This process's, for a Python that shall find the library and the tests of this checkout first, and whatever this
-    process was told to find besides."""
+    """Return this process's environment for a Python that must find the library and the tests of this checkout first,
+    and then whatever this process was told to find besides."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
 @functools.cache
 def why_no_mooncake() -> str | None:
-    """Why a Mooncake engine cannot be made here; None where it can. Another process tries: the package may be there
-    while a library that it loads is not, and what it does then is not for this one to suffer."""
+    """Return why a Mooncake engine cannot be made here, or None where it can. Another process tries it: the package may
+    be there while a library that it loads is not, and the resulting crash must not hit this process."""
     done = subprocess.run(
         [sys.executable, "-c", TRY_MOONCAKE],
         env=child_environment(),
@@ -40,6 +41,6 @@ def why_no_mooncake() -> str | None:
 
 
 def need_mooncake() -> None:
-    """Skips the test where no Mooncake engine can be made; pytest's last lines name it."""
+    """Skip the test where no Mooncake engine can be made; pytest's last lines name it."""
     if why := why_no_mooncake():
         pytest.skip(f"could not import 'mooncake': {why}")

@@ -1,11 +1,11 @@
-"""What holds for every test: one thread, no network, no test skipped in silence."""
+"""Settings that hold for every test: one thread, no network, and no test skipped in silence."""
 
 from __future__ import annotations
 
 import os
 import time
 
-# Before torch is imported, as it reads these once. The matrices of the tests are tiny: with more threads than one,
+# Set before torch is imported, which reads these once. The matrices of the tests are tiny: with more than one thread,
 # beside a second pytest worker, most of the time goes into waiting for threads.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
@@ -57,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes to run jobs as ranks: see tests/ranks.py."""
+    """Processes that run jobs as ranks: see tests/ranks.py."""
     from tests.ranks import Ranks
 
     ranks = Ranks()
@@ -66,14 +66,15 @@ def ranks() -> Iterator[Ranks]:
 
 
 def turned(items: list[T], turn: int) -> list[T]:
-    """They begin elsewhere at each turn, a step of the golden section on: a few turns in a row begin everywhere."""
+    """Rotate the tests by a step of the golden section at each turn, so that after a few turns in a row every test was
+    early once."""
     first = int(turn * GOLDEN % 1 * len(items))
     return items[first:] + items[:first]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items[:] = turned(items, config.getoption("--turn"))
-    # Those that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
+    # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
@@ -84,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> dict[str, list[str]]:
-    """What skipped tests would have needed: `{"library": ["triton (3 tests)"], "device": ["CUDA (1 test)"]}`.
+    """Return what skipped tests would have needed: `{"library": ["triton (3 tests)"], "device": ["CUDA (1 test)"]}`.
 
     Understands `pytest.importorskip`, in a test and at the top of a module, and the marker `gpu`. Other skips have
     reasons of their own and are not counted.

@@ -1,9 +1,10 @@
-"""Planted bugs, and whether the tests see them: each is one small edit that the tests it names must fail on.
+"""Plant bugs and report whether the tests find them. Each bug is one small edit on which the tests it names must fail.
 
     python -m tests.mutants [--only WORDS] [--processes 2] [--out FILE]      or: make mutants
 
-A copy of the sources is edited and the tests run on it, one mutant after the other. Prints those that no test saw; the
-exit status is 1 when there are some. The bugs themselves are data, in `tests/planted/`, by what they spoil.
+The program edits a copy of the sources and runs the tests on it, one mutant after the other. It prints the bugs that no
+test found; the exit status is 1 when there are some. The bugs themselves are data in `tests/planted/`, grouped by what
+they break.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ HANGS = "seen: the tests do not end"
 
 @attrs.frozen
 class Verdict:
-    """What became of a mutant: one of the words above, or NO_TEST_RAN with what pytest said."""
+    """The outcome of a mutant: one of the words above, or NO_TEST_RAN with pytest's message."""
 
     mutant: Mutant
     outcome: str
@@ -45,18 +46,18 @@ class Verdict:
 
     @property
     def is_seen(self) -> bool:
-        """Whether some test failed, or none ended."""
+        """Return whether some test failed, or the tests did not end."""
         return self.outcome in (SEEN, HANGS)
 
 
 def all_mutants() -> list[Mutant]:
-    """Those of every subject."""
+    """Return the mutants of every subject."""
     return [mutant for name in SUBJECTS for mutant in importlib.import_module(f"tests.planted.{name}").MUTANTS]
 
 
 @contextmanager
 def planted(tree: Path, mutant: Mutant) -> Iterator[None]:
-    """The bug is in the sources below `tree` meanwhile."""
+    """Plant the bug in the sources below `tree` for the duration of the block."""
     path = tree / mutant.path
     text = path.read_text("utf-8")
     if text.count(mutant.old) != 1:
@@ -69,7 +70,7 @@ def planted(tree: Path, mutant: Mutant) -> Iterator[None]:
 
 
 def judge(tree: Path, mutant: Mutant) -> Verdict:
-    """Runs the mutant's tests on the copy in `tree`."""
+    """Run the mutant's tests on the copy in `tree`."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests.split()]
     paths = os.pathsep.join((str(tree / "src"), str(tree)))
     environment = {**os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -86,7 +87,7 @@ def judge(tree: Path, mutant: Mutant) -> Verdict:
         )
         try:
             said, _ = process.communicate(timeout=LIMIT_S)
-            # pytest says 1 when a test failed and 0 when none did; below 0 the process died of the bug
+            # pytest returns 1 when a test failed and 0 when none did; below 0 the bug killed the process
             outcome = {0: NOT_SEEN, 1: SEEN}.get(process.returncode, SEEN if process.returncode < 0 else NO_TEST_RAN)
             if outcome is NO_TEST_RAN:
                 outcome = f"{NO_TEST_RAN}: {said.strip().splitlines()[-1][:200]}"
@@ -114,7 +115,7 @@ def _judge_all(mutants: Sequence[Mutant]) -> list[Verdict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="mutants whose name or file has these words")
     parser.add_argument("--processes", type=int, default=2)

@@ -1,4 +1,5 @@
-"""Sampling as plain loops over Python's own floats, one token at a time: what `pdinfer.execution.sampling` must do."""
+"""Sampling as plain loops over Python's own floats, one token at a time: the specification of
+`pdinfer.execution.sampling`."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from pdinfer.types import SamplingParams
 
 @attrs.frozen
 class PlainToken:
-    """A drawn token. `margin` is by how much its sum of logit and noise beat the second best; filters have borders of
-    their own, which it does not know of."""
+    """A drawn token. `margin` is the distance of its sum of logit and noise to the second best; filters have borders of
+    their own, which `margin` does not cover."""
 
     token: int
     logprob: float
@@ -29,7 +30,7 @@ def plain_draw(
     eos_token_ids: Sequence[int] = (),
     allowed: Collection[int] | None = None,
 ) -> PlainToken:
-    """The token behind `output`; `allowed` are those that a logits processor leaves, by default all."""
+    """Draw the token behind `output`; `allowed` are those that a logits processor leaves, by default all."""
     changed = changed_logits(logits, sampling, prompt, output, eos_token_ids)
     if allowed is not None:
         changed = [logit if token in allowed else -math.inf for token, logit in enumerate(changed)]
@@ -59,7 +60,7 @@ def changed_logits(
     output: Sequence[int],
     eos_token_ids: Sequence[int] = (),
 ) -> list[float]:
-    """Bias, then penalties, then what `min_new_tokens` forbids."""
+    """Apply the bias, then penalties, then what `min_new_tokens` forbids."""
     changed = list(logits)
     for token, bias in sampling.logit_bias:
         changed[token] += bias
@@ -81,7 +82,7 @@ def changed_logits(
 
 
 def kept(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
-    """The tokens that may be drawn: a plain loop over the sorted vocabulary; logits without ties."""
+    """Return the tokens that may be drawn, by a plain loop over the sorted vocabulary; the logits must have no ties."""
     best = max(logits)
     weights = {token: math.exp((logit - best) / sampling.temperature) for token, logit in enumerate(logits)}
     order = sorted(weights, key=lambda token: -weights[token])[: sampling.top_k or None]
@@ -96,7 +97,8 @@ def kept(logits: Sequence[float], sampling: SamplingParams) -> set[int]:
 
 
 def plain_noise(seed: int, position: int, token: int) -> float:
-    """The documented hash in Python's own integers: SplitMix64's finalizer twice, then lowbias32 with two keys."""
+    """Compute the documented hash in Python's own integers: SplitMix64's finalizer twice, then lowbias32 with two
+    keys."""
 
     def mixed(x: int) -> int:
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64

@@ -1,7 +1,7 @@
-"""What a host sees of pdinfer, as lines of text: every public name with its signature, classes with their members.
+"""List what a host sees of pdinfer, as lines of text: every public name with its signature, classes with their members.
 
-`python -m tests.public` writes `tests/public.txt`, which `tests/test_public.py` compares with what is there. A line
-that changes is a change for hosts: its reason belongs in `docs/decisions/0023-rooms.md`.
+`python -m tests.public` writes `tests/public.txt`, which `tests/test_public.py` compares with the code. A line that
+changes is a change for hosts: its reason belongs in `docs/decisions/0023-rooms.md`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _PUBLIC = [getattr(pdinfer, name) for name in pdinfer.__all__]
 
 
 def surface() -> list[str]:
-    """One line per name, sorted, each with what it is called by hosts: `pd.kv.PagePool.grant(self, count)`."""
+    """Return one line per name, sorted, each with the path by which hosts call it: `pd.kv.PagePool.grant(self,
+    count)`."""
     return sorted(set(_members("pd", pdinfer)))
 
 
@@ -34,7 +35,7 @@ def _members(prefix: str, module: types.ModuleType) -> Iterator[str]:
 
 
 def _is_of(name: str, module: types.ModuleType) -> bool:
-    """Of a module without `__all__`, what it defines itself."""
+    """Return, for a module without `__all__`, the names that it defines itself."""
     return not name.startswith("_") and getattr(getattr(module, name), "__module__", None) == module.__name__
 
 
@@ -52,7 +53,7 @@ def _described(name: str, value: object) -> Iterator[str]:
 
 
 def _is_foreign(cls: type, member: str) -> bool:
-    """Whether a class has it from outside, as exceptions and enums do."""
+    """Return whether a class has the member from outside, as exceptions and enums do."""
     owner = next((base for base in cls.__mro__ if member in vars(base)), None)
     return owner is None or not owner.__module__.startswith("pdinfer")
 
@@ -68,7 +69,7 @@ def _signature(value: object) -> str:
         text = str(inspect.signature(value))  # type: ignore[arg-type]
     except ValueError:
         return "(...)"
-    # Where a type lives is not what a host writes; nor is where a default value happened to be in memory.
+    # A host does not write where a type lives, nor where a default value happened to be in memory.
     text = re.sub(r"\bpdinfer\.(?:\w+\.)*", "", text)
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 

@@ -4,8 +4,9 @@ A test asks for the fixture `ranks` and names a function, which runs on every ra
 
     results = ranks.run("tests.e2e.rank_jobs:logits", 4, str(folder), tokens, topology={"tp_size": 4})
 
-The function gets these arguments, which travel as msgpack, and returns what msgpack can carry. RANK and WORLD_SIZE are
-set as torchrun does, torch.distributed is begun with gloo, and ended after. `outcomes` in place of `run` tells errors.
+The function gets these arguments, which travel as msgpack, and returns a value that msgpack can carry. RANK and
+WORLD_SIZE are set as torchrun sets them; torch.distributed is started with gloo before the function and ended after it.
+`outcomes`, used in place of `run`, reports errors.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ import attrs
 import msgspec
 
 DEADLINE_S = 900.0
-"""Longer than any job on a busy machine; a test that reaches it fails."""
+"""Seconds, longer than any job on a busy machine; a test that reaches them fails."""
 COLLECTIVE_S = 300.0
-"""How long a rank waits for the others."""
+"""The time that a rank waits for the others."""
 PRELOADED = ["torch", "torch.distributed", "pdinfer", "pdinfer.testing"]
 
 
 class Outcome(msgspec.Struct, omit_defaults=True):
-    """What became of a job on one rank: its `value`, or the class and message of what it raised.
+    """The outcome of a job on one rank: its `value`, or the class and message of the error that it raised.
 
-    "Died" is the error of a rank whose process ended. One that stayed `alone`, since its world was not made, ends too:
-    torch counts the worlds a process was to be in.
+    "Died" is the error of a rank whose process ended. A rank that stayed `alone`, since its world was not made, ends
+    too: torch counts the worlds that a process was to be in.
     """
 
     value: Any = None
@@ -51,7 +52,7 @@ class Outcome(msgspec.Struct, omit_defaults=True):
 
 
 class Job(msgspec.Struct):
-    """What a rank is asked to do, at which place of which world."""
+    """A job for a rank, with its place in its world."""
 
     function: str
     arguments: list[Any]
@@ -75,7 +76,7 @@ class _Worker:
 
 
 class Ranks:
-    """Up to as many processes as the largest world so far; a world of n ranks is made from the first n."""
+    """As many processes as the largest world so far needed; a world of n ranks is made from the first n."""
 
     def __init__(self) -> None:
         # Forked from a process that has imported torch once and started no thread.
@@ -86,10 +87,10 @@ class Ranks:
         self._workers: list[_Worker] = []
 
     def run(self, function: str, world_size: int, *arguments: Any, **named: Any) -> list[Any]:
-        """What `function` ("module:name") returned on each rank; fails with the first error of a rank."""
+        """Return the result of `function` ("module:name") on each rank; fail with the first error of a rank."""
         outcomes = self.outcomes(function, world_size, *arguments, **named)
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
-        # what made one rank fail, before what others made of its absence
+        # the error that made one rank fail, before the errors that its absence caused on others
         for rank, outcome in sorted(failed, key=lambda each: each[1].error == "RankLost"):
             raise AssertionError(f"rank {rank} of {world_size}: {outcome.error}: {outcome.message}\n{outcome.trace}")
         return [outcome.value for outcome in outcomes]
@@ -102,7 +103,8 @@ class Ranks:
         deadline_s: float = DEADLINE_S,
         **named: Any,
     ) -> list[Outcome]:
-        """The same, with what each rank raised in place of failing. Fails when a rank does not end in `deadline_s`."""
+        """Do the same, but return what each rank raised instead of failing. Fails when a rank does not end in
+        `deadline_s`."""
         self._start(world_size)
         workers = self._workers[:world_size]
         store = Path(self._folder.name) / f"store-{next(self._numbers)}"
@@ -115,7 +117,7 @@ class Ranks:
             store.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """End the processes."""
         for worker in self._workers:
             worker.end()
         self._workers = []
@@ -161,7 +163,7 @@ class Ranks:
 
 
 def _stack(worker: _Worker) -> str:
-    """Where a process that hangs is."""
+    """Return where a process that hangs is."""
     if worker.process.pid is not None and worker.process.is_alive():
         os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.5)
@@ -172,7 +174,7 @@ def _stack(worker: _Worker) -> str:
 
 
 def serve(connection: Connection, stacks: str) -> None:
-    """Runs jobs until the test session ends."""
+    """Run jobs until the test session ends."""
     import torch
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -207,7 +209,7 @@ def _outcome(job: Job) -> Outcome:
                 world_size=job.world_size,
                 timeout=timedelta(seconds=COLLECTIVE_S),
             )
-            # one that leaves at once would close the connections another is still making
+            # a process that leaves at once would close the connections that another one is still making
             dist.barrier()
             alone = False
         return Outcome(value=function(*job.arguments, **job.named))

@@ -1,9 +1,10 @@
-"""How far from the exact result floats may be: from dtypes, from the lengths of sums and from the sizes of what is
-summed, whatever the order of a sum and whoever adds it up. Never from what a machine happened to give.
+"""How far floats may be from the exact result. The bounds follow from dtypes, from the lengths of sums and from the
+sizes of the terms, whatever the order of a sum and whatever adds it up. They never follow from the results of a
+particular machine.
 
-Each op rounds what it returns, and where said what lies between, to its dtype once; everything else is float32. Bounds
-are worst cases to first order: N. Higham, Accuracy and Stability of Numerical Algorithms (2nd edition), sections 2.2
-(roundings), 3.1 (sums in any order, error gamma_n) and 3.3 (errors that are carried on). Tensors here are float64.
+Each op rounds its result to its dtype once, and intermediate values where this is said; everything else is float32.
+Bounds are worst cases to first order: N. Higham, Accuracy and Stability of Numerical Algorithms (2nd edition), sections
+2.2 (roundings), 3.1 (sums in any order, error gamma_n) and 3.3 (errors that are carried on). Tensors here are float64.
 """
 
 from __future__ import annotations
@@ -14,39 +15,39 @@ from torch import Tensor
 from pdinfer.config import ModelConfig
 
 TINY = torch.finfo(torch.float32).tiny
-"""What may be flushed to 0; bfloat16 has the same exponents."""
+"""The largest number that may be flushed to 0; bfloat16 has the same exponents."""
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The most by which rounding changes a number, relative to it."""
+    """Return the largest relative change that rounding makes to a number."""
     return torch.finfo(dtype).eps / 2
 
 
 def gamma(count: int, dtype: torch.dtype = torch.float32) -> float:
-    """The relative error that `count` roundings come to at most."""
+    """Return the largest relative error of `count` roundings."""
     return count * unit(dtype) / (1 - count * unit(dtype))
 
 
 def error_of_products(x_TN: Tensor, weight_ON: Tensor) -> Tensor:
-    """Of x @ weight.T [T, O] summed in float32."""
+    """Return the error of x @ weight.T [T, O] summed in float32."""
     length = x_TN.shape[-1]
     return gamma(length + 1) * (x_TN.abs() @ weight_ON.abs().mT) + length * TINY
 
 
 def rounded(exact: Tensor, error: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """The error of what is `error` away from `exact` once it is rounded to `dtype`."""
+    """Return the error of a value that is `error` away from `exact`, once it is rounded to `dtype`."""
     return error + unit(dtype) * (exact.abs() + error) + TINY
 
 
 def error_of_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
-    """Of an RMS norm; with a bias of a layer norm, whose rows are centred first."""
+    """Return the error of an RMS norm; with a bias, of a layer norm, whose rows are centred first."""
     length = x_TD.shape[-1]
     centred_TD, error_TD = x_TD, torch.zeros_like(x_TD)
     if bias_D is not None:
         centred_TD = x_TD - x_TD.mean(-1, keepdim=True)
         error_TD = gamma(length + 2) * (x_TD.abs() + x_TD.abs().mean(-1, keepdim=True))
     square_T1 = centred_TD.square().mean(-1, keepdim=True) + eps
-    # of the mean of squares; a root halves relative errors
+    # error of the mean of squares; a root halves relative errors
     off_T1 = gamma(length + 4) * square_T1 + (2 * centred_TD.abs() * error_TD + error_TD.square()).mean(
         -1, keepdim=True
     )
@@ -57,13 +58,15 @@ def error_of_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: fl
 
 
 def error_of_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Of silu(gate) * up. An exponential is off by a few roundings and one of its argument, times the argument."""
+    """Return the error of silu(gate) * up. An exponential is off by a few roundings and by one of its argument, times
+    the argument."""
     exact = torch.nn.functional.silu(gate) * up
     return exact.abs() * (8 + 2 * gate.abs()) * unit(torch.float32) + 2 * TINY * (1 + gate.abs()) * (1 + up.abs())
 
 
 def error_of_mlp(x_TD: Tensor, gate_up_JD: Tensor, down_DI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of down . (silu(gate . x) * (up . x)); both products and the activation are rounded to `dtype`."""
+    """Return the error of down . (silu(gate . x) * (up . x)); both products and the activation are rounded to
+    `dtype`."""
     wide_TJ = x_TD @ gate_up_JD.T
     gate, up = wide_TJ.chunk(2, -1)
     off_gate, off_up = rounded(wide_TJ, error_of_products(x_TD, gate_up_JD), dtype).chunk(2, -1)
@@ -84,8 +87,8 @@ def error_of_attention(
     off_k_SHN: Tensor | float = 0.0,
     off_v_SHV: Tensor | float = 0.0,
 ) -> Tensor:
-    """Of softmax(scale * q . k) . v [T, H, V] in any number of blocks. Scores, weights and the sums of blocks are
-    rounded to `dtype`; keys and values are off by so much."""
+    """Return the error of softmax(scale * q . k) . v [T, H, V] in any number of blocks. Scores, weights and the sums of
+    blocks are rounded to `dtype`; keys and values are off by the given errors."""
     length, width = len(k_SHN), q_THN.shape[-1]
     scores_THS = torch.einsum("thn,shn->ths", q_THN, k_SHN)
     off_THS = gamma(width + 3) * torch.einsum("thn,shn->ths", q_THN.abs(), k_SHN.abs() + off_k_SHN) + width * TINY
@@ -106,11 +109,11 @@ def error_of_attention(
 
 
 def difference_of_models(config: ModelConfig, context: int, size: float, dtype: torch.dtype = torch.float32) -> float:
-    """Of logits up to `size` that were computed in two ways: what the sums on the way of one value to them, one behind
-    the other, may each come to.
+    """Return the difference of logits up to `size` that were computed in two ways: the error that the sums on the way
+    from one value to the logits, one after the other, may each add.
 
-    No proof, for a worst case through layers says nothing: norms bring values back to size one, so that errors add up
-    and do not grow, and a sum whose roundings are independent is off by the root of what gamma allows.
+    This is no proof, because a worst case through layers says nothing: norms bring values back to size one, so that
+    errors add up and do not grow, and a sum whose roundings are independent is off by the root of what gamma allows.
     """
     attention = 2 * config.hidden_size + 2 * (config.q_lora_rank or 0) + 3 * config.kv_lora_rank + config.qk_head_dim
     attention += context + config.num_attention_heads * config.v_head_dim
@@ -120,7 +123,8 @@ def difference_of_models(config: ModelConfig, context: int, size: float, dtype: 
 
 
 def assert_within(got: Tensor, exact: Tensor, error: Tensor | float, dtype: torch.dtype) -> None:
-    """Finite, of this dtype, and within `error` of the exact value before it was rounded to that."""
+    """Assert that the tensor is finite, of this dtype, and within `error` of the exact value before rounding to that
+    dtype."""
     assert (got.dtype, got.shape) == (dtype, exact.shape)
     assert got.isfinite().all()
     over = (got.cpu().double() - exact).abs() - rounded(exact, error, dtype)

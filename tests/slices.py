@@ -1,4 +1,4 @@
-"""Of many cases alike, a few for a person and the rest for machines."""
+"""Split many similar cases: a few run for a person and the rest for machines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def one_in(every: int, cases: Iterable[Any]) -> list[Any]:
-    """For `pytest.mark.parametrize`: all cases, of which the first of each `every` runs in `make test` too."""
+    """Return all cases for `pytest.mark.parametrize`, of which the first of each `every` runs in `make test` too."""
     marked = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)

@@ -1,4 +1,4 @@
-"""What the pages say is on docs/claims.md, in their words, with a test or a results file that is there."""
+"""Every claim of a page is on docs/claims.md, in the page's words, with a test or a results file that exists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ ROOT = Path(__file__).parent.parent
 
 
 def words(text: str) -> str:
-    """Without line breaks, and without the marks of a table or of emphasis that differ between pages."""
+    """Return the text without line breaks, and without the marks of a table or of emphasis that differ between
+    pages."""
     return " ".join(re.sub(r"\*\*|^\s*(?:[-*]|\d+\.)\s", "", text, flags=re.MULTILINE).split())
 
 
@@ -32,12 +33,12 @@ def test_a_claim_is_made_there_and_held(where: str, says: str, held_by: str) -> 
     assert words(says) in words(page(where)), f"{where} does not say this"
     proofs = re.findall(r"`([^`]+)`", held_by)
     assert proofs
-    for proof in proofs:  # that a test which a page names is there, tests/test_docs.py checks
+    for proof in proofs:  # tests/test_docs.py checks that the tests which a page names exist
         assert "::" in proof or (proof.startswith("benchmarks/results/") and (ROOT / proof).is_file()), proof
 
 
 def test_every_row_and_every_point_has_a_claim() -> None:
-    """A page says nothing in the places where it promises most that is not on the list."""
+    """Where a page promises most, it says nothing that is not on the list."""
     readme, security = page("README.md"), page("SECURITY.md")
     today = readme[readme.index("## What works today") : readme.index("\nNot yet")]
     promised = security[security.index("What follows from it") : security.index("Authentication is")]

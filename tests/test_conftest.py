@@ -68,7 +68,7 @@ def test_what_no_time_was_left_for_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_every_test_gets_its_turn_soon(share: float) -> None:
-    """Where there is time for `share` of the tests, so few turns in a row run them all, whichever comes first."""
+    """Where there is time for `share` of the tests, that many turns in a row run them all, whichever comes first."""
     tests = list(range(500))
     turns = round(3 / share)
     for first in range(40):

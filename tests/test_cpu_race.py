@@ -1,4 +1,4 @@
-"""The arithmetic of the CPU race: which way a ratio points, what the traffic is, how latencies are read off it."""
+"""The arithmetic of the CPU race: the direction of a ratio, the traffic, and how latencies are read off it."""
 
 import sys
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def test_the_traffic_is_the_same_each_time_and_at_any_rate_within_its_bounds():
 
 
 class Script(common.Timeline):
-    """Time that passes by a second per step of the server."""
+    """A clock that advances by a second per step of the server."""
 
     now_s = 0.0
 
@@ -79,7 +79,7 @@ class Script(common.Timeline):
 
 
 class OneEach:
-    """Gives every request it holds a token per step."""
+    """A server that gives every request it holds a token per step."""
 
     def __init__(self, timeline: Script) -> None:
         self.timeline = timeline

@@ -1,4 +1,4 @@
-"""What the docs name exists, and the numbers they give are those of the code."""
+"""Everything that the docs name exists, and the numbers they give are those of the code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_test_that_is_named_exists(name: str) -> None:
 def test_a_number_is_that_of_the_code(module: str, name: str, value: str) -> None:
     found = importlib.import_module(f"pdinfer.{module}")
     for part in name.split("."):
-        found = getattr(found() if isinstance(found, type) else found, part)  # of a class, the default
+        found = getattr(found() if isinstance(found, type) else found, part)  # for a class, the default
     assert found == float(value)
 
 
@@ -48,7 +48,7 @@ def test_the_times_of_a_connection_are_those_of_the_code() -> None:
 
 
 def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> None:
-    frames = set(re.findall(r"^\| `(\w+)` \| (?:both|who|a writer|decode)", PROTOCOL, re.MULTILINE))
+    frames = set(re.findall(r"^\| `(\w+)` \| (?:both|the|a writer|decode)", PROTOCOL, re.MULTILINE))
     assert frames == {kind.__struct_config__.tag for kind in Message.__args__}
     pages = PROTOCOL[PROTOCOL.index("### A page") : PROTOCOL.index("## A link")]
     assert set(re.findall(r"^\| ([A-Z]+) \|", pages, re.MULTILINE)) == {state.name for state in PageState}

@@ -13,7 +13,7 @@ import pytest
 from tests.backends import ROOT, child_environment, need_mooncake
 
 QUICK = ("README.md", "02_two_processes.py")
-"""What runs for a person too; each of the others is a process of seconds."""
+"""The examples that run for a person too; each of the others is a process of seconds."""
 
 
 def _case(name: str, *values: object, id: str) -> Any:  # noqa: A002 - as pytest calls it
@@ -64,7 +64,7 @@ def test_there_are_snippets() -> None:
 def test_snippet_runs(text: str, tmp_path: Path) -> None:
     if "MooncakeTransport(" in text:
         need_mooncake()
-    snippet = tmp_path / "snippet.py"  # a file, so that it may start processes of its own
+    snippet = tmp_path / "snippet.py"  # a file, so that the snippet may start processes of its own
     snippet.write_text(text)
     assert _run(str(snippet))
 

@@ -1,4 +1,4 @@
-"""What is planted is still true: each bug's text is in its file once, and its tests are where it says."""
+"""Planted bugs are up to date: each bug's text is in its file once, and its tests exist."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ def test_its_tests_are_there_and_not_left_out_of_make_test(named: str) -> None:
 
 
 def _is_assigned(node: ast.stmt, name: str) -> bool:
-    """Of hypothesis's state machines, `TestPool = Pool.TestCase`."""
+    """Return whether the name is assigned, as hypothesis's state machines are: `TestPool = Pool.TestCase`."""
     return isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name

@@ -1,4 +1,4 @@
-"""Hosts find the names they wrote against."""
+"""The public names that hosts use are unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The processes that stand for ranks in tests: worlds come and go, and what one breaks the next does not notice."""
+"""The processes that stand for ranks in tests: worlds come and go, and a job that breaks one does not affect the
+next."""
 
 from __future__ import annotations
 

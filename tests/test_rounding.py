@@ -1,4 +1,4 @@
-"""The bounds hold for float32 sums in any order, and for nothing that is wrong."""
+"""The bounds hold for float32 sums in any order, and exclude wrong results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ F32 = torch.float32
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """What float32 can say, as float64."""
+    """Draw values that float32 can represent, as float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def in_order(terms: Tensor) -> Tensor:
-    """One after the other, every sum rounded."""
+    """Sum one term after the other, every sum rounded."""
     total = torch.zeros_like(terms[..., 0])
     for term in terms.unbind(-1):
         total = total + term
@@ -35,7 +35,7 @@ def in_order(terms: Tensor) -> Tensor:
 
 
 def in_pairs(terms: Tensor) -> Tensor:
-    """As the dot products of bfloat16 pairs add up: 16 lanes, each two terms at a time."""
+    """Sum as the dot products of bfloat16 pairs do: 16 lanes, each two terms at a time."""
     lanes = terms.reshape(*terms.shape[:-1], -1, 16, 2)
     total = torch.zeros_like(lanes[..., 0, :, 0])
     for step in lanes.unbind(-3):

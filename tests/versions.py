@@ -1,4 +1,4 @@
-"""Which commit a result was made at."""
+"""The commit at which a result was made."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def git(*arguments: str) -> str:
-    """What git prints about this checkout, stripped."""
+    """Return what git prints about this checkout, stripped."""
     return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+changes" where files differ from it."""
+    """Return the commit of this checkout, with "+changes" where files differ from it."""
     return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")

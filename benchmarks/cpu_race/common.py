@@ -1,19 +1,19 @@
-"""What the runners of the CPU race share: cases, the prompt, clocks, sampling, the probe, one JSON line per case.
+"""The parts that all runners of the CPU race share: cases, prompt, clocks, sampling, probe, and one JSON line per case.
 
-A runner brings an `Engine`, and here it is measured. It runs in its own engine's environment, so this file needs torch
-and the standard library alone.
+A runner brings an `Engine`, and this file measures it. The file runs in the environment of the runner's engine, so it
+needs only torch and the standard library.
 
 Cases, as `kind:count@at`:
 
     prefill:512     one sequence of 512 tokens, empty cache, warm: prompt in, first token id out
-    decode:8@2048   8 sequences of different tokens that hold 2048 tokens each (512 unless told): one token each
+    decode:8@2048   8 sequences of different tokens that hold 2048 tokens each (512 by default): one token each
     split:512       a prompt of 512 tokens to its first token id, through two processes and through one
     memory:8        a prefill of 512 tokens and a few steps of 8 sequences, in a process of its own: its peak
     mixed:64        64 requests, all at once; mixed:64@0.5: at a Poisson rate of 0.5 per second
 
-Clocks, from the environment: BENCH_CLOCK=cpu counts CPU seconds of the calling thread, so waiting for a core does not
-count; it is right only where that thread does all the work (OMP_NUM_THREADS=1), which `process_s` shows. `wall` counts
-what passes, and keeps the samples in which the scheduler held the process up for less than 2 % of it: `clean`.
+The environment sets the clock. BENCH_CLOCK=cpu counts CPU seconds of the calling thread, so waiting for a core does not
+count. It is right only where that thread does all the work (OMP_NUM_THREADS=1), which `process_s` shows. `wall` counts
+elapsed time, and keeps the samples in which the scheduler held the process up for less than 2 % of it (`clean`).
 """
 
 import argparse
@@ -33,9 +33,9 @@ from typing import NamedTuple, Protocol
 
 CLOCK = os.environ.get("BENCH_CLOCK", "wall")
 CLEAN = 0.02
-"""The share of a sample that a process may have waited for a core."""
+"""The largest share of a sample that a clean process may have waited for a core."""
 MOST_STEPS = 240
-"""Decode steps of a case at most, and so the room behind the context that an engine must have."""
+"""The most decode steps of a case, and so the free space behind the context that an engine must have."""
 CONTEXT = 512
 CHECK_TOKENS = 64
 MIXED_SEED = 5
@@ -45,7 +45,7 @@ MIXED_OUTPUTS = (8, 256)
 
 @dataclass(frozen=True)
 class Case:
-    """One case; see the top of this file."""
+    """One case, as the top of this file describes it."""
 
     kind: str
     count: int
@@ -53,7 +53,7 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        """From `kind:count@at`; SystemExit for what is none."""
+        """Parse `kind:count@at`; raise SystemExit for anything else."""
         head, _, at = text.partition("@")
         kind, _, count = head.partition(":")
         if kind not in ("prefill", "decode", "memory", "mixed", "split") or not count.isdigit():
@@ -62,7 +62,7 @@ class Case:
 
     @property
     def context(self) -> int:
-        """Tokens that each sequence of a decode case holds."""
+        """The number of tokens that each sequence of a decode case holds."""
         return int(self.at)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Case:
 
 
 class Order(NamedTuple):
-    """One request of the mixed traffic, and when it comes."""
+    """One request of the mixed traffic, with its arrival time."""
 
     prompt: list[int]
     num_new_tokens: int
@@ -79,7 +79,7 @@ class Order(NamedTuple):
 
 
 class Best(NamedTuple):
-    """The five best tokens behind a prompt, and what they score: "logits" or "logprobs"."""
+    """The five best tokens behind a prompt, and their scores: "logits" or "logprobs"."""
 
     tokens: list[int]
     scores: list[float]
@@ -87,36 +87,36 @@ class Best(NamedTuple):
 
 
 class Engine(Protocol):
-    """What a runner brings. `tag` goes into each of its lines."""
+    """The engine of a runner. `tag` goes into each of its lines."""
 
     tag: dict[str, object]
     vocab_size: int
 
     def prefill(self, count: int) -> AbstractContextManager[Callable[[], None]]:
-        """A function that runs a prompt of `count` tokens through an empty cache, to its first token id."""
+        """Return a function that runs a prompt of `count` tokens through an empty cache, to its first token id."""
 
     def decode(self, batch: int, context: int) -> AbstractContextManager[Callable[[], None]]:
-        """A function that runs one step of `batch` sequences which hold `context` tokens."""
+        """Return a function that runs one step of `batch` sequences which hold `context` tokens."""
 
     def notes(self) -> dict[str, object]:
-        """What else there is to say of the decode case that was just run."""
+        """Return further figures of the decode case that was just run."""
 
     def best(self, count: int) -> Best:
-        """The five best tokens behind a prompt of `count`."""
+        """Return the five best tokens behind a prompt of `count` tokens."""
 
 
 class Server(Protocol):
-    """What an engine with a scheduler of its own brings for the mixed traffic."""
+    """A server with a scheduler of its own, for the mixed traffic."""
 
     def submit(self, index: int, order: Order) -> None:
-        """Takes a request."""
+        """Take a request."""
 
     def step(self) -> Iterable[int]:
-        """Does one step; the index of a request for each token that came."""
+        """Do one step; return the index of a request for each token that came."""
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """The flags that all runners take."""
+    """Return a parser with the flags that all runners take."""
     found = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("model", type=Path)
     found.add_argument("--cases", default="prefill:512,decode:1,decode:8")
@@ -134,7 +134,7 @@ def cases_of(arguments: argparse.Namespace) -> list[Case]:
 
 
 def prompt_ids(count: int, vocab_size: int, sequence: int = 0) -> list[int]:
-    """The same tokens for every engine: a linear congruential generator, seeded by the sequence alone."""
+    """Return the same tokens for every engine, from a linear congruential generator seeded by the sequence alone."""
     state, found = (sequence * 2654435761 + 12345) & 0xFFFFFFFF, []
     for _ in range(count):
         state = (1664525 * state + 1013904223) & 0xFFFFFFFF
@@ -146,7 +146,8 @@ def prompt_ids(count: int, vocab_size: int, sequence: int = 0) -> list[int]:
 
 
 class Samples(NamedTuple):
-    """Seconds of each sample that counts, how many were clean of how many, and CPU seconds of the whole process."""
+    """The seconds of each sample that counts, how many samples were clean of how many, and the CPU seconds of the whole
+    process."""
 
     seconds: list[float]
     clean: tuple[int, int]
@@ -160,7 +161,7 @@ class Samples(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Four digits of the lowest, the median and the highest."""
+    """Return the lowest, the median and the highest value, to four digits."""
 
     def digits(value: float) -> float:
         return float(f"{value:.4g}")
@@ -169,12 +170,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def now() -> float:
-    """Seconds of the chosen clock."""
+    """Return the seconds of the chosen clock."""
     return time.thread_time() if CLOCK == "cpu" else time.perf_counter()
 
 
 def delay_s(pids: Iterable[int | str] = ("self",)) -> float:
-    """Seconds that the threads of these processes could have run and waited for a core: Linux's schedstat."""
+    """Return the seconds that the threads of these processes could have run but waited for a core, from Linux's
+    schedstat."""
     total = 0
     for pid in pids:
         for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
@@ -194,9 +196,10 @@ def sample(
     clock: Callable[[], float] = now,
     pids: Sequence[int | str] = ("self",),
 ) -> Samples:
-    """Calls `run` until `count` samples are good, all on the CPU clock and clean ones on the wall, or `max_s` is over.
+    """Call `run` until `count` samples are good, or until `max_s` is over.
 
-    Where too few are clean, the cleanest three stand in, and `clean` says so.
+    On the CPU clock all samples are good; on the wall clock, only clean ones. If too few are clean, the cleanest three
+    are used instead, and `clean` says so.
     """
     found: list[tuple[float, float]] = []
     process_s = time.process_time()
@@ -215,8 +218,8 @@ def sample(
 
 
 def probe() -> dict[str, float]:
-    """What the machine gives right now: GB/s of a sum over 256 MiB, GFLOP/s of a bfloat16 product."""
-    import torch  # here: it must not count in the memory of an engine that does without
+    """Return what the machine delivers right now: GB/s of a sum over 256 MiB, GFLOP/s of a bfloat16 product."""
+    import torch  # imported here, so that it does not count in the memory of an engine that needs no torch
 
     values = torch.ones(64 << 20)
     matrix = torch.randn(1024, 1024).to(torch.bfloat16)
@@ -237,7 +240,7 @@ def probe() -> dict[str, float]:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has held: its own, not what an ancestor held before it was started."""
+    """Return the most memory that this process has held, without what an ancestor held before the process started."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM"):
             return int(line.split()[1]) << 10
@@ -258,7 +261,7 @@ def sampled(case: Case, found: Samples, name: str) -> dict[str, object]:
 
 
 def measured(case: Case, engine: Engine, arguments: argparse.Namespace) -> dict[str, object]:
-    """What one case gives, of those that every engine runs."""
+    """Return the figures of one case of the kinds that every engine runs."""
     match case.kind:
         case "prefill":
             with engine.prefill(case.count) as run:
@@ -281,7 +284,7 @@ def measured(case: Case, engine: Engine, arguments: argparse.Namespace) -> dict[
 
 
 def traffic(case: Case, serve: Callable[[Sequence[Order]], Server], vocab_size: int) -> dict[str, object]:
-    """What the mixed traffic gives; four of its requests run before, so that the engine is warm."""
+    """Return the figures of the mixed traffic; four of its requests run before, so that the engine is warm."""
     orders = mixed_orders(case.count, vocab_size, case.at)
     server = serve(orders)
     play(server, mixed_orders(4, vocab_size, 0.0), Timeline())
@@ -294,7 +297,7 @@ def traffic(case: Case, serve: Callable[[Sequence[Order]], Server], vocab_size: 
 def run_cases(
     engine: Engine, arguments: argparse.Namespace, serve: Callable[[Sequence[Order]], Server] | None = None
 ) -> None:
-    """Measures an engine and prints a line per case, or its five best tokens when the flags say so. `serve` brings the
+    """Measure an engine and print a line per case, or its five best tokens when the flags say so. `serve` brings the
     scheduler of an engine that has one."""
     if arguments.check:
         best = engine.best(CHECK_TOKENS)
@@ -314,8 +317,8 @@ def run_cases(
 
 
 def mixed_orders(count: int, vocab_size: int, rate: float) -> list[Order]:
-    """Requests with lengths spread evenly over their logarithms, the same for every engine; at a rate of 0 all come at
-    once, otherwise the gaps are those of a Poisson process of `rate` requests per second."""
+    """Return requests with lengths spread evenly over their logarithms, the same for every engine. At a rate of 0 all
+    come at once; otherwise the gaps are those of a Poisson process of `rate` requests per second."""
     chance = random.Random(MIXED_SEED)
 
     def length(low: int, high: int) -> int:
@@ -331,8 +334,8 @@ def mixed_orders(count: int, vocab_size: int, rate: float) -> list[Order]:
 
 @dataclass
 class Timeline:
-    """Seconds since it was made, on the chosen clock, and a way to be at the next arrival: on the CPU clock, where
-    nobody computes, the time until then is skipped."""
+    """A clock that starts when it is made, and a way to advance to the next arrival. On the CPU clock, time in which
+    nobody computes is skipped."""
 
     skipped_s: float = 0.0
 
@@ -351,7 +354,8 @@ class Timeline:
 
 
 def play(server: Server, orders: Sequence[Order], timeline: Timeline) -> list[list[float]]:
-    """Sends the requests when they are due, steps the server until each has all its tokens; when each token came."""
+    """Send the requests when they are due and step the server until each has all its tokens; return when each token
+    came."""
     times: list[list[float]] = [[] for _ in orders]
     coming = deque(enumerate(orders))
     unfinished: set[int] = set()
@@ -373,13 +377,14 @@ def play(server: Server, orders: Sequence[Order], timeline: Timeline) -> list[li
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value that `percent` of all are at or below: of the values, none in between."""
+    """Return the value that `percent` of all values are at or below, without interpolation."""
     ranked = sorted(values)
     return ranked[max(0, math.ceil(percent / 100 * len(ranked)) - 1)]
 
 
 def latencies(orders: Sequence[Order], times: Sequence[Sequence[float]]) -> dict[str, object]:
-    """Total time, TTFT from arrival to the first token, ITL between the tokens of a request, over all of them."""
+    """Return the total time, the TTFT from arrival to the first token, and the ITL between the tokens of a request,
+    over all requests."""
     firsts = [found[0] - order.arrival_s for order, found in zip(orders, times, strict=True)]
     gaps = [after - before for found in times for before, after in itertools.pairwise(found)]
     total_s = max(found[-1] for found in times)

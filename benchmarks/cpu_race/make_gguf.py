@@ -1,8 +1,9 @@
-"""A checkpoint of make_model.py, without --fp8, as a GGUF of the architecture deepseek2: absorbed MLA, no tokenizer.
+"""Write a checkpoint of make_model.py (without --fp8) as a GGUF of the architecture deepseek2: absorbed MLA, no
+tokenizer.
 
     python benchmarks/cpu_race/make_gguf.py DIR OUT.gguf [--type bfloat16|float32]
 
-Runs where `gguf`, torch and safetensors are installed. Tensors are written one by one, so memory stays small.
+Run it where `gguf`, torch and safetensors are installed. Tensors are written one by one, so memory use stays small.
 """
 
 import argparse
@@ -33,7 +34,7 @@ NORM_NAMES = {
 
 
 class Entry(NamedTuple):
-    """One tensor of the GGUF; norms and the router are float32 in any type of file."""
+    """One tensor of the GGUF; norms and the router are float32 in a file of any type."""
 
     name: str
     read: Callable[[], torch.Tensor]
@@ -60,7 +61,7 @@ class Checkpoint:
             return torch.stack([shard.get_tensor(name) for name in names])
 
     def kv_b(self, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per head what makes keys, transposed, and what makes values."""
+        """Split `kv_b` per head into the part that makes keys, transposed, and the part that makes values."""
         nope, v_dim = self.config["qk_nope_head_dim"], self.config["v_head_dim"]
         whole = self.get(f"{prefix}self_attn.kv_b_proj.weight")
         heads = whole.view(self.config["num_attention_heads"], nope + v_dim, self.config["kv_lora_rank"])
@@ -95,7 +96,7 @@ class Checkpoint:
 
 
 def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
-    """The metadata that llama.cpp reads for deepseek2."""
+    """Write the metadata that llama.cpp reads for deepseek2."""
     rope, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])

@@ -1,11 +1,11 @@
-"""A random checkpoint of a DeepSeek-V3 for the CPU race: original tensor names, safetensors shards, index, config.
+"""Make a random DeepSeek-V3 checkpoint for the CPU race: original tensor names, safetensors shards, index, config.
 
     python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--seed 0]
 
-`perf` has 1.27 B parameters, 296 M of them active per token, 2.54 GB in bfloat16, and the ratios of the real model;
-`tiny` 7 M, for a smoke test, with latents of the real size: vLLM takes no other. A tensor's values depend on the seed,
-its name and its shape alone. With --fp8 linear weights are e4m3 with a scale per 128 x 128 block, as released; the rest
-stays as it is.
+`perf` has 1.27 B parameters, 296 M of them active per token, 2.54 GB in bfloat16, and the ratios of the real model.
+`tiny` has 7 M, for a smoke test, with latents of the real size because vLLM accepts no other. A tensor's values depend
+only on the seed, its name and its shape. With --fp8 linear weights are e4m3 with a scale per 128 x 128 block, as
+released; all other tensors stay as they are.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def tensor(spec: Spec, seed: int) -> torch.Tensor:
 
 
 def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 values, and the inverse scale of each block."""
+    """Return e4m3 values, and the inverse scale of each block."""
     rows, columns = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -162,7 +162,7 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0) -> int:
-    """Writes the checkpoint, shard by shard; its bytes."""
+    """Write the checkpoint, shard by shard; return its bytes."""
     config = config_of(preset)
     if fp8:
         config["quantization_config"] = {
@@ -190,7 +190,7 @@ def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0) -> int
         num_bytes += sum(values.numel() * values.element_size() for values in found.values())
     index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "config.json").write_text(json.dumps(config, indent=1))  # last: a folder that has it is whole
+    (folder / "config.json").write_text(json.dumps(config, indent=1))  # written last: a folder that has it is complete
     return num_bytes
 
 

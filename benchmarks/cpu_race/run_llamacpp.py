@@ -1,10 +1,10 @@
-"""The CPU race: llama.cpp through the C bindings of llama-cpp-python. One JSON line per case; see common.py.
+"""Run the CPU race with llama.cpp, through the C bindings of llama-cpp-python. One JSON line per case; see common.py.
 
     python benchmarks/cpu_race/run_llamacpp.py MODEL.gguf [--cases prefill:512,decode:8] [--ubatch 512]
 
-Prefill: `llama_decode` of a prompt in batches of 2048, logits of the last token. Decode: the context is run once and
-copied to every sequence with streams of their own (`kv_unified` off; otherwise all would read one), then fed different
-tokens. The type of the file is the dtype: see make_gguf.py.
+Prefill: `llama_decode` of a prompt in batches of 2048, with the logits of the last token. Decode: the context is run
+once and copied to every sequence with a stream of its own (`kv_unified` off; otherwise all sequences would read one
+copy), then fed different tokens. The type of the file is the dtype (see make_gguf.py).
 """
 
 import ctypes

@@ -1,11 +1,11 @@
-"""The CPU race: pdinfer, as a host that embeds it would run it. One JSON line per case; see common.py.
+"""Run the CPU race with pdinfer, as a host that embeds it would. One JSON line per case; see common.py.
 
     python benchmarks/cpu_race/run_pdinfer.py DIR [--cases prefill:512,decode:8,mixed:64] [--check]
 
 Prefill: one request of one token through `Pairing.local`, from `submit` to its event. Decode: `DecodeEngine.step` with
-the batch running; its sequences were granted and handed off as always, but nobody computed their context: the pool is
-filled with random latents instead. `host_us` is the time of such a step outside the model, its head and sampling,
-`engine_us` that outside the runner. Mixed: all requests through one `Pairing.local`. No case reuses a prefix.
+the batch running. Its sequences were granted and handed off as always, but their context was not computed: the pool is
+filled with random latents instead. `host_us` is the time of such a step outside the model, its head and sampling;
+`engine_us` is the time outside the runner. Mixed: all requests through one `Pairing.local`. No case reuses a prefix.
 """
 
 import statistics
@@ -25,18 +25,18 @@ from pdinfer.layers import RMSNorm
 from pdinfer.types import Granted, Handoff, HandoffStatus
 
 KV_BYTES = 2 << 30
-"""The pool of the mixed traffic."""
+"""The size of the pool for the mixed traffic."""
 
 
 class Stopwatch:
-    """Seconds in the model and the sampling ops, and in the runner around them."""
+    """The seconds spent in the model and the sampling ops, and in the runner around them."""
 
     def __init__(self) -> None:
         self.compute_s = self.runner_s = 0.0
         self.computes = False
 
     def computing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, on the watch; what it calls is not counted twice."""
+        """Return the function with its time measured; nested calls are not counted twice."""
 
         def timed(*arguments: Any) -> Any:
             if self.computes:
@@ -55,7 +55,7 @@ STOPWATCH = Stopwatch()
 
 
 class TimedRunner(ModelRunner):
-    """A runner on the stopwatch."""
+    """A runner with its time measured."""
 
     def decode(self, *arguments: Any) -> Any:
         started = now()
@@ -65,14 +65,14 @@ class TimedRunner(ModelRunner):
 
 
 class TimedDecode(pd.DecodeEngine):
-    """A decode engine whose runner is on the stopwatch."""
+    """A decode engine whose runner's time is measured."""
 
     def make_runner(self, model: pd.Model, memory: Memory) -> Runner:
         return TimedRunner(model, memory)
 
 
 def watch_compute() -> None:
-    """Puts the model and the sampling ops on the stopwatch."""
+    """Measure the time of the model and the sampling ops."""
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
@@ -134,14 +134,14 @@ class PDInfer:
             yield step
 
     def fill(self, pool: pd.PagePool) -> None:
-        """Random latents in all pages, of the size that normed ones have."""
+        """Fill all pages with random latents, of the magnitude that normed latents have."""
         assert isinstance(pool.memory, PageMemory)
         torch.manual_seed(1)
         for pages in KVView.of(pool.memory).latents.values():
             pages.normal_()
 
     def hand_off(self, channel: pd.KVChannel, decode: pd.DecodeEngine, batch: int, context: int) -> None:
-        """Plays the prefill for requests of `context` tokens: their first tokens differ, their KV is there."""
+        """Play the prefill for requests of `context` tokens: their first tokens differ, their KV is there."""
         firsts = {}
         for index in range(batch):
             prompt = tuple(prompt_ids(context, self.vocab_size, index + 7))
@@ -177,7 +177,7 @@ class PDInfer:
 
 
 class MixedServer:
-    """The mixed traffic through a Pairing, its engines with settings as they are without being set."""
+    """The mixed traffic through a Pairing, its engines with default settings."""
 
     def __init__(self, pairing: pd.Pairing) -> None:
         self.pairing = pairing

@@ -1,10 +1,10 @@
-"""The CPU race: a prompt to its first token through prefill and decode in two processes over shared memory, and through
-one process, in turns. A JSON line for each of the two; see common.py.
+"""Run a prompt to its first token through prefill and decode in two processes over shared memory, and through one
+process, in turns. This is part of the CPU race. One JSON line for each of the two; see common.py.
 
     python benchmarks/cpu_race/run_split.py DIR [--cases split:512] [--reps 3]
 
-On the CPU clock this counts the CPU seconds of all processes that take part, whichever of their threads spends them,
-from `Pairing.submit` to the event.
+On the CPU clock this counts the CPU seconds of all participating processes, in all their threads, from `Pairing.submit`
+to the event.
 """
 
 import multiprocessing
@@ -20,11 +20,11 @@ from common import CLOCK, Samples, cases_of, emit, parser, probe, prompt_ids, sa
 import pdinfer as pd
 
 CPUCLOCK_SCHED = 2
-"""The clock of Linux that counts what a process has run, in nanoseconds; see clock_getcpuclockid."""
+"""The id of the Linux clock that counts how long a process has run, in nanoseconds; see clock_getcpuclockid."""
 
 
 def host(role: str, folder: Path, dtype: str, threads: int, cache: pd.CacheConfig, connection: Connection) -> None:
-    """What each of the two processes runs."""
+    """Run one of the two processes."""
     torch.set_num_threads(threads)
     model = pd.load_model(folder, dtype=getattr(torch, dtype))
     channel = pd.KVChannel(pd.PagePool(model, cache), pd.kv.same_host_transport())
@@ -33,7 +33,7 @@ def host(role: str, folder: Path, dtype: str, threads: int, cache: pd.CacheConfi
 
 
 def clock_of(pids: Sequence[int]) -> Callable[[], float]:
-    """Seconds of the chosen clock, for a case in which these processes take part."""
+    """Return the seconds of the chosen clock, for a case in which these processes take part."""
 
     def process_s(pid: int) -> float:
         return time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)

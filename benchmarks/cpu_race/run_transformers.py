@@ -1,11 +1,11 @@
-"""The CPU race: transformers' DeepseekV3ForCausalLM, with the settings found fastest. One JSON line per case; see
-common.py.
+"""Run the CPU race with transformers' DeepseekV3ForCausalLM, with the fastest settings that were found. One JSON line
+per case; see common.py.
 
     python benchmarks/cpu_race/run_transformers.py DIR [--cases prefill:512,decode:8] [--attn eager]
 
-Prefill: one forward, logits of the last token alone. Decode: one forward of one token per sequence, over a cache that
-was filled with random latents. `--experts batched_mm` is not offered: it copies the weights of every (token, expert)
-pair, 13 GB for 512 tokens.
+Prefill: one forward, with the logits of the last token alone. Decode: one forward of one token per sequence, over a
+cache that was filled with random latents. `--experts batched_mm` is not offered: it copies the weights of every (token,
+expert) pair, 13 GB for 512 tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Transformers:
 
     @torch.inference_mode()
     def forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """[B, n] tokens behind what the cache holds to the last one's logits, [B, vocab]."""
+        """Run tokens [B, n] behind the cached ones; return the logits of the last one, [B, vocab]."""
         found: torch.Tensor = self.model(
             input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
         ).logits[:, -1]
@@ -65,7 +65,7 @@ class Transformers:
         yield step
 
     def filled(self, batch: int, context: int) -> DynamicCache:
-        """A cache with random latents of `context` tokens."""
+        """Make a cache with random latents of `context` tokens."""
         config = self.model.config
         cache = DynamicCache(config=config)
         torch.manual_seed(1)

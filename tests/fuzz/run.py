@@ -1,9 +1,9 @@
-"""Coverage-guided fuzzing of the parsers, with atheris (`pip install atheris`).
+"""Fuzz the parsers, guided by coverage, with atheris (`pip install atheris`).
 
-    python -m tests.fuzz.run config --seconds 600        one of them
-    python -m tests.fuzz.run --seconds 600               all of them, one after the other
+    python -m tests.fuzz.run config --seconds 600        one parser
+    python -m tests.fuzz.run --seconds 600               all parsers, one after the other
 
-Prints one JSON line per target; an input that does anything but return or raise a PDInferError is written beside the
+Prints one JSON line per target. An input that does anything but return or raise a PDInferError is written beside the
 corpus and ends the run with status 1.
 """
 
@@ -22,15 +22,15 @@ NAMES = (
 )
 MAX_INPUT_BYTES = 8192
 MAX_GROWTH_BYTES = 64 << 20
-"""By how much the process may grow, whatever the next LOOK_INPUTS inputs of MAX_INPUT_BYTES say: it gets no more, and
-the MemoryError is a finding."""
+"""How much the process may grow during LOOK_INPUTS inputs of MAX_INPUT_BYTES. It gets no more, and the MemoryError is a
+finding."""
 LOOK_INPUTS = 1000
 MAX_INPUT_S = 60
-"""For one input, on a machine that has other work to do."""
+"""Seconds for one input, on a machine that has other work to do."""
 
 
 def fuzz_one(name: str, corpus: Path, seconds: int) -> None:
-    """Runs in a process of its own: libFuzzer never returns."""
+    """Fuzz one target in a process of its own, because libFuzzer never returns."""
     import atheris
 
     with atheris.instrument_imports(include=["pdinfer"]):
@@ -61,7 +61,8 @@ def fuzz_one(name: str, corpus: Path, seconds: int) -> None:
 
 
 def limit_growth() -> None:
-    """LibFuzzer's own limit of one allocation needs a sanitizer, which Python is not built with."""
+    """Limit the memory here: libFuzzer's own limit of one allocation needs a sanitizer, which Python is not built
+    with."""
     pages = int(Path("/proc/self/statm").read_text().split()[5])
     limit = pages * resource.getpagesize() + MAX_GROWTH_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))

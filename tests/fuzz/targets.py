@@ -1,6 +1,7 @@
 """Every parser of bytes from a file or a peer, as a function that may only return or raise a PDInferError.
 
-`run.py` throws coverage-guided input at them for as long as one likes; `test_fuzz.py` a few thousand mutated seeds.
+`run.py` feeds them coverage-guided input for as long as you like; `test_fuzz.py` feeds them a few thousand mutated
+seeds.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
 @attrs.frozen
 class Target:
-    """A parser, valid inputs to start from, and what an input may cost beside twice its length."""
+    """A parser, valid inputs to start from, and the bytes that an input may cost beyond twice its length."""
 
     run: Callable[[bytes], object]
     seeds: tuple[bytes, ...]
@@ -44,7 +45,7 @@ class Target:
 
 
 def frame(data: bytes) -> None:
-    """A control frame of the channel, and what its fields are asked for."""
+    """Parse a control frame of the channel, and read its fields as the channel does."""
     message = wire.decode(data)
     if isinstance(message, wire.Hello | wire.Welcome):
         layout = message.layout
@@ -164,7 +165,7 @@ def _frame(body: bytes) -> bytes:
 
 
 def _stream_seeds() -> tuple[bytes, ...]:
-    """See `ends.stream` for the first byte."""
+    """Return seeds; see `ends.stream` for the first byte."""
 
     def write(frame: bytes, payload: bytes, *, digest: bool = True) -> bytes:
         head = Header(MessageKind.WRITE, len(frame), len(payload), digest).packed() + frame + payload
@@ -182,7 +183,7 @@ def _stream_seeds() -> tuple[bytes, ...]:
 
 
 def _mapped_seeds() -> tuple[bytes, ...]:
-    """See `ends.mapped` for the first two bytes."""
+    """Return seeds; see `ends.mapped` for the first two bytes."""
     source = ends.source_bytes()
     share = Header(MessageKind.SHARE, COUNT.size).packed() + COUNT.pack(len(source))
     copied = Header(MessageKind.COPIED, COUNT.size).packed() + COUNT.pack(150)
@@ -214,7 +215,7 @@ def _mapped_seeds() -> tuple[bytes, ...]:
 
 
 def _ring_seeds() -> tuple[bytes, ...]:
-    """See `ends.ring` for what they are made of."""
+    """Return seeds; see `ends.ring` for their format."""
 
     def said(kind: int, body: bytes = b"\0") -> bytes:
         return len(body).to_bytes(2, "little") + bytes((kind,)) + body
@@ -242,7 +243,7 @@ def _ring_seeds() -> tuple[bytes, ...]:
 
 @cache
 def targets() -> dict[str, Target]:
-    """All of them by name."""
+    """Return all targets by name."""
     commands, reports = _message_seeds()
     frames = _wire_seeds()
     talk = b"".join(len(one).to_bytes(2, "little") + b"\0" + one for one in frames)
@@ -266,7 +267,7 @@ def targets() -> dict[str, Target]:
 
 
 def survives(target: Target, data: bytes) -> None:
-    """Runs a parser; whatever it raises but a PDInferError comes out."""
+    """Run a parser; let every exception except a PDInferError out."""
     try:
         target.run(data)
     except PDInferError:

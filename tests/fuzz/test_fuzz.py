@@ -17,7 +17,7 @@ HERE = tuple(name for name in NAMES if CAN_SHARE or name != "mapped")
 
 
 def mutated(data: bytes, chance: random.Random) -> bytes:
-    """`data` with a few flips, cuts, repeats and borrowed lengths."""
+    """Return `data` with a few flips, cuts, repeats and borrowed lengths."""
     changed = bytearray(data)
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(changed) + 1)

@@ -1,4 +1,4 @@
-"""`python -m tests.golden`: see `files`."""
+"""Run `python -m tests.golden`: see `files`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The committed bytes: one file per protocol and version, which never changes once it is there.
+"""The committed bytes: one file per protocol and version, which never changes once it exists.
 
-python -m tests.golden        writes the files that are missing: those of a new version
+python -m tests.golden        writes the missing files, which are those of a new version
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEY = bytes(range(32))
 
 
 def current() -> dict[str, dict[str, object]]:
-    """By file name, what the sources make of every sample now."""
+    """Return, by file name, what the sources make of every sample now."""
     files: dict[str, dict[str, object]] = {
         f"{protocol.name}-{protocol.version}.json": dict(protocol.encoded()) for protocol in samples.protocols()
     }
@@ -27,13 +27,13 @@ def current() -> dict[str, dict[str, object]]:
 
 
 def committed(name: str) -> dict[str, object] | None:
-    """What the file of that name holds; None when there is none."""
+    """Return what the file of that name holds, or None when there is none."""
     path = FOLDER / name
     return json.loads(path.read_text("utf-8")) if path.exists() else None
 
 
 def problem(name: str, now: dict[str, object]) -> str | None:
-    """What is wrong with the file of that name, and what to do; None when the sources make the same bytes."""
+    """Return what is wrong with the file of that name, and what to do; None when the sources make the same bytes."""
     golden = committed(name)
     if golden is None:
         return f"tests/golden/{name} is missing: write it with `python -m tests.golden` and commit it"
@@ -49,7 +49,7 @@ def problem(name: str, now: dict[str, object]) -> str | None:
 
 
 def write_missing() -> list[str]:
-    """Writes the files of versions that have none, and says what is wrong with the others."""
+    """Write the files of versions that have none, and say what is wrong with the others."""
     problems = []
     for name, now in current().items():
         if committed(name) is None:

@@ -1,4 +1,4 @@
-"""One value of every message that leaves a process, and the functions that make it bytes and read it again."""
+"""One value of every message that leaves a process, and the functions that encode it to bytes and decode it again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from pdinfer.types import (
 
 @attrs.frozen
 class Protocol:
-    """A set of messages that change together. `constant` is where its version stands."""
+    """A set of messages that change together. `constant` names the constant that holds its version."""
 
     name: str
     constant: str
@@ -47,7 +47,7 @@ class Protocol:
     decode: Callable[[bytes], Any]
 
     def encoded(self) -> dict[str, str]:
-        """Hexadecimal bytes of every sample by name."""
+        """Return the hexadecimal bytes of every sample by name."""
         return {name: self.encode(sample).hex() for name, sample in self.samples.items()}
 
 
@@ -283,7 +283,7 @@ def _decode_session(data: bytes) -> messages.Command | messages.Report:
 
 
 def protocols() -> tuple[Protocol, ...]:
-    """All of them."""
+    """Return all protocols."""
     version = f"{wire.MAJOR}.{wire.MINOR}"
     return (
         Protocol("channel", "kv.wire.MINOR (or MAJOR)", version, CHANNEL, wire.encode, wire.decode),

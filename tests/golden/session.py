@@ -1,4 +1,5 @@
-"""A small hand-off whose every byte is known: two ends with fixed random bytes, a clock that stands still, one key."""
+"""A small hand-off in which every byte is known: two ends with fixed random bytes, a clock that stands still, one
+key."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TOKENS = range(4, 7)
 
 
 class _Recorded(LoopbackTransport):
-    """Notes what a socket would carry for each message, in order."""
+    """A link that records what a socket would carry for each message, in order."""
 
     def __init__(self, hub: LoopbackHub) -> None:
         super().__init__(hub)
@@ -55,13 +56,14 @@ class _Recorded(LoopbackTransport):
 
 
 def _counting(first: int) -> Callable[[int], bytes]:
-    """Random bytes that are not: each call gives another byte, over and over."""
+    """Return a predictable source of random bytes: each call gives the next byte value, repeated."""
     calls = iter(range(first, 256))
     return lambda count: bytes([next(calls)]) * count
 
 
 def record(key: bytes | None) -> dict[str, list[str]]:
-    """What each end says, in hexadecimal: both handshakes, a beat each, a room that lands and one that is aborted."""
+    """Return what each end sends, in hexadecimal: both handshakes, a beat each, a room that lands and one that is
+    aborted."""
     hub = LoopbackHub()
     transports = _Recorded(hub), _Recorded(hub)
     prefill, decode = (

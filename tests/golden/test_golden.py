@@ -1,4 +1,5 @@
-"""The bytes of every message are those that were committed for its version; whoever changes them is told what to do."""
+"""The bytes of every message are those that were committed for its version; a failure says what to do about a
+change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read of a checkpoint, and what is refused."""
+"""Bugs in what is read from a checkpoint, and in what is refused."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from tests.planted.mutant import Mutant
 
 MUTANTS = [
     Mutant(
-        "a config field that nobody knows is skipped",
+        "an unknown config field is skipped",
         "src/pdinfer/config/fields.py",
         "        if name not in off:\n            yield",
         "        if name in off:\n            yield",
         "tests/unit/config/test_fields.py::test_fields_of_relatives_are_refused_by_name",
     ),
     Mutant(
-        "a field with another value than off is skipped",
+        "a field whose value is not the OFF value is skipped",
         "src/pdinfer/config/fields.py",
         "elif value != off[name]:",
         "elif value == () and value != off[name]:",
@@ -69,7 +69,7 @@ MUTANTS = [
         "tests/unit/config/test_families.py::test_what_a_wrapper_may_not_say",
     ),
     Mutant(
-        "the tie inside of a text_config counts",
+        "the tied head inside a text_config counts",
         "src/pdinfer/config/hf.py",
         "        if outer is None:\n            continue\n",
         "        if outer is None or inner is not None:\n            continue\n",
@@ -104,7 +104,7 @@ MUTANTS = [
         "tests/unit/config/test_fields.py::test_absent_is_what_the_makers_class_says_and_null_is_none",
     ),
     Mutant(
-        "the head of a silent Youtu is its own",
+        "a Youtu config that does not mention tying has a head of its own",
         "src/pdinfer/config/families.py",
         'MappingProxyType({"tie_word_embeddings": True})',
         'MappingProxyType({"tie_word_embeddings": False})',
@@ -160,21 +160,21 @@ MUTANTS = [
         "tests/unit/model/test_unread.py::test_an_added_tensor_is_refused_by_name",
     ),
     Mutant(
-        "experts of other ranks are strangers",
+        "experts of other ranks are unknown tensors",
         "src/pdinfer/model/unread.py",
         "if elsewhere or name in read:",
         "if name in read:",
         "tests/unit/model/test_unread.py::test_experts_of_other_ranks_are_known",
     ),
     Mutant(
-        "whatever is of an expert is known",
+        "every tensor of an expert counts as known",
         "src/pdinfer/model/unread.py",
         "and _kind(name) in kinds\n",
         "and kinds\n",
         "tests/unit/model/test_unread.py::test_an_added_tensor_is_refused_by_name",
     ),
     Mutant(
-        "an MTP layer that was asked for may have anything",
+        "an MTP layer that was asked for may hold any tensor",
         "src/pdinfer/model/unread.py",
         "    if mtp and layer == first:",
         "    if mtp and layer < first:",
@@ -202,7 +202,7 @@ MUTANTS = [
         "tests/unit/model/test_unread.py::test_an_added_tensor_is_refused_by_name",
     ),
     Mutant(
-        "indexers of layers that choose may have anything",
+        "tensors of an indexer that chooses need no reading",
         "src/pdinfer/model/unread.py",
         "and not config.has_indexer(layer)",
         "",
@@ -223,7 +223,7 @@ MUTANTS = [
         "tests/unit/config/test_families.py::test_kimi_names_with_every_prefix",
     ),
     Mutant(
-        "of a tensor under two prefixes one wins",
+        "when a tensor has two prefixes, one silently wins",
         "src/pdinfer/checkpoint/reader.py",
         "    if len(short) < len(infos):",
         "    if len(short) > len(infos):",
@@ -244,7 +244,7 @@ MUTANTS = [
         "tests/unit/config/test_fields.py::test_a_model_without_experts_has_none_in_its_mtp_layer",
     ),
     Mutant(
-        "layers of any kind are of a sparse model",
+        "layers of any kind are accepted in a sparse model",
         "src/pdinfer/config/hf.py",
         "else SPARSE_LAYERS\n",
         "else (*SPARSE_LAYERS, *DENSE_LAYERS)\n",
@@ -265,7 +265,7 @@ MUTANTS = [
         "tests/unit/config/test_fields.py::test_a_dense_model_has_no_experts",
     ),
     Mutant(
-        "null in norm_topk_prob is what the family says",
+        "null in norm_topk_prob means the family's default",
         "src/pdinfer/config/hf.py",
         "values = {name: NONE[name] if value is None",
         "values = {name: absent[name] if value is None",

@@ -1,4 +1,4 @@
-"""Files nobody vouches for, what is compiled and kept, and pages that a peer wrote."""
+"""Bugs in untrusted files, in what is compiled and cached, and in pages that a peer wrote."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LIES = TRUST + "test_what_a_lying_prefill_wrote_is_found_by_no_request_of_anothe
 
 MUTANTS = [
     Mutant(
-        "whoever wrote a page, all find it",
+        "every request finds a page, whichever peer wrote it",
         "src/pdinfer/kv/pool.py",
         "own = self.layout, self._one_domain or not writers",
         "own = self.layout, True",
@@ -39,14 +39,14 @@ MUTANTS = [
         HUB + "test_blobs_that_are_a_link_are_not_the_caches_own",
     ),
     Mutant(
-        "any folder called snapshots is of a hub cache",
+        "any folder called snapshots belongs to a hub cache",
         "src/pdinfer/files.py",
         'if snapshots.name == "snapshots" and cache.name.startswith("models--"):',
         'if snapshots.name == "snapshots":',
         HUB + "test_what_only_looks_like_a_hub_cache_is_none",
     ),
     Mutant(
-        "a kept library is loaded as it lies",
+        "a cached library is loaded unchecked",
         "src/pdinfer/kernels/native/build.py",
         'return path.stem.rpartition("-")[2] == _digest(file.read())',
         "return True",

@@ -1,4 +1,4 @@
-"""What a host does by accident: forks, Ctrl-C."""
+"""Bugs in the handling of forks and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REBUILT = POOL + "test_accounts_are_made_anew_from_what_engines_hold"
 MUTANTS = [
     # -- forks
     Mutant(
-        "a forked child goes on with what is its parent's",
+        "a forked child uses objects of its parent",
         "src/pdinfer/process/forked.py",
         "[each for each in list(self.has) if each.is_shared_by_fork]",
         "[]",
@@ -104,7 +104,7 @@ MUTANTS = [
         INTERRUPTS + "test_requests_that_wait_in_the_queue_wait_on",
     ),
     Mutant(
-        "what is asked about a peer is done in any order",
+        "requests about a peer are handled in any order",
         "src/pdinfer/remote/served.py",
         "                before.join()\n",
         "                pass\n",

@@ -1,4 +1,4 @@
-"""Hosts and engines that pause, break off or hang."""
+"""Bugs with hosts and engines that pause, break off or hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MUTANTS = [
         _PAUSES + "test_a_served_engine_goes_on_while_its_client_is_silent",
     ),
     Mutant(
-        "what an ended session ran is not cancelled",
+        "the requests of an ended session are not cancelled",
         "src/pdinfer/remote/served.py",
         "                engine.cancel(request_id)\n        if self.session",
         "                pass\n        if self.session",
@@ -81,7 +81,7 @@ MUTANTS = [
         _HANGS,
     ),
     Mutant(
-        "the reason of a loss is told as it came",
+        "the reason of a loss is reported unescaped",
         "src/pdinfer/pairing/broker.py",
         "reason = escaped(str(error) or type(error).__name__)",
         "reason = str(error)",

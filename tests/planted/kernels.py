@@ -1,4 +1,4 @@
-"""Ops, their bounds, and what is not finite."""
+"""Bugs in ops, in their bounds, and with values that are not finite."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ MUTANTS = [
         f"{ROUTING}::test_equal_logits_are_equal_scores_wherever_they_stand",
     ),
     Mutant(
-        "ties of a router fall as topk likes",
+        "ties of a router depend on topk",
         R,
         "return values.sort(descending=True, stable=True).indices[:, :count]",
         "return values.topk(count, -1).indices",
@@ -238,7 +238,7 @@ MUTANTS = [
         f"{ATTENTION}::test_attention",
     ),
     Mutant(
-        "native prefill keeps what was weighed as it was when the maximum rises",
+        "native prefill does not rescale earlier sums when the maximum rises",
         C,
         "        *sum *= shrink;\n",
         "",
@@ -252,7 +252,7 @@ MUTANTS = [
         f"{OPS}::test_a_router_stays_float32",
     ),
     Mutant(
-        "+inf on a token that may not come ends nothing",
+        "+inf on a forbidden token does not end the request",
         "src/pdinfer/execution/sampling.py",
         "if not math.isfinite(normalizer):",
         "if normalizer != normalizer:",
@@ -280,7 +280,7 @@ MUTANTS = [
         "tests/e2e/test_not_finite.py::test_a_bad_page_that_was_cached_fails_one_request_and_is_forgotten",
     ),
     Mutant(
-        "what follows an error counts as accepted",
+        "drafts after an error count as accepted",
         "src/pdinfer/execution/runner.py",
         "drawn[right].error is None and ",
         "",
@@ -346,7 +346,7 @@ MUTANTS = [
         US,
     ),
     Mutant(
-        "ignore_eos is not asked",
+        "ignore_eos is not checked",
         S,
         "*(() if self.sampling.ignore_eos else self.eos_token_ids)",
         "*self.eos_token_ids",

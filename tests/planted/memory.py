@@ -1,4 +1,4 @@
-"""Memory, placements of experts, plans of clusters."""
+"""Bugs in memory, placements of experts, and plans of clusters."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ MUTANTS = [
         BALANCE + "test_what_is_no_load_is_refused",
     ),
     Mutant(
-        "nobody is told of experts that are twice on a rank",
+        "experts that are twice on a rank are not reported",
         "src/pdinfer/kernels/resolve.py",
         "[*lines, *resolved.weights, *remarks]",
         "[*lines, *resolved.weights]",
@@ -286,7 +286,7 @@ MUTANTS = [
         "            pass\n",
         CLUSTER + "test_steps_that_deep_ep_was_not_made_for_are_refused",
     ),
-    # -- of the same kinds, in the modules around
+    # -- more of the same kinds, in neighbouring modules
     Mutant(
         "holders do not share the sending",
         "src/pdinfer/moe/placement/difference.py",
@@ -323,7 +323,7 @@ MUTANTS = [
         "tests/unit/moe/test_deep_ep.py::test_options_reach_the_dispatcher",
     ),
     Mutant(
-        "twins are parted without a look at home",
+        "twins are replaced without preferring experts that are at home",
         "src/pdinfer/moe/balance/exchange.py",
         "np.where(homes.at_home(layer, rank), 1.0, 0.0) * load.sum() + load / counts",
         "load / counts",

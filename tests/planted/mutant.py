@@ -1,4 +1,4 @@
-"""What a planted bug is."""
+"""The form of a planted bug."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class Mutant(NamedTuple):
-    """`old`, which `path` has once, becomes `new`; the `tests`, pytest ids apart by spaces, must fail on it."""
+    """A bug: `old`, which `path` has once, becomes `new`; the `tests`, pytest ids separated by spaces, must fail on
+    it."""
 
     name: str
     path: str

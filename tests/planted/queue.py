@@ -10,14 +10,14 @@ JOINING = "tests/e2e/test_joining.py::"
 
 MUTANTS = [
     Mutant(
-        "the first who cannot go holds all",
+        "the first request that cannot go holds up all others",
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                return\n",
         QUEUE + "test_nobody_waits_behind_a_request_whose_only_decode_is_leaving",
     ),
     Mutant(
-        "who cannot go holds nobody, though it needs the same ports",
+        "a request that cannot go holds up none, though others need the same ports",
         "src/pdinfer/pairing/broker.py",
         "                held.append(fitting)\n",
         "                pass\n",
@@ -80,14 +80,14 @@ MUTANTS = [
         "tests/unit/pairing/test_queue.py::test_who_was_away_has_saved_up_nothing",
     ),
     Mutant(
-        "a stream goes on as often as it likes",
+        "a stream may go on elsewhere any number of times",
         "src/pdinfer/pairing/tracked_request.py",
         "return self.continued or not may_continue",
         "return not may_continue",
         MOVING + "test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not_suspect",
     ),
     Mutant(
-        "a stream goes on without its host's leave",
+        "a stream goes on elsewhere although the host forbids it",
         "src/pdinfer/pairing/tracked_request.py",
         "return self.continued or not may_continue",
         "return self.continued",
@@ -101,7 +101,7 @@ MUTANTS = [
         MOVING + "test_streams_go_on_as_if_nothing_had_happened",
     ),
     Mutant(
-        "a request that kills decodes has no end",
+        "a request that kills decodes is retried for ever",
         "src/pdinfer/pairing/tracked_request.py",
         "        self.num_decodes_lost += self.num_grants > 0\n",
         "",
@@ -115,21 +115,21 @@ MUTANTS = [
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
-        "any decode may speak of a request",
+        "events of any decode are accepted for a request",
         "src/pdinfer/pairing/broker.py",
         "if tracked is None or tracked.decode != decode:",
         "if tracked is None:",
         MOVING + "test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it",
     ),
     Mutant(
-        "who was cancelled moves",
+        "a cancelled request moves to another decode",
         "src/pdinfer/pairing/broker.py",
         "        if tracked.cancelled:\n            self.end(tracked, FinishReason.CANCELLED)\n        elif tracked.failure is not None or",
         "        if tracked.failure is not None or",
         MOVING + "test_a_request_that_nobody_wants_any_more_does_not_move",
     ),
     Mutant(
-        "connecting holds the steps up",
+        "connecting a port holds up the steps",
         "src/pdinfer/pairing/pairing.py",
         "            unlinked |= link(port, newcomers, timeout_s=self.config.connect_timeout_s)\n",
         "            with self._stepping:\n"
@@ -158,7 +158,7 @@ MUTANTS = [
         JOINING + "test_a_pair_that_cannot_be_linked_now_is_down_until_it_can",
     ),
     Mutant(
-        "who joined meanwhile is not met",
+        "a port that joined meanwhile is not linked",
         "src/pdinfer/pairing/pairing.py",
         "                if not newcomers:\n",
         "                if not newcomers or met:\n",

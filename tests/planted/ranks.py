@@ -1,4 +1,4 @@
-"""Ranks, drafts, steps, and what is recorded of experts."""
+"""Bugs in ranks, drafts, steps, and in what is recorded of experts."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_leader.py::test_pages_are_read_until_this_rank_has_sent_them",
     ),
     Mutant(
-        "stops are told again",
+        "stops are reported twice",
         "src/pdinfer/engine/ranks/leader.py",
         "stops, self._stops = self._stops, []",
         "stops = self._stops",
@@ -90,7 +90,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_leader.py::test_drafts_are_told_by_number_until_they_are_gone",
     ),
     Mutant(
-        "an idle rank runs though nobody does",
+        "an idle rank runs a step though no rank has work",
         "src/pdinfer/engine/ranks/leader.py",
         "if agreement is not None and agreement.runs:",
         "if agreement is not None:",
@@ -118,7 +118,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_leader.py::test_drafts_are_told_by_number_until_they_are_gone",
     ),
     Mutant(
-        "an abort is not told",
+        "an abort is not sent to followers",
         "src/pdinfer/engine/ranks/leader.py",
         "        self._lockstep.tell(say.Abort(grant.room, error))\n",
         "",
@@ -167,21 +167,21 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_follower.py::test_orders_are_obeyed_in_order_with_the_pages_own_generations",
     ),
     Mutant(
-        "one landed word is enough on a follower",
+        "one LANDED hand-off is enough on a follower",
         "src/pdinfer/engine/ranks/follower.py",
         "landed = all(",
         "landed = any(",
         "tests/unit/engine/ranks/test_follower.py::test_a_room_that_settled_is_reported_and_not_aborted_any_more",
     ),
     Mutant(
-        "sent is told again and again",
+        "sent rooms are reported again and again",
         "src/pdinfer/engine/ranks/follower.py",
         "            del self._sending[room]\n",
         "",
         "tests/unit/engine/ranks/test_follower.py::test_what_it_has_sent_is_reported_once",
     ),
     Mutant(
-        "links are told again and again",
+        "links are reported again and again",
         "src/pdinfer/engine/ranks/follower.py",
         "            if linked != self._linked:\n",
         "            if True:\n",
@@ -209,7 +209,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_follower.py::test_a_room_that_its_channel_refused_is_reported_and_never_pushed_into",
     ),
     Mutant(
-        "a follower runs though nobody does",
+        "a follower runs a step though no rank has work",
         "src/pdinfer/engine/ranks/follower.py",
         "                case None if agreement.runs:\n",
         "                case None:\n",
@@ -342,7 +342,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_lockstep.py::test_all_learn_what_all_have",
     ),
     Mutant(
-        "what was said is said again",
+        "messages that were sent are sent again",
         "src/pdinfer/engine/ranks/lockstep.py",
         "messages = self._outbox.take()",
         "messages = self._outbox.peek()",
@@ -594,7 +594,7 @@ MUTANTS = [
         "tests/unit/moe/test_rebalancing.py::test_every_so_many_steps_the_summed_load_is_solved",
     ),
     Mutant(
-        "a failure is told for ever",
+        "a failure is reported for ever",
         "src/pdinfer/moe/migration/rebalancing.py",
         "        if self._told.failed is not None:\n            self._refused = None\n",
         "",
@@ -664,7 +664,7 @@ MUTANTS = [
         "tests/unit/moe/test_rebalancing.py::test_ranks_change_together_or_not_at_all",
     ),
     Mutant(
-        "what leaves is written here too",
+        "experts that leave are also written on this rank",
         "src/pdinfer/moe/migration/transfer.py",
         "                    sends.append((move.destination_rank, data))\n                    continue\n",
         "                    sends.append((move.destination_rank, data))\n",
@@ -713,7 +713,7 @@ MUTANTS = [
         "tests/unit/moe/test_placement.py::test_holders_share_the_sending",
     ),
     Mutant(
-        "a node is no nearer",
+        "a source on the same node is no nearer",
         "src/pdinfer/moe/placement/difference.py",
         "return source != destination, source // per_node != destination // per_node, sent[source]",
         "return source != destination, False, sent[source]",

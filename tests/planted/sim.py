@@ -1,4 +1,4 @@
-"""What several ranks and several writers of a room do, as the simulation and small tests see it."""
+"""Bugs with several ranks and several writers of a room, as the simulation and small tests see them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MUTANTS = [
         "tests/sim/test_runs.py::test_every_promise_holds",
     ),
     Mutant(
-        "a follower tells nothing of what it has sent",
+        "a follower does not report what it has sent",
         "src/pdinfer/engine/ranks/follower.py",
         "            tell(say.Sent(room))\n",
         "            pass\n",
@@ -69,7 +69,7 @@ MUTANTS = [
         "tests/unit/kv/channel/test_rooms.py::TestReceiverRooms::runTest",
     ),
     Mutant(
-        "a room settles when one writer has spoken",
+        "a room settles after the hand-off of one writer",
         "src/pdinfer/kv/channel/rooms.py",
         "if len(state.handoffs) == len(state.writers):",
         "if state.handoffs:",
@@ -83,7 +83,7 @@ MUTANTS = [
         "tests/unit/kv/channel/test_rooms.py::TestReceiverRooms::runTest",
     ),
     Mutant(
-        "tombstones of one peer speak for all",
+        "tombstones of one peer count for all peers",
         "src/pdinfer/kv/channel/rooms.py",
         "if any(self.tombstones.has(peer, grant.room) for peer in destinations):",
         "if all(self.tombstones.has(peer, grant.room) for peer in destinations):",
@@ -97,7 +97,7 @@ MUTANTS = [
         "tests/unit/engine/ranks/test_leader.py::test_a_room_is_expected_when_every_rank_has_said_so",
     ),
     Mutant(
-        "decode tells of a room at once",
+        "decode announces a room at once",
         "src/pdinfer/engine/decode.py",
         "if self._channel.expects(room) else",
         "if True else",

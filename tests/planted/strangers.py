@@ -1,4 +1,4 @@
-"""Strangers at the door, and peers that are welcome and hostile."""
+"""Bugs with strangers, and with peers that are welcome and hostile."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MUTANTS = [
         "tests/unit/kv/transports/test_budget.py::test_a_link_that_is_read_holds_nothing_in_the_end",
     ),
     Mutant(
-        "who holds little gives way for who holds much",
+        "a link that holds little gives way to one that holds much",
         "src/pdinfer/kv/transports/budget.py",
         "if share.num_bytes >= even)",
         "if share.num_bytes >= 0)",
@@ -104,14 +104,14 @@ MUTANTS = [
         "tests/unit/kv/channel/test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),
     Mutant(
-        "who has something to do is a guest all the same",
+        "a peer with a room still counts as a guest",
         "src/pdinfer/kv/channel/counters.py",
         "if not counters.granted and key in linked]",
         "if key in linked]",
         "tests/unit/kv/channel/test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),
     Mutant(
-        "peers of the past are told for ever",
+        "past peers are reported for ever",
         "src/pdinfer/kv/channel/counters.py",
         "self[key].left_at < now - PAST_S]",
         "self[key].left_at < 0.0]",

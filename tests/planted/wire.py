@@ -1,4 +1,4 @@
-"""What peers, engines in other processes and ranks say."""
+"""Bugs in what peers, engines in other processes and ranks send."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ MUTANTS = [
         "tests/e2e/test_faulty_peers.py::test_a_served_engine_tells_how_many_submits_it_has_seen",
     ),
     Mutant(
-        "an answer about another peer is taken",
+        "an answer about another peer is accepted",
         "src/pdinfer/remote/client.py",
         "                if report.peer in self._answers:  # else it comes too late\n"
         "                    self._answers[report.peer] = report\n",
@@ -119,7 +119,7 @@ MUTANTS = [
         "tests/e2e/test_faulty_peers.py::test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody",
     ),
     Mutant(
-        "a port that says what cannot be stays",
+        "a port that sends an impossible value stays",
         "src/pdinfer/pairing/broker.py",
         "            came.clear()\n            self._lose(address, port, error)\n",
         "            came.popleft()\n",
@@ -154,7 +154,7 @@ MUTANTS = [
         "tests/e2e/test_faulty_peers.py::test_an_engine_that_is_not_ready_for_this_client_is_refused",
     ),
     Mutant(
-        "an end links to whoever claims its own identity",
+        "an end links to a peer that claims its own identity",
         "src/pdinfer/kv/channel/greeting.py",
         "    if peer_key(message.address) == peer_key(us):\n",
         "    if False:\n",
@@ -245,7 +245,7 @@ MUTANTS = [
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",
     ),
     Mutant(
-        "the digest of a session's message is another one",
+        "the digest of a session's message is a different one",
         "src/pdinfer/remote/messages.py",
         "return body + xxhash.xxh3_64_digest(body)",
         "return body + xxhash.xxh64_digest(body)",

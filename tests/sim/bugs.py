@@ -1,8 +1,8 @@
 """Bugs that others have had, or that we could have, each put back by a patch: the simulation must find every one.
 
-`BUGS` names them; what a bug is, its patch says. The numbers are those of the failures they stand for, where they were
-reported: pages reused under a late writer, failures that one side never tells the other, stale state that passes for
-fresh.
+`BUGS` names them; the docstring of a patch describes its bug. The numbers refer to the reports of the failures that
+they stand for: pages reused under a late writer, failures that one side never tells the other, stale state that passes
+for fresh.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ IN_PLACE = (Placement.BY_SENDER,)
 
 @attrs.frozen
 class Bug:
-    """A patch that puts it back, and the runs that are likely to meet it: one of a few, or of many if it is rare."""
+    """A patch that puts the bug back, and the runs that are likely to meet it: one of a few, or of many if it is
+    rare."""
 
     patch: Patch
     focus: Focus
@@ -50,7 +51,7 @@ BUGS: dict[str, Bug] = {}
 
 
 def bug(*, rare: bool = False, **focus: Any) -> Callable[[Patch], Patch]:
-    """Adds a patch to BUGS under its name."""
+    """Add a patch to BUGS under its name."""
 
     def add(patch: Patch) -> Patch:
         BUGS[patch.__name__] = Bug(patch, Focus(**focus), rare)
@@ -64,7 +65,7 @@ SLOW = {"slow": 1.0, "late_read": 0.9, "late_done": 0.5, "pieces": 0.5}
 
 
 def _free_orphans(patch: pytest.MonkeyPatch) -> None:
-    """Pages of a room that was given up are free at once; what its writers say later frees nothing."""
+    """Free the pages of a room that was given up at once; later messages of its writers free nothing."""
     orphan = PageTables.orphan
 
     def orphan_and_free(self: PageTables, sequence: Any) -> Any:
@@ -78,7 +79,7 @@ def _free_orphans(patch: pytest.MonkeyPatch) -> None:
 
 @bug(armed={**TROUBLED, **SLOW}, ports=("piped", "local"), cancel_share=0.6)
 def pages_free_at_abort(patch: pytest.MonkeyPatch) -> None:
-    """What decode gives up is free although a writer may still be writing it (sglang#24527, #32564)."""
+    """Pages that decode gives up are free although a writer may still be writing them (sglang#24527, #32564)."""
     _free_orphans(patch)
 
 
@@ -89,14 +90,14 @@ def pages_free_at_abort(patch: pytest.MonkeyPatch) -> None:
     cancel_share=0.6,
 )
 def pages_free_at_abort_under_a_one_sided_writer(patch: pytest.MonkeyPatch) -> None:
-    """The same where writes land in pages by themselves, and nothing looks at generations."""
+    """The same bug where writes land in pages without the receiver, and nothing checks generations."""
     _free_orphans(patch)
     patch.setattr(PagePool, "generations", lambda self, pages: (0,) * len(pages))
 
 
 @bug(armed={**TROUBLED, **SLOW, "stall": 0.9}, ports=("piped",), cancel_share=0.6, slowness=(8, 30))
 def pages_free_after_a_while(patch: pytest.MonkeyPatch) -> None:
-    """Given up pages are free when a time is over, whatever the writer does (lease reapers)."""
+    """Abandoned pages are free after a fixed time, whatever the writer does (lease reapers)."""
     grant = DecodeEngine._grant
 
     def grant_and_reap(self: DecodeEngine) -> None:
@@ -112,7 +113,7 @@ def pages_free_after_a_while(patch: pytest.MonkeyPatch) -> None:
 
 @bug(armed={"flip_payload": 1.0}, ports=("piped", "local"))
 def digests_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    """Bytes that did not verify pass for good ones (vllm#52234)."""
+    """Bytes that did not verify are accepted (vllm#52234)."""
     placed = KVChannel.placed
     patch.setattr(KVChannel, "placed", lambda self, link, frame, error: placed(self, link, frame, None))
 
@@ -176,7 +177,8 @@ def the_last_write_speaks_for_all(patch: pytest.MonkeyPatch) -> None:
 
 @bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped",))
 def rooms_have_the_name_of_their_request(patch: pytest.MonkeyPatch) -> None:
-    """Every attempt of a request has the same room, so the last one's words pass for this one's (sglang#40125)."""
+    """Every attempt of a request has the same room, so messages of the last attempt count for this one
+    (sglang#40125)."""
     open_room = DecodeEngine._open_room
 
     def reopen(self: DecodeEngine, sequence: Any) -> None:
@@ -190,7 +192,7 @@ def rooms_have_the_name_of_their_request(patch: pytest.MonkeyPatch) -> None:
 
 @bug(rare=True, ports=("piped", "local"), cancel_share=0.5)
 def prefill_gives_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
-    """What prefill aborts it forgets, and decode waits for it (sglang#36033)."""
+    """Prefill forgets a request that it aborts, and decode waits for it (sglang#36033)."""
     finish = KVChannel.finish
 
     def mute(self: KVChannel, grant: Any, handoff: Any) -> Transfer:
@@ -202,7 +204,7 @@ def prefill_gives_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
 
 @bug(armed={**TROUBLED, "slow": 1.0}, ports=("piped", "local"))
 def pages_of_a_failed_attempt_are_known(patch: pytest.MonkeyPatch) -> None:
-    """What an aborted room left in its pages enters the prefix index, and others read it (vllm#50283)."""
+    """The pages of an aborted room enter the prefix index, and others read them (vllm#50283)."""
     lose = DecodeEngine._lose
 
     def keep_and_lose(self: DecodeEngine, sequence: Any, error: Any) -> None:
@@ -215,14 +217,14 @@ def pages_of_a_failed_attempt_are_known(patch: pytest.MonkeyPatch) -> None:
 
 @bug(ports=("piped", "local", "shared"))
 def tenants_share_their_prefixes(patch: pytest.MonkeyPatch) -> None:
-    """The salt does not enter the keys."""
+    """The salt is not part of the keys."""
     chain = PagePool.chain
     patch.setattr(PagePool, "chain", lambda self, salt, **more: chain(self, b"", **more))
 
 
 @bug(ports=("piped", "local", "shared"), tight=1.0)
 def pages_in_use_are_evicted(patch: pytest.MonkeyPatch) -> None:
-    """Eviction takes the oldest page, whoever uses it (trtllm#12542)."""
+    """Eviction takes the oldest page, even one in use (trtllm#12542)."""
     use = PrefixIndex.use
     patch.setattr(PrefixIndex, "use", lambda self, page: None if page % 3 else use(self, page))
 
@@ -237,7 +239,7 @@ def a_grant_that_nobody_waits_for_stays(patch: pytest.MonkeyPatch) -> None:
 
 @bug(rare=True, tight=1.0, ports=("piped", "local"))
 def a_retracted_request_forgets_its_output(patch: pytest.MonkeyPatch) -> None:
-    """It comes back as it was submitted (sglang#6857)."""
+    """A retracted request comes back as it was submitted (sglang#6857)."""
     retract = DecodeEngine._retract
 
     def forget(self: DecodeEngine, sequence: Any) -> None:
@@ -261,7 +263,7 @@ def a_request_that_ends_keeps_its_spare_pages(patch: pytest.MonkeyPatch) -> None
 
 @bug(ports=("local", "piped"))
 def pages_are_paired_by_position(patch: pytest.MonkeyPatch) -> None:
-    """The first page sent is the first granted one, whatever tokens it holds (sglang#37175)."""
+    """The first page sent is written to the first granted one, whatever tokens it holds (sglang#37175)."""
     spans = KVLayout.spans
 
     def by_position(
@@ -276,7 +278,7 @@ def pages_are_paired_by_position(patch: pytest.MonkeyPatch) -> None:
 
 @bug(placements=(Placement.THROUGH_SLOT,), armed={"late_landing": 1.0})
 def a_failed_write_lands_in_pages(patch: pytest.MonkeyPatch) -> None:
-    """A one-sided transport that writes pages and not a ring, so that nobody knows when it ends (vllm#44238)."""
+    """A one-sided transport writes to pages and not to a ring, so that nobody knows when a write ends (vllm#44238)."""
     patch.setattr(SimNetwork, "transport", lambda self, node, placement: SimTransport(self, node, Placement.BY_SENDER))
 
 
@@ -308,7 +310,7 @@ def an_aborted_room_is_run(patch: pytest.MonkeyPatch) -> None:
 
 @bug(tight=1.0)
 def a_prefix_is_known_before_it_is_there(patch: pytest.MonkeyPatch) -> None:
-    """Prefill's pages are found by others before they are computed (vllm#50283)."""
+    """Others find prefill's pages before they are computed (vllm#50283)."""
     lay_out = PrefillEngine._lay_out
 
     def lay_out_and_keep(self: PrefillEngine, prompt: Any) -> None:
@@ -384,8 +386,8 @@ def a_request_on_its_way_to_another_decode_is_lost(patch: pytest.MonkeyPatch) ->
 
 @bug(drafts=(1, 2, 3))
 def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
-    """A page is found by others though the cell that drafting needs of its last token is for another token behind it,
-    or is not there yet."""
+    """Others find a page though the cell that drafting needs of its last token is for another token behind it, or is
+    not there yet."""
     of = PrefixChain.of
 
     def without_lookahead(layout_id: bytes, salt: bytes, page_size: int, *, lookahead: int) -> PrefixChain:
@@ -396,7 +398,7 @@ def pages_are_known_before_all_is_written(patch: pytest.MonkeyPatch) -> None:
 
 @bug(chunks=(8,))
 def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
-    """All of a step goes to the shortest, and a long prompt waits as long as others come."""
+    """All of a step goes to the shortest prompts, and a long prompt waits as long as others come."""
 
     def shortest_first(remaining: Any, classes: Any, *, chunk_size: int, max_tokens: int) -> list[int]:
         counts = [0] * len(remaining)
@@ -408,7 +410,8 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:
-    """The first seed below `most` whose run meets the bug, and how it showed; AssertionError when none does."""
+    """Return the first seed below `most` whose run meets the bug, and how it showed; raise AssertionError when none
+    does."""
     found = BUGS[name]
     with pytest.MonkeyPatch.context() as patch:
         found.patch(patch)

@@ -2,11 +2,11 @@
 
 A cell (layer, position) is 8 bytes: a hash of all tokens up to that position, different in each layer. A token is a
 hash of all cells of its context as they lie in the pages. One wrong, stale, missing or foreign cell gives another
-token, and what the tokens must be follows from the request alone.
+token, and the request alone determines the correct tokens.
 
-The last layer is that of drafting: no token depends on it, a cell of it is written once the token behind is known, and
-whoever drafts finds all of them right. How many drafts are right is a whim of the position; wrong ones leave wrong
-cells behind.
+The last layer is that of drafting. No token depends on it, a cell of it is written once the token behind is known, and
+drafting checks that all of its cells are right. The number of correct drafts depends on the position alone; wrong
+drafts leave wrong cells behind.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ class Violation(AssertionError):
 
 
 def next_history(history: int, token: int) -> int:
-    """The hash of all tokens up to and including `token`."""
+    """Return the hash of all tokens up to and including `token`."""
     return int(xxhash.xxh3_64_intdigest(TOKEN.pack(token), seed=history))
 
 
 def cell(history: int, layer: int) -> bytes:
-    """What a position holds in one layer."""
+    """Return the value of a position in one layer."""
     return CELL.pack((history + layer * GOLDEN) & MASK)
 
 
 def token_of(cells: bytes, sampling: SamplingParams) -> int:
-    """The token drawn from these cells, layer by layer in order of position."""
+    """Return the token drawn from these cells, layer by layer in order of position."""
     digest = xxhash.xxh3_64_intdigest(cells, seed=sampling.seed or 0)
     return EOS if digest % EOS_EVERY == 0 else 1 + (digest >> 8) % (VOCAB_SIZE - 1)
 
 
 @functools.lru_cache(64)
 def expected_tokens(request: Request) -> tuple[int, ...]:
-    """All tokens that the request must give if it runs to its end."""
+    """Return all tokens that the request must give if it runs to its end."""
     history, layers = 0, [bytearray() for _ in range(NUM_LAYERS)]
     output: list[int] = []
     sampling = request.sampling
@@ -90,7 +90,7 @@ def expected_tokens(request: Request) -> tuple[int, ...]:
 
 @attrs.frozen
 class FakeConfig:
-    """What engines read of a ModelConfig."""
+    """The part of a ModelConfig that engines read."""
 
     max_position_embeddings: int = 512
     vocab_size: int = VOCAB_SIZE
@@ -99,25 +99,25 @@ class FakeConfig:
 
 @attrs.frozen
 class NoChoices:
-    """What engines read of resolved ops."""
+    """The part of resolved ops that engines read."""
 
     choices: tuple[Any, ...] = ()
 
 
 @attrs.frozen
 class NoExperts:
-    """What engines read of a model's experts."""
+    """The part of a model's experts that engines read."""
 
     placement: None = None
     recorder: None = None
     epoch: int = 0
 
     def check_step(self, num_tokens: int, told: str, *, tp_size: int) -> None:
-        """A step may have any size."""
+        """Accept a step of any size."""
 
 
 class FakeModel:
-    """What engines and pools ask of a Model."""
+    """The part of a Model that engines and pools use."""
 
     config = FakeConfig()
     resolved = NoChoices()
@@ -145,8 +145,8 @@ class FakeModel:
 
 
 class CellMemory:
-    """A pool's bytes. `pool` is set once there is one, among ranks to the leader's, which does the accounts. Then every
-    write is held to the states of its pages until it is `over`."""
+    """A pool's bytes. `pool` is set once there is one; among ranks it is the leader's, which does the accounts. Then
+    every write is checked against the states of its pages until the pool is `over`."""
 
     pool: PagePool
     over: Callable[[], bool]
@@ -179,7 +179,7 @@ class CellMemory:
 
 
 def check_landing(pool: PagePool, spans: Spans, region: int, token_bytes: int) -> None:
-    """What arrives may only touch pages that are granted."""
+    """Check that arriving data only touches pages that are granted."""
     page_bytes = pool.layout.page_size * token_bytes
     states = pool._states
     for start, length in spans:
@@ -190,11 +190,11 @@ def check_landing(pool: PagePool, spans: Spans, region: int, token_bytes: int) -
 
 
 class CellRunner(ModelRunner):
-    """Runs the fake model in a CellMemory. `writable` are the states in which a page may be computed into.
+    """A runner of the fake model in a CellMemory. `writable` are the states in which a page may be computed into.
 
-    Among ranks the leader draws, and tells with each token a digest of what it was drawn from: a follower's pages must
-    hold the same. Which pages are whose only the leader knows, whose states may be a step ahead; a follower must not
-    compute into pages that its `channel` expects.
+    Among ranks the leader draws, and sends with each token a digest of the cells it was drawn from: a follower's pages
+    must hold the same. Only the leader knows which pages belong to whom, and its states may be a step ahead; a follower
+    must not compute into pages that its `channel` expects.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class CellRunner(ModelRunner):
         return self._has_drafts
 
     def sample_with(self, sampler: Sampler) -> None:
-        """`decode` shares what the leader draws."""
+        """Share the tokens that the leader draws, in `decode`."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         histories = [self._histories(row) for row in rows]
@@ -270,7 +270,7 @@ class CellRunner(ModelRunner):
         return self._attention.rank > 0
 
     def _turn(self, row: Row, draw: Draw, draft: Draft) -> list[Drawn]:
-        """One sequence's part of a step. A draft's `state` is how many of its newest positions lack their cell."""
+        """Run one sequence's part of a step. A draft's `state` is how many of its newest positions lack their cell."""
         if draft.state is not None:
             self._catch_up(row, draft.state)
         drawn: list[Drawn] = []
@@ -291,9 +291,9 @@ class CellRunner(ModelRunner):
         return drawn
 
     def _catch_up(self, row: Row, count: int) -> None:
-        """Writes the newest cells of DRAFT_LAYER; those before them must be right already."""
+        """Write the newest cells of DRAFT_LAYER; those before them must be right already."""
         cells = self._cells(row.pages, row.start, range(1))
-        history = struct.unpack(f"<{row.start}Q", cells)  # those of layer 0 are the hashes themselves
+        history = struct.unpack(f"<{row.start}Q", cells)  # the cells of layer 0 are the hashes themselves
         self._write(Row((), row.start - count, row.pages), history[-count:], DRAFT_LAYER)
         right = b"".join(cell(one, DRAFT_LAYER) for one in history)
         if self._cells(row.pages, row.start, range(DRAFT_LAYER, DRAFT_LAYER + 1)) != right:
@@ -377,7 +377,8 @@ class CellPrefill(PrefillEngine):
     shared = False
 
     def _plan(self) -> list[tuple[Any, int]]:
-        """Held to what a step promises: no more than its budget, all of it, and half of it to the first in line."""
+        """Check what a step promises: it uses no more than its budget, all of it, and half of it for the first in the
+        queue."""
         remaining = {prompt: prompt.num_remaining for prompt in self._active}
         chunk = super()._plan()
         size = self.config.chunked_prefill_size
@@ -405,7 +406,7 @@ class CellDecode(DecodeEngine):
         )
 
     def _retract(self, sequence: Any) -> None:
-        """Held to who may be chosen: nobody at its last attempt, and nobody twice before its equals once."""
+        """Check which request is chosen: none at its last attempt, and none twice before its equals once."""
         if sequence.attempts >= self.config.max_attempts:
             raise Violation(f"{sequence.request_id} is retracted at its last attempt")
         priority = sequence.request.priority
@@ -425,7 +426,7 @@ class CellBrain:
         self.model = FakeModel()
 
     def among(self, groups: Groups) -> FakeModel:
-        """The same model, of which each rank has all."""
+        """Return the same model, of which each rank has all."""
         model = copy.copy(self.model)
         model.groups = groups
         return model

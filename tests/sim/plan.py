@@ -1,4 +1,4 @@
-"""What one simulated run consists of, drawn from its seed: who takes part, what they are asked, and what goes wrong."""
+"""The plan of one simulated run, drawn from its seed: its nodes, its requests, and its faults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NEW = 10
 
 @attrs.frozen(kw_only=True)
 class Arrival:
-    """A request, when it comes, and when it is cancelled if it is."""
+    """A request, with its arrival time and, if it is cancelled, the time of its cancellation."""
 
     request: Request
     at_s: float
@@ -27,7 +27,7 @@ class Arrival:
 
 @attrs.frozen(kw_only=True)
 class Trouble:
-    """Something that happens to nodes: its kind, when, how long it lasts, and which nodes (by number)."""
+    """An event that strikes nodes: its kind, when, how long it lasts, and which nodes (by number)."""
 
     kind: str
     at_s: float
@@ -39,7 +39,7 @@ class Trouble:
 @attrs.frozen(kw_only=True)
 class Plan:
     """One run. `ports` says where engines are: "piped", "local" to the pairing, or "shared", local and on one pool.
-    `num_ranks` are those of each engine, prefills first: as many write a room, and as many are written."""
+    `num_ranks` lists the ranks of each engine, prefills first: as many ranks write a room, and as many receive it."""
 
     ports: str
     prefills: tuple[CacheConfig, ...]
@@ -69,8 +69,8 @@ TROUBLES = ("cut", "partition", "freeze", "crash", "stall")
 
 @attrs.frozen(kw_only=True)
 class Focus:
-    """How a run is drawn; a search for one bug narrows it. `armed` gives the chance that a kind of fault is armed in a
-    run; what is not in it is armed in a quarter of them."""
+    """The ranges from which a run is drawn; a search for one bug narrows them. `armed` gives the chance that a kind of
+    fault is armed in a run; a kind that is not listed is armed in a quarter of them."""
 
     armed: Mapping[str, float] = attrs.field(factory=dict)
     ports: tuple[str, ...] = ("piped", "piped", "piped", "local", "shared")
@@ -108,17 +108,17 @@ STORM_EVERY = 5
 
 
 def focus_of(seed: int) -> Focus:
-    """What the run of a seed is drawn from."""
+    """Return the ranges from which the run of a seed is drawn."""
     return STORM if seed % STORM_EVERY == STORM_EVERY - 1 else Focus()
 
 
 def calm(faults: NetworkFaults) -> NetworkFaults:
-    """The same network without what loses or changes anything; delays stay."""
+    """Return the same network without faults that lose or change anything; delays stay."""
     return attrs.evolve(faults, **dict.fromkeys((*FRAME_FAULTS, "flip_payload", "late_landing"), 0.0))
 
 
 def draw(rng: random.Random, focus: Focus) -> Plan:
-    """A plan; equal states of `rng` give equal plans."""
+    """Draw a plan; equal states of `rng` give equal plans."""
     ports = rng.choice(focus.ports)
     small = rng.random() < 0.7
     num_prefills = (
@@ -134,7 +134,7 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
     horizon_s = rng.choice((0.05, 0.3, 1.0))
     arrivals = _arrivals(rng, focus, room, horizon_s)
     queued = rng.choice((1, 4, 64))
-    # a decode that refuses what it was sent is asked again in the next turn: seldom, and then in few turns
+    # a decode that refuses a request is asked again in the next turn: seldom, and then in few turns
     overloads = ports == "piped" and len(arrivals) <= 10 and rng.random() < 0.1
     plan = Plan(
         ports=ports,
@@ -174,7 +174,7 @@ def draw(rng: random.Random, focus: Focus) -> Plan:
 
 
 def _most_tokens(rng: random.Random, focus: Focus) -> int | None:
-    """Room for at least one request of any length, in whole pages of any size."""
+    """Return the tokens that fit at least one request of any length, in whole pages of any size."""
     return MAX_PROMPT + focus.max_new + 8 if rng.random() < 0.2 else None
 
 

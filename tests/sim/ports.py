@@ -1,4 +1,4 @@
-"""Hosts of a simulated world: loops that step, and engines behind a pipe that delays what is said to and by them."""
+"""Hosts of a simulated world: loops that step, and engines behind a pipe that delays the messages to and from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdinfer.types import Event, PageGrant, PeerAddress, Request
 from tests.sim.ranks import Fiber
 
 LAG_S = 0.002
-"""How long a host that sleeps takes to wake up, at most."""
+"""The longest time that a sleeping host takes to wake up."""
 POLL_S = 0.1
 BEAT_S = 0.4
 SILENCE_S = 2.4
@@ -29,8 +29,8 @@ Lost = Callable[[RankLost], None]
 
 
 class Loop:
-    """A host's loop on one node. `turn` does one round and says after how many seconds the next is due, None when only
-    `wake` can start it. With a `fiber` a round may take time."""
+    """A host's loop on one node. `turn` does one round and returns the seconds until the next one is due, or None when
+    only `wake` can start it. With a `fiber` a round may take time."""
 
     def __init__(
         self, simulation: Simulation, node: str, turn: Callable[[], float | None], fiber: Fiber | None = None
@@ -44,7 +44,7 @@ class Loop:
         self._stalled_until = 0.0
 
     def stall(self, until_s: float) -> None:
-        """No turn before that: the host hangs, while its process answers beats and moves bytes."""
+        """Allow no turn before that time: the host hangs, while its process answers beats and moves bytes."""
         self._stalled_until = until_s
 
     def wake(self) -> None:
@@ -99,7 +99,7 @@ class Pipe:
 
 @attrs.frozen
 class Report:
-    """What a served engine says after a step of a session; None of it for a sign of life."""
+    """The message of a served engine after a step of a session; None in its place is a sign of life."""
 
     session: int
     num_seen: int
@@ -109,7 +109,7 @@ class Report:
 
 class Served:
     """An engine in a process of its own, as `remote.serve` would host it. `after_step` is called after each step, and
-    `lost` when it goes on without its other ranks no more."""
+    `lost` when the engine cannot go on because its other ranks are gone."""
 
     def __init__(
         self,
@@ -173,12 +173,12 @@ class Served:
         return due_in_s(self.engine, POLL_S if waits else None)
 
     def renew(self, session: int) -> bool:
-        """The client is back, after it gave up what it had here."""
+        """Take back the client, after it gave up what it had here."""
         self._next_session = session
         return False
 
     def _begin(self, session: int) -> bool:
-        """Begins a session once nothing of the last one is left: its ids may come again."""
+        """Begin a session once nothing of the last one is left: its ids may come again."""
         for request_id in self.engine.request_ids:
             self.engine.cancel(request_id)
         if self.engine.num_unfinished:
@@ -187,12 +187,12 @@ class Served:
         return True
 
     def _die(self) -> None:
-        """The process ends though its client has not asked for it, and its kernel tells."""
+        """End the process though its client has not asked for it; its kernel reports the end."""
         self.end()
         self._simulation.later(PIPE_S[1], self.port.hang_up, node="host")
 
     def end(self) -> bool:
-        """What a process does when its client is gone: it closes its engine."""
+        """Close the engine, as a process does when its client is gone."""
         if not self.ended:
             self.ended = True
             self.engine.close()
@@ -201,7 +201,7 @@ class Served:
 
 
 class Following:
-    """A rank to which no client talks, in a process of its own."""
+    """A rank that no client talks to, in a process of its own."""
 
     def __init__(
         self, simulation: Simulation, node: str, engine: Engine, step_s: float, *, lost: Lost, fiber: Fiber
@@ -238,7 +238,7 @@ def due_in_s(engine: Engine, delay: float | None) -> float | None:
 
 
 class Port:
-    """The other end of a Served engine: what `remote.PrefillClient` and `DecodeClient` are."""
+    """The other end of a Served engine, in the place of `remote.PrefillClient` and `DecodeClient`."""
 
     def __init__(self, simulation: Simulation, served: Served) -> None:
         self._simulation = simulation
@@ -258,7 +258,7 @@ class Port:
         self._lost = self._gone = self._closed = False
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Takes no time, as the handshake in a simulated network. A process that is frozen hears of it later."""
+        """Connect at once, like the handshake in a simulated network. A frozen process hears of it later."""
         if self._lost or not self._simulation.running(self._served.node):
             self._post(partial(self._served.engine.connect, peer, timeout_s=0.0))
             raise TransferError("the process at the other end of a port does not answer")
@@ -307,7 +307,7 @@ class Port:
             self.wake()
 
     def hang_up(self) -> None:
-        """The process is gone, and its kernel says so."""
+        """Report that the process is gone, as its kernel does."""
         self._lost = self._gone = True
         self.wake()
 
@@ -321,7 +321,7 @@ class Port:
         return events
 
     def recover(self) -> bool:
-        """After a loss: whether the engine is back, with nothing of what it had."""
+        """Return, after a loss, whether the engine is back, with nothing of what it had."""
         if self._gone:
             raise TransferError("the process at the other end of a port is gone")
         if self._in_session:

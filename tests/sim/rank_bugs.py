@@ -68,13 +68,13 @@ def an_abort_reaches_one_writer_only(patch: pytest.MonkeyPatch) -> None:
 
 @bug(**RANKS)
 def followers_send_the_share_of_another(patch: pytest.MonkeyPatch) -> None:
-    """Tokens are sent twice, and others by nobody."""
+    """Some tokens are sent twice, and others not at all."""
     patch.setattr(followers, "even_slices", lambda tokens, size: even_slices(tokens, size)[-1:] * size)
 
 
 @bug(**RANKS)
 def decode_admits_before_its_followers(patch: pytest.MonkeyPatch) -> None:
-    """A room that landed on the leader runs, whatever has come to the other ranks."""
+    """A room that landed on the leader runs, whatever has arrived at the other ranks."""
     hear = RankChannel.hear
 
     def whole(self: RankChannel, rank: int, message: Any) -> None:
@@ -102,14 +102,14 @@ def pages_return_before_followers_have_sent(patch: pytest.MonkeyPatch) -> None:
 
 @bug(rare=True, **RANKS, armed={"slow": 1.0, "stall": 0.9}, cancel_share=0.8)
 def a_follower_ignores_aborts(patch: pytest.MonkeyPatch) -> None:
-    """Its room waits for writers that nobody asked to stop there."""
+    """The follower's room waits for writers that were not asked to stop there."""
     obey = Follower._obey
     patch.setattr(Follower, "_obey", lambda self, order: isinstance(order, say.Abort) or obey(self, order))
 
 
 @bug(rare=True, **RANKS, armed={**TROUBLED, "slow": 1.0})
 def a_follower_writes_into_rooms_it_refused(patch: pytest.MonkeyPatch) -> None:
-    """It forgets that it could not take them."""
+    """The follower forgets that it could not take these rooms."""
     accept = Follower._accept
 
     def forget(self: Follower, grant: Any) -> None:
@@ -134,7 +134,7 @@ def a_refused_request_is_answered_to_no_link_that_is_there(patch: pytest.MonkeyP
 
 @bug(rare=True, **RANKS, armed={"stall": 1.0, "cut": 1.0, "crash": 1.0}, cancel_share=0.5)
 def a_leader_that_closes_waits_for_its_followers(patch: pytest.MonkeyPatch) -> None:
-    """Pages of what they never told to be sent stay in use."""
+    """Pages stay in use although followers never reported them as sent."""
 
     def close(self: RankChannel) -> None:
         self._channel.close()
@@ -145,14 +145,14 @@ def a_leader_that_closes_waits_for_its_followers(patch: pytest.MonkeyPatch) -> N
 
 @bug(rare=True, **RANKS, drafts=(1, 2, 3))
 def followers_keep_every_draft(patch: pytest.MonkeyPatch) -> None:
-    """What is not drafted from any more stays on the other ranks."""
+    """Drafting state that is dropped on the leader stays on the other ranks."""
     obey = Follower._obey
     patch.setattr(Follower, "_obey", lambda self, order: isinstance(order, say.DropDraft) or obey(self, order))
 
 
 @bug(**RANKS, drafts=(1, 2, 3))
 def followers_draft_another_number_of_tokens(patch: pytest.MonkeyPatch) -> None:
-    """They run other steps than their leader."""
+    """Followers run other steps than their leader."""
     decode = Follower._decode
 
     def fewer(self: Follower, order: Any, num_passes: int) -> None:

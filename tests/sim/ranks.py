@@ -1,4 +1,4 @@
-"""Ranks of one engine in virtual time: each steps in a thread of its own that runs only while the simulation waits for
+"""Ranks of one engine in virtual time. Each steps in a thread of its own that runs only while the simulation waits for
 it, so that a rank can wait in the middle of a step for another one to come, or to die."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.sim.fakes import Violation
 
 T = TypeVar("T")
 DEADLINE_S = 4.0
-"""How long a collective waits for a rank that does not come: a frozen one, or one whose host hangs."""
+"""How long a collective waits for a rank that does not come because it is frozen or its host hangs."""
 FLIGHT_S = (0.0001, 0.001)
 LOST_RINGS = 0.1
 
@@ -29,11 +29,12 @@ class Gone(RankLost):
 
 
 class Killed(BaseException):
-    """Unwinds a thread whose node has crashed, or whose world is over."""
+    """Raised to unwind a thread whose node has crashed, or whose world is over."""
 
 
 class Fiber:
-    """Work that may `wait` in its middle. One at a time: `start` and `resume` return once it waits or is done."""
+    """Work that may `wait` in its middle. Only one fiber runs at a time: `start` and `resume` return once it waits or
+    is done."""
 
     def __init__(self) -> None:
         self.busy = False
@@ -49,13 +50,13 @@ class Fiber:
         self._thread.start()
 
     def start(self, work: Callable[[], T], done: Callable[[T], None] = lambda result: None) -> None:
-        """Runs `work`, then `done` with what it gave; raises what it raised, or lets `resume` do so."""
+        """Run `work`, then `done` with its result; raise the error of `work`, or let `resume` do so."""
         assert not self.busy
         self._work, self._done, self.busy = work, done, True
         self.resume()
 
     def resume(self) -> None:
-        """Lets it go on."""
+        """Let the work go on."""
         if self._killed:
             return
         self._switch()
@@ -67,7 +68,7 @@ class Fiber:
             done(result)
 
     def wait(self) -> None:
-        """Called by the work: returns when it is resumed."""
+        """Wait until resumed; called by the work."""
         if not self._killed:
             self._back.release()
             self._go.acquire()
@@ -75,7 +76,7 @@ class Fiber:
             raise Killed
 
     def kill(self) -> None:
-        """It never goes on. From the thread of the simulation."""
+        """Stop the work for good. Called from the thread of the simulation."""
         if not self._killed:
             self._killed = True
             self._switch()
@@ -106,7 +107,7 @@ class Fiber:
 
 
 class Team:
-    """The ranks of one engine, on `nodes`, the leader's first: their fibers and where they meet."""
+    """The ranks of one engine, on `nodes` (the leader's first): their fibers and the place where they meet."""
 
     def __init__(self, simulation: Simulation, nodes: Sequence[str]) -> None:
         self.nodes = tuple(nodes)
@@ -122,7 +123,7 @@ class Team:
             simulation.every(DEADLINE_S / 4, partial(self._look, rank), node=node)
 
     def make(self, make: Callable[[int, Groups], T]) -> list[T]:
-        """What `make` gives on each rank, at once: making takes no time."""
+        """Return what `make` gives on each rank, at once: making takes no time."""
         made: dict[int, T] = {}
 
         def keep(rank: int, one: T) -> None:
@@ -137,7 +138,7 @@ class Team:
         return [made[rank] for rank in range(len(self.nodes))]
 
     def meet(self, rank: int, what: str, x: Tensor) -> list[Tensor]:
-        """What every rank brings to its next call; all must make the same calls."""
+        """Exchange what every rank brings to its next call; all ranks must make the same calls."""
         if self._loss:
             raise Gone(self._loss)
         number = self._num_calls[rank]
@@ -167,7 +168,7 @@ class Team:
                 self.simulation.later(rng.uniform(*FLIGHT_S), partial(heard, number), node=self.nodes[other])
 
     def end(self) -> None:
-        """Ends all threads."""
+        """End all threads."""
         for fiber in self.fibers:
             fiber.kill()
 

@@ -1,5 +1,5 @@
 """Which states were seen together: of a request at decode and at prefill, of a room at both ends of its channel and on
-the ranks of one engine, and of a room and the words of its several writers."""
+the ranks of one engine, and of a room and the hand-offs of its several writers."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ ACCEPTED = ("absent", "open", "stopping", "tombstone", "turned away")
 HANDOFFS = ("silent", "landed", "aborted")
 
 NEVER = {
-    ("gone", "absent"),  # nobody knows of it
+    ("gone", "absent"),  # no engine knows of it
     ("granted again", "absent"),  # known by its old prompt alone
     ("room", "absent", "absent"),
     ("room", "open", "tombstone"),  # only an abort makes a tombstone, and the room is stopped before one is sent
-    ("room", "damaged", "turned away"),  # who turned a room away has never written it
-    ("writers", "open", "aborted"),  # one that aborts stops the room
+    ("room", "damaged", "turned away"),  # an end that turned a room away has never written it
+    ("writers", "open", "aborted"),  # a writer that aborts stops the room
     ("decode ranks", "absent", "absent"),
     ("prefill ranks", "absent", "absent"),
     *(
         ("prefill ranks", "turned away", other) for other in ("open", "stopping", "turned away")
     ),  # followers are not told
 }
-"""Pairs that cannot be, or cannot be seen."""
+"""Pairs that are impossible, or that cannot be observed."""
 
 
 def request_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngine], seen: Counter[str]) -> None:
-    """Counts the (decode, prefill) states of every request that an engine knows."""
+    """Count the (decode, prefill) states of every request that an engine knows."""
     decodes = list(decodes)
     granted, orphans, known = {}, set(), {}
     for decode in decodes:
@@ -69,7 +69,7 @@ def request_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEn
 
 
 def room_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngine], seen: Counter[str]) -> None:
-    """Counts the (expected, accepted) states of every room that an end of a channel knows."""
+    """Count the (expected, accepted) states of every room that an end of a channel knows."""
     expected, accepted = {}, {}
     for decode in decodes:
         expected.update(_expected(decode.channel))
@@ -79,14 +79,14 @@ def room_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngin
 
 
 def rank_states(leader: KVChannel, followers: Sequence[KVChannel], seen: Counter[str]) -> None:
-    """Counts the states that a room has on the leader and on each follower of one engine, decode or prefill."""
+    """Count the states that a room has on the leader and on each follower of one engine, decode or prefill."""
     for follower in followers:
         _count("decode ranks", _expected(leader), _expected(follower), seen)
         _count("prefill ranks", _accepted(leader), _accepted(follower), seen)
 
 
 def writer_states(ends: Iterable[KVChannel], seen: Counter[str]) -> None:
-    """Counts the states of rooms with several writers, and what those that have spoken said."""
+    """Count the states of rooms with several writers, and the hand-offs that were sent."""
     for end in ends:
         for room in end.snapshot().expected.values():
             if room.num_writers > 1:
@@ -109,7 +109,7 @@ def _count(what: str, ones: dict[bytes, str], others: dict[bytes, str], seen: Co
 
 
 def missing(seen: Counter[str]) -> list[str]:
-    """The pairs that were never seen."""
+    """Return the pairs that were never seen."""
     wanted = [f"request: {d} x {p}" for d in DECODE for p in PREFILL if (d, p) not in NEVER]
     for what, ones, others in (
         ("room", EXPECTED, ACCEPTED),

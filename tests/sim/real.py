@@ -1,4 +1,5 @@
-"""A real model for simulated worlds, of two layers and one that drafts: tokens are those of the model in one piece."""
+"""A real model for simulated worlds, with two layers and one that drafts. Tokens must be those of the model in one
+piece."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from tests.sim.fakes import Violation, check_landing
 from tests.sim.plan import Focus
 
 NEAR_TIE = 1e-4
-"""Two best logits closer than this may change places by rounding."""
+"""When the two best logits are closer than this, rounding may swap them."""
 
 
 class ModelBrain:
-    """A real model for a simulated world. A token may differ from the reference only where that nearly ties, and then
-    the rest of its request is not compared; `excused` lists such requests."""
+    """A real model for a simulated world. A token may differ from the reference only where the logits nearly tie; then
+    the rest of its request is not compared. `excused` lists such requests."""
 
     prefill = PrefillEngine
     decode = DecodeEngine
@@ -35,7 +36,7 @@ class ModelBrain:
         self.excused: list[str] = []
 
     def among(self, groups: Groups) -> Model:
-        """To its engine, each rank's model is one whose parts are added up."""
+        """Return the model of a rank: to its engine, the parts of all ranks add up to one model."""
         return attrs.evolve(self.model, groups=groups)
 
     def watch(self, pool: PagePool, accounts: PagePool, over: Callable[[], bool]) -> None:
@@ -53,7 +54,7 @@ class ModelBrain:
         memory.landing = watched
 
     def check_token(self, request: Request, tokens: list[int]) -> None:
-        """All tokens of a request are compared at once, when it ends."""
+        """Compare all tokens of a request at once, when it ends."""
 
     def is_whole(self, request: Request, tokens: list[int]) -> bool:
         sampling, eos = request.sampling, self.model.config.eos_token_ids

@@ -1,4 +1,4 @@
-"""Puts what the newest results of simulated runs say into the pages that tell it, between `MARKS`:
+"""Write the newest results of simulated runs into the pages that report them, between `MARKS`:
 
 python -m tests.sim.record
 """
@@ -15,13 +15,13 @@ MARKS = ("<!-- simulation -->", "<!-- /simulation -->")
 
 
 def results() -> dict[str, Any]:
-    """The newest file of results."""
+    """Return the newest file of results."""
     newest = max((ROOT / "benchmarks" / "results").glob("*-simulation.json"))
     return dict(json.loads(newest.read_text()))
 
 
 def sentence(results: dict[str, Any]) -> str:
-    """How many runs there were, of which commit, and how many of them were bad."""
+    """Return a sentence: how many runs there were, of which commit, and how many of them were bad."""
     protocol, engines = results["protocol"], results["engines"]
     num_bad = len(protocol["bad"]) + len(engines["bad"])
     return (
@@ -31,7 +31,8 @@ def sentence(results: dict[str, Any]) -> str:
 
 
 def told(page: str) -> tuple[str, str, str]:
-    """A page's text before its sentence, the sentence, and what is behind; ValueError when it has no marks."""
+    """Split a page into the text before its sentence, the sentence, and the text behind; raise ValueError when it has
+    no marks."""
     before, rest = (ROOT / page).read_text().split(MARKS[0])
     inside, behind = rest.split(MARKS[1])
     return before, inside, behind

@@ -1,9 +1,9 @@
-"""Simulated runs of the protocol and of real engines, over several processes, taken up again where they were left:
+"""Run simulations of the protocol and of real engines, over several processes; an interrupted set is resumed:
 
     python -m tests.sim.run --count 100000 --engines 2000 --processes 2 --progress progress.jsonl --out results.json
 
-Prints the results as JSON; the exit status is 1 when a run was bad, or when something never happened in those of the
-protocol. A file of results names the commit they are of, so there must be nothing that is not committed.
+Prints the results as JSON. The exit status is 1 when a run was bad, or when an expected event never happened in the
+runs of the protocol. A file of results names its commit, so there must be no uncommitted changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.sim.world import Brain, World
 from tests.versions import git
 
 CHUNKS = {"protocol": 250, "engines": 50}
-"""Kinds of runs, and how many a process does before it reports."""
+"""The kinds of runs, and how many of each a process does before it reports."""
 COLLECT_EVERY = 50
 HAPPENS = (
     *DELAYS,
@@ -40,13 +40,14 @@ HAPPENS = (
     *("ranks", "rank lost", "moved", "continued", "displaced", "port is back"),
     *("end stop", "end length", "end cancelled", "end deadline", "end failed"),
 )
-"""What must have happened in every set of runs."""
+"""The events that must happen in every set of runs."""
 
 
 @attrs.define
 class Summary:
-    """What a set of runs came to. `bad` holds (seed, what went wrong); `happened` counts faults and ends of requests,
-    `reached` pairs of states. Of real engines, `tokens` were compared, and `excused` are requests with a near tie."""
+    """The result of a set of runs. `bad` holds (seed, what went wrong); `happened` counts faults and ends of requests,
+    `reached` counts pairs of states. For real engines, `tokens` were compared, and `excused` are requests with a near
+    tie."""
 
     runs: int = 0
     bad: list[tuple[int, str]] = attrs.field(factory=list)
@@ -60,7 +61,7 @@ class Summary:
     cpu_s: float = 0.0
 
     def add(self, other: Summary) -> None:
-        """Adds the runs of another set."""
+        """Add the runs of another set."""
         self.runs += other.runs
         self.bad += other.bad
         self.happened += other.happened
@@ -74,11 +75,11 @@ class Summary:
 
     @property
     def never(self) -> list[str]:
-        """What did not happen and was not reached."""
+        """Return the events that did not happen and the pairs that were not reached."""
         return [name for name in HAPPENS if not self.happened[name]] + missing(self.reached)
 
     def table(self) -> str:
-        """Everything counted, one line each."""
+        """Return everything counted, one line each."""
         lines = [
             (
                 f"{self.runs} simulated runs, {len(self.bad)} bad: {self.requests} requests, {self.events} events, "
@@ -89,7 +90,7 @@ class Summary:
         return "\n".join(lines + [f"{count:10}  {name}" for name, count in counted])
 
     def as_json(self) -> dict[str, Any]:
-        """The same as plain values."""
+        """Return the summary as plain values."""
         return {
             **attrs.asdict(self),
             "happened": dict(sorted(self.happened.items())),
@@ -98,13 +99,13 @@ class Summary:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Summary:
-        """The inverse."""
+        """Make a summary of what `as_json` returned."""
         counters = {name: Counter(data[name]) for name in ("happened", "reached")}
         return cls(**{**data, **counters, "bad": [(seed, text) for seed, text in data["bad"]]})
 
 
 def run_engine_seeds(seeds: Iterable[int]) -> Summary:
-    """The same with real engines."""
+    """Run each seed with real engines."""
     brain = ModelBrain()
     summary = run_seeds(seeds, FOCUS, brain)
     summary.tokens, summary.excused = brain.num_tokens, brain.excused
@@ -112,7 +113,7 @@ def run_engine_seeds(seeds: Iterable[int]) -> Summary:
 
 
 def run_seeds(seeds: Iterable[int], focus: Focus | None = None, brain: Brain | None = None) -> Summary:
-    """Runs each seed; what a run raises makes it bad and stops no other."""
+    """Run each seed; a run that raises is bad and does not stop the others."""
     summary = Summary()
     started = time.process_time()
     enabled = gc.isenabled()
@@ -146,7 +147,7 @@ def _run_chunk(chunk: tuple[str, int]) -> tuple[str, int, Summary]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="the first seed of both kinds")
     parser.add_argument("--count", type=int, default=10_000, help="runs of the protocol")

@@ -1,4 +1,4 @@
-"""The same worlds with real engines: drafts, ranks, and tokens that are those of the model in one piece."""
+"""The same worlds with real engines: drafts, ranks, and tokens that equal those of the model in one piece."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness can fail: each known bug, put back, is met by a run; the same runs are clean without it."""
+"""The harness can fail: some run meets each known bug when it is put back; the same runs are clean without it."""
 
 from __future__ import annotations
 

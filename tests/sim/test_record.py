@@ -1,4 +1,4 @@
-"""What is said of simulated runs is what their results say."""
+"""The pages report simulated runs as their results do."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def test_results_are_of_a_commit_of_this_history_and_say_all() -> None:
     history = subprocess.run(
         ["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    if history.stdout.strip() == "false":  # else there is none to look into
+    if history.stdout.strip() == "false":  # else there is no history to look into
         subprocess.run(["git", "merge-base", "--is-ancestor", found["commit"], "HEAD"], cwd=ROOT, check=True)

@@ -14,13 +14,13 @@ from tests.sim.world import World
 
 RUNS = 64
 FULL_RUNS = 10_000
-"""In so many everything must happen that can."""
+"""Within this many runs, everything that can happen must happen."""
 PARTS = 8
 ROOT = Path(__file__).parents[2]
 
 
 def together(folder: Path, part: int, summary: Summary) -> Summary | None:
-    """Puts this part's summary beside the others; all of them, once they are there."""
+    """Put this part's summary beside the others; return all of them, once they are there."""
     folder.mkdir(exist_ok=True)
     draft = folder / f"{part}.draft"
     draft.write_text(json.dumps(summary.as_json()))

@@ -2,8 +2,8 @@
 
     World(seed).run() raises Violation when a promise did not hold.
 
-While faults last only safety is asked: no wrong token, no page in two hands, no second end, no exception. Then all is
-healed, and within HEAL_S of virtual time every request must have ended and every page be free.
+While faults last, only safety is checked: no wrong token, no page with two owners, no second end, no exception. Then
+all faults are healed, and within HEAL_S of virtual time every request must have ended and every page be free.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ HOST = "host"
 
 
 class Brain(Protocol):
-    """A model, engines for it, and what they must say."""
+    """A model, engines for it, and the tokens that they must give."""
 
     model: Any
     prefill: type[PrefillEngine]
     decode: type[DecodeEngine]
 
     def among(self, groups: Groups) -> Any:
-        """The model for a rank of these groups; each rank has all of it."""
+        """Return the model for a rank of these groups; each rank has all of it."""
 
     def watch(self, pool: PagePool, accounts: PagePool, over: Callable[[], bool]) -> None:
-        """Holds what is written into the pool to what `accounts` says of its pages, itself or the leader's, until it is
-        `over`."""
+        """Check all writes into the pool against the states of its pages in `accounts` (the pool itself, or the
+        leader's), until it is `over`."""
 
     def check_token(self, request: Request, tokens: list[int]) -> None:
-        """Raises Violation when the last of `tokens` is not what the request must give."""
+        """Raise Violation when the last of `tokens` is not the one that the request must give."""
 
     def is_whole(self, request: Request, tokens: list[int]) -> bool:
-        """Whether `tokens` are all that the request must give; raises Violation when they are not right."""
+        """Return whether `tokens` are all that the request must give; raise Violation when they are not right."""
 
 
 class WatchedChannel(SimChannel):
@@ -88,7 +88,7 @@ class WatchedChannel(SimChannel):
 
 @attrs.define(eq=False)
 class Stream:
-    """What one request has given so far."""
+    """The events that one request has given so far."""
 
     arrival: Arrival
     tracked: TrackedRequest
@@ -98,7 +98,7 @@ class Stream:
 
 
 class World:
-    """One run, drawn from `seed` within `focus`, of engines that think with `brain`."""
+    """One run, drawn from `seed` within `focus`, of engines that compute with `brain`."""
 
     def __init__(self, seed: int, focus: Focus | None = None, brain: Brain | None = None) -> None:
         self.simulation = Simulation(seed)
@@ -148,7 +148,7 @@ class World:
         self.pairing._inbox.listen(self._host.wake)
 
     def _start(self, name: str) -> None:
-        """Makes an engine: with several ranks one on each of its nodes, the leader's first."""
+        """Make an engine: with several ranks, one on each of its nodes, the leader's first."""
         cache, nodes = self._caches[name], self._nodes[name]
         pools = [self._pool(cache)]
         if len(nodes) == 1:
@@ -156,13 +156,13 @@ class World:
             return
         self.counts["ranks"] += 1
         made: list[Engine] = []
-        # its accounts end with a leader that closes, and a follower that does not know of it yet has open links
+        # its accounts end when the leader closes, and a follower that does not know of it yet has open links
         pools += [self._pool(cache, pools[0], lambda: bool(made) and made[0].closed) for _ in nodes[1:]]
         team = self.teams[name] = Team(self.simulation, nodes)
         self._every_team.append(team)
         made += team.make(lambda rank, groups: self._engine(nodes[rank], pools[rank], groups))
         self.engines[name], *followers = made
-        self.following[name] = [  # the leader sets the pace, or a slow engine were the slower the more ranks it has
+        self.following[name] = [  # the leader sets the pace, or a slow engine would be slower the more ranks it has
             Following(self.simulation, node, engine, self.plan.step_s, lost=self._lost, fiber=fiber)
             for node, engine, fiber in zip(nodes[1:], followers, team.fibers[1:], strict=True)
         ]
@@ -194,7 +194,7 @@ class World:
         return self.served[name].port
 
     def _lost(self, error: RankLost) -> None:
-        """A rank may go on without others only where some were made to fail."""
+        """Check that a rank goes on without others only where some were made to fail."""
         if not isinstance(error, Gone) or self.plan.quiet:
             raise Violation(f"ranks fell apart: {error}") from error.__cause__
         self.counts["rank lost"] += 1
@@ -202,7 +202,7 @@ class World:
     # -- running ----------------------------------------------------------------------------------------------------
 
     def run(self) -> World:
-        """The whole run; raises Violation, or whatever an engine raised."""
+        """Do the whole run; raise Violation, or any error of an engine."""
         errors = _Errors()
         logger = logging.getLogger("pdinfer")
         logger.addHandler(errors)
@@ -234,8 +234,8 @@ class World:
         return self
 
     def _linked(self) -> bool:
-        """Whether every rank knows of its links. A request that overtakes the last frame of a handshake loses an
-        attempt by it, so where no request may fail none comes before."""
+        """Return whether every rank knows of its links. A request that overtakes the last frame of a handshake loses an
+        attempt, so where no request may fail none comes before."""
         sides = [[self.engines[name].channel for name in self._nodes if name[0] == role] for role in "pd"]
         for name, following in self.following.items():
             sides["pd".index(name[0])] += [one.engine.channel for one in following]
@@ -311,7 +311,7 @@ class World:
 
     @property
     def _loops(self) -> dict[str, Loop]:
-        """By node."""
+        """Return the loops by node."""
         loops = {name: served.loop for name, served in self.served.items()}
         for name, following in self.following.items():
             loops.update(zip(self._nodes[name][1:], (one.loop for one in following), strict=True))
@@ -328,7 +328,7 @@ class World:
             self.simulation.later(0.001, self.served[name].port.hang_up, node=HOST)
 
     def _restart(self, name: str) -> None:
-        """New processes take the place of those that died or were given up."""
+        """Start new processes in the place of those that died or were given up."""
         nodes = self._nodes[name]
         if all(map(self.simulation.alive, nodes)) and not self.served[name].ended:
             return
@@ -341,7 +341,8 @@ class World:
         self._join(self._port(name))
 
     def _join(self, port) -> None:
-        """Connecting may find other ports lost and end their requests: a host looks for events after it in any case."""
+        """Connect a port. This may find other ports lost and end their requests, so a host looks for events after it in
+        any case."""
         try:
             self.pairing.add(port)
         except PDInferError:
@@ -434,7 +435,7 @@ class World:
         return tracked.num_decodes_lost + 1 < MAX_DECODES_LOST
 
     def _idle(self) -> bool:
-        # what a call other than `step` has ended is told by the next step
+        # requests that a call other than `step` has ended are reported by the next step
         told = all(stream.end is not None for stream in self.streams.values())
         return (
             told
@@ -445,7 +446,7 @@ class World:
         )
 
     def _closes(self, name: str) -> bool:
-        """Whether its host has begun to close it, which may take time among ranks."""
+        """Return whether its host has begun to close it, which may take time among ranks."""
         return self.simulation.alive(name) and self.served[name].ended
 
     def _lives(self, name: str) -> bool:
@@ -463,7 +464,7 @@ class World:
         )
 
     def _unrest_of_ranks(self, name: str) -> str:
-        """What the ranks of an engine that has nothing to do still keep for each other."""
+        """Return what the ranks of an engine without work still keep for each other."""
         if name not in self.teams or not self._lives(name):
             return ""
         channel = self.engines[name].ranks.channel
@@ -485,7 +486,7 @@ class World:
         open_ = [name for name, stream in self.streams.items() if stream.end is None]
         if open_:
             raise Violation(f"the pairing is done and {open_} have not ended")
-        # an engine that was started again at the address of a dead one is refused by who looks for the dead one
+        # an engine that was started again at the address of a dead one refuses peers that look for the dead one
         unsound = [(node, error) for node, error in self.network.refusals if "answers as another" not in str(error)]
         if unsound:
             raise Violation(f"a sound link was closed: {unsound}")
@@ -497,8 +498,8 @@ class World:
 
 
 class _Errors(logging.Handler):
-    """Collects what engines log as exceptions: none is expected, whatever fails around them. While nothing fails, a
-    writer that was asked to stop must say so."""
+    """A handler that collects what engines log as exceptions: none is expected, whatever fails around them. While
+    nothing fails, a writer that was asked to stop must say so."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

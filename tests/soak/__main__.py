@@ -1,10 +1,11 @@
-"""A soak: requests under every fault that is known, for as long as there is time.
+"""Run a soak: requests under every known fault, for as long as there is time.
 
     python -m tests.soak --minutes 10 --seed 1 --out FILE      every transport in turn, and no ranks
     python -m tests.soak --minutes 4 --seed 1 --transports tcp,shm --ranks
 
-Prints a JSON line each half minute and one with the result; exit status 1 when a promise did not hold. What strikes
-whom at what time of a round, and every request, is drawn from the seed; what comes of it depends on the machine too.
+Prints a JSON line each half minute and one with the result; the exit status is 1 when a promise did not hold. The seed
+determines every request and every fault, with its target and its time in a round; the results depend on the machine
+too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> int:
     if "mooncake" in parts and (why := why_no_mooncake()):
         parser.error(f"no Mooncake engine can be made here: {why}")
     torch.set_num_threads(1)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nobody else would thaw what is frozen
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing else would thaw the frozen processes
     folder = own_folder()
     run = Run(options.seed, folder, options.out)
     end = time.monotonic() + 60.0 * options.minutes
@@ -54,8 +55,8 @@ def main() -> int:
 
 
 def own_folder() -> Path:
-    """For temporary files of all processes, so that what they leave is seen. It goes when multiprocessing's own, which
-    is in it, has gone."""
+    """Make a folder for the temporary files of all processes, so that leftovers are seen. The folder goes after
+    multiprocessing's own, which is inside it."""
     folder = tempfile.mkdtemp(prefix="pdsoak")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=-1000)

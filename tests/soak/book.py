@@ -1,4 +1,4 @@
-"""What was promised for requests and pages, and where it did not hold."""
+"""The promises for requests and pages, and the cases where they did not hold."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.soak.timetable import Case
 LOGPROB = 1e-4
 """As in `setups.Tally`: rounding of float32 logits of a tiny model stays far below."""
 MAX_BROKEN = 50
-"""So many sentences are kept; the rest is counted."""
+"""The number of sentences that are kept; the rest is counted."""
 
 
 @attrs.define
 class Book:
-    """Every request from its submission to its one final event; what has ended is compared with `model` in one piece
+    """Every request from its submission to its one final event. Ended requests are compared with `model` in one piece
     and forgotten, so that a long run does not grow by its own notes."""
 
     model: pd.Model
@@ -32,7 +32,7 @@ class Book:
     broken: list[str] = attrs.field(factory=list)
 
     def say(self, kind: str, sentence: str) -> None:
-        """A promise did not hold."""
+        """Record that a promise did not hold."""
         self.counts[kind] += 1
         if len(self.broken) < MAX_BROKEN:
             self.broken.append(f"{kind}: {sentence}")
@@ -98,7 +98,7 @@ class Book:
 
 
 def not_whole(load: Any) -> str:
-    """What an engine still holds though nothing is asked of it; empty when every page can be had again."""
+    """Return what an engine still holds though it has no work; empty when every page is available again."""
     complaints = []
     if load.num_free_pages + load.num_cached_pages != load.num_total_pages:
         complaints.append(

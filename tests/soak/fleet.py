@@ -1,4 +1,5 @@
-"""Two prefills and two decodes in processes of their own, what strikes them, and how they are made whole again."""
+"""Two prefills and two decodes in processes of their own, the faults that strike them, and how they are made whole
+again."""
 
 from __future__ import annotations
 
@@ -24,22 +25,23 @@ from tests.soak.book import not_whole
 from tests.soak.timetable import MORTAL, SEATS, Fault
 
 CACHE = pd.CacheConfig(page_size=4, num_pages=64)
-"""Room for three of the longest requests: some wait for pages, some are retracted."""
+"""Pages for three of the longest requests, so that some wait for pages and some are retracted."""
 ENGINE = pd.EngineConfig(chunked_prefill_size=16, max_running_requests=4)
 REMOTE = pd.RemoteConfig(hung_s=2.0)
 PAIRING = pd.PairingConfig(port_wait_s=20.0)
 JOIN_S = 90.0
-"""A new process takes part after so long, on a machine with other work to do."""
+"""The seconds after which a new process takes part, on a machine with other work to do."""
 
 
 class Broken(Exception):
-    """A promise that did not hold, after which this fleet cannot be used."""
+    """A promise did not hold, and this fleet cannot be used any more."""
 
 
 @attrs.define(eq=False)
 class Seat:
-    """A place of the fleet, whoever takes it. `folder` is its process's own, `hung` the file that has steps hang. The
-    first one of a role talks to its client over a pipe, of the second one that connection is cut too, and made anew."""
+    """A place of the fleet, whichever process takes it. `folder` belongs to its process alone; while the file `hung`
+    exists, steps hang. The first process of a role talks to its client over a pipe. The connection of the second one is
+    also cut, and made anew."""
 
     number: int
     role: str
@@ -54,8 +56,8 @@ class Seat:
 
 
 class Fleet:
-    """Those of one transport. `strike` and `undo` are called by the thread that steps; new processes come in threads of
-    their own, as a host would have it."""
+    """The fleet of one transport. The thread that steps calls `strike` and `undo`; new processes come in threads of
+    their own, as in a host."""
 
     def __init__(self, transport: str, *, family: str, seed: int) -> None:
         self.transport, self.family, self.seed = transport, family, seed
@@ -106,7 +108,7 @@ class Fleet:
     # -- faults -----------------------------------------------------------------------------------------------------
 
     def strike(self, fault: Fault) -> None:
-        """Begins a fault; what ends it is due later. One for a seat that nobody has now strikes nobody."""
+        """Begin a fault and schedule its end. A fault for a seat that is empty now strikes nothing."""
         seat = self.seats[fault.seat]
         if fault.kind != "pause" and not seat.is_taken:
             self.struck["missed"] += 1
@@ -131,7 +133,7 @@ class Fleet:
             self._hostile.send((fault.attack, seat.client.address.endpoints[0], fault.seconds))
 
     def advance(self) -> None:
-        """Ends what is over."""
+        """End the faults whose time is over."""
         now = time.monotonic()
         due = [action for at, action in self._due if at <= now]
         self._due = [(at, action) for at, action in self._due if at > now]
@@ -139,7 +141,7 @@ class Fleet:
             action()
 
     def undo(self) -> None:
-        """Ends everything at once, but attacks, which are over soon."""
+        """End everything at once except attacks, which are over soon."""
         for _, action in self._due:
             action()
         self._due = []
@@ -165,7 +167,7 @@ class Fleet:
         self._joining.append(thread)
 
     def _replace(self, number: int) -> None:
-        """Kills a process; another one takes its place."""
+        """Kill a process and start another one in its place."""
         old = self.seats[number]
         old.worker.kill()
         old.client.close()
@@ -187,7 +189,7 @@ class Fleet:
 
     @property
     def is_restless(self) -> bool:
-        """Whether something that was begun is still under way."""
+        """Return whether something that was begun is still under way."""
         self._joining = [thread for thread in self._joining if thread.is_alive()]
         self._pausing = [one for one in self._pausing if one.poll() is None]
         while self._hostile.poll():
@@ -211,7 +213,7 @@ class Fleet:
         return "; ".join(told)
 
     def _sides(self, prefill: pd.PeerAddress, decode: pd.PeerAddress) -> str:
-        """What either end says of a link."""
+        """Return what either end says of a link."""
         told = []
         for mine, other in ((prefill, decode), (decode, prefill)):
             for seat in (seat for seat in self.seats if seat.client.address == mine):
@@ -224,7 +226,7 @@ class Fleet:
         return next((lost.reason for lost in self.pairing.stats.ports_lost[::-1] if lost.address == address), "unknown")
 
     def close(self) -> list[str]:
-        """Closes everything; tells what engines were closed with requests or pages."""
+        """Close everything; return what engines still held (requests or pages) when they were closed."""
         self.undo()
         self.pairing.close()
         told = []

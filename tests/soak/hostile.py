@@ -1,4 +1,4 @@
-"""A process of strangers, and of peers that are welcome and misbehave."""
+"""A process of strangers, and of welcome peers that misbehave."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ GARBAGE = 64
 
 
 def work(control: Connection, family: str, seed: int, cache: pd.CacheConfig) -> None:
-    """Runs in the process: each message is (kind of attack, endpoint, seconds), and is answered when that is over."""
+    """Run in the process: each message is (kind of attack, endpoint, seconds), and is answered when the attack is
+    over."""
     layout = random_model(tiny_config(family), seed=seed).kv_layout(cache)
     rng = random.Random(seed)
     control.send("ready")
     while True:
         kind, endpoint, seconds = control.recv()
-        with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen answers nobody
+        with contextlib.suppress(OSError, AssertionError):  # a victim that is killed or frozen does not answer
             attack(kind, endpoint, seconds, layout, rng)
         control.send("done")
 
@@ -50,7 +51,7 @@ def attack(kind: str, endpoint: str, seconds: float, layout: KVLayout, rng: rand
 
 
 def knock(endpoint: str, seconds: float, says: bytes, byte_s: float) -> None:
-    """Strangers as in `strangers`, for which nobody waits: their victim may be frozen, or dead."""
+    """Connect strangers as in `strangers`, without waiting for them: their victim may be frozen, or dead."""
     command = [sys.executable, knocking.__file__, endpoint, str(NUM_SILENT), str(byte_s), says.hex()]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         time.sleep(seconds)
@@ -58,14 +59,14 @@ def knock(endpoint: str, seconds: float, says: bytes, byte_s: float) -> None:
 
 
 def garbage(rng: random.Random) -> bytes:
-    """Bytes of no meaning, in a frame or not, at once or behind a good beginning."""
+    """Send bytes without meaning, in a frame or not, at once or behind a good beginning."""
     junk = rng.randbytes(rng.randrange(1, GARBAGE))
     cut = Header(MessageKind.FRAME, 1 << 19).packed() + junk
     return rng.choice([junk, framed(junk), opening() + framed(junk), cut])
 
 
 def deaf(endpoint: str, end: float, layout: KVLayout, rng: random.Random) -> None:
-    """Welcome peers that say much about rooms which are nobody's, and read nothing."""
+    """Connect welcome peers that send many messages about rooms which belong to nobody, and read nothing."""
     peers: dict[Identity, bytes] = {}  # and what they could not send yet
     try:
         while time.monotonic() < end:

@@ -27,7 +27,8 @@ from tests.soak.timetable import case
 
 PART = "ranks"
 WORLD_S = 8.0
-"""A world serves for so long, or until it loses a rank; then it is looked at, and the next one takes its place."""
+"""The seconds that a world serves, unless it loses a rank first; then it is inspected, and the next one takes its
+place."""
 SIZES = ({"tp_size": 2}, {"dp_size": 2}, {"cp_size": 2})
 FAULTS = ("kill", "stop", "raise", "stall", "none")
 """`kill` and `stall` (SIGSTOP for a second or two) strike at any time, the others in a step of the model."""
@@ -35,7 +36,7 @@ FAULTS = ("kill", "stop", "raise", "stall", "none")
 
 @attrs.frozen(kw_only=True)
 class Episode:
-    """A world, and what happens to which of its ranks: 0 and 1 are prefill's, 2 and 3 decode's."""
+    """A world, and which of its ranks a fault strikes: 0 and 1 are prefill's, 2 and 3 decode's."""
 
     prefill: dict[str, int]
     decode: dict[str, int]
@@ -46,14 +47,14 @@ class Episode:
 
     @property
     def in_step(self) -> tuple[str, int, str]:
-        """As `rank_worlds.serving` wants it."""
+        """Return the fault in the form that `rank_worlds.serving` takes."""
         if self.fault not in ("stop", "raise"):
             return ("", 0, "")
         return ("prefill" if self.rank < 2 else "decode", self.rank % 2, self.fault)
 
 
 def episode(seed: int, number: int) -> Episode:
-    """A function of the seed alone. Every fault comes once before any comes again."""
+    """Return an episode that depends on the seed alone. Every fault comes once before any comes again."""
     cycle, index = divmod(number, len(FAULTS))
     deck = list(FAULTS)
     random.Random(f"{seed}/ranks/{cycle}").shuffle(deck)
@@ -69,7 +70,7 @@ def episode(seed: int, number: int) -> Episode:
 
 
 def soak_ranks(run: Run, end: float) -> None:
-    """Worlds until `end`."""
+    """Run worlds until `end`."""
     folder = Path(tempfile.mkdtemp())
     write_checkpoint(folder, tiny_config_dict("v3"), seed=run.seed)
     book = Book(pd.load_model(folder, dtype=torch.float32))
@@ -129,7 +130,7 @@ def play(run: Run, ranks: Ranks, one: Episode, checkpoint: str, book: Book, case
 
 
 def come_to_rest(world: World, book: Book, one: Episode) -> None:
-    """Every request has ended, and the engines of a world that lost nobody are whole."""
+    """Check that every request has ended, and that the engines of a world that lost no rank are whole."""
     end = time.monotonic() + QUIET_S
     told = ""
     while time.monotonic() < end:
@@ -148,7 +149,8 @@ def come_to_rest(world: World, book: Book, one: Episode) -> None:
 
 
 def check_outcomes(world: World, book: Book, one: Episode) -> None:
-    """A world that lost nobody ends well and whole; of another every rank of the role that lost one says so."""
+    """Check that a world that lost no rank ends well and whole; of another world every rank of the role that lost one
+    says so."""
     errors = [outcome.error for outcome in world.outcomes]
     if one.fault in ("stall", "none"):
         for rank, outcome in enumerate(world.outcomes):

@@ -1,4 +1,4 @@
-"""Rounds of requests and faults over one transport, and what they come to."""
+"""Rounds of requests and faults over one transport, and their results."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.versions import commit
 
 TELL_S = 30.0
 NUM_UNFINISHED = 10
-"""So many requests are under way at once."""
+"""The number of requests that are under way at once."""
 QUIET_S = 90.0
-"""Everything has come to rest this long after the last fault: more than any silence, redial or deadline in play, on a
-machine that has other work to do."""
+"""The seconds after the last fault within which everything has come to rest: more than any silence, redial or deadline
+in play, on a machine that has other work to do."""
 SETTLE_S = 1.0
-"""What is measured is measured after so much rest."""
+"""The seconds of rest before a measurement."""
 
 
 class Run:
-    """One soak: its seed, what it counted over all of its parts, and where it tells."""
+    """One soak: its seed, its counts over all of its parts, and where it reports."""
 
     def __init__(self, seed: int, folder: Path, out: Path | None) -> None:
         self.seed, self.folder, self.out = seed, folder, out
-        self.stdout = sys.stdout  # which others borrow, for what is no line of ours
+        self.stdout = sys.stdout  # others borrow it to print lines that are not ours
         self.began_at = self.told_at = time.monotonic()
         self.counts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
@@ -71,17 +71,17 @@ class Run:
         )
 
     def measure(self, name: str, apart: Path | None = None) -> None:
-        """The host, and temporary files that are in no folder of engines."""
+        """Measure the host, and temporary files outside the folders of engines."""
         gc.collect()
         self.host.setdefault(name, []).append(usage(os.getpid(), self.folder, apart))
 
     def compare(self, name: str, series: list[Usage]) -> None:
-        """Whether a process stayed flat."""
+        """Check whether the use of a process stayed flat."""
         self.growth[name] = {"samples": len(series), **growth(series)}
         self.broken += [f"leaks: {name}: {leak}" for leak in leaks(series)]
 
     def add(self, part: str, book: Book, faults: Counter[str]) -> None:
-        """What a part came to."""
+        """Add the result of a part."""
         self.counts += book.counts
         self.ends += book.ends
         self.failures += book.failures
@@ -92,7 +92,7 @@ class Run:
         )
 
     def finish(self) -> int:
-        """Tells the result and returns the exit status."""
+        """Print the result and return the exit status."""
         for name, series in self.host.items():
             self.compare(name, series)
         if self.counts["near_ties"] * 10_000 > max(self.counts["tokens"], 10_000):
@@ -121,7 +121,7 @@ class Run:
 
 
 def soak_transport(run: Run, part: str, end: float) -> None:
-    """Rounds until `end`; a fleet that breaks a promise is given up for a new one."""
+    """Run rounds until `end`; replace a fleet that breaks a promise with a new one."""
     family = run.models[part] = family_of(run.seed, part)
     book = Book(random_model(tiny_config(family), seed=run.seed))
     rounds, cases = itertools.count(), (case(run.seed, part, number) for number in itertools.count())
@@ -155,7 +155,7 @@ def soak_transport(run: Run, part: str, end: float) -> None:
 
 
 def play(run: Run, fleet: Fleet, book: Book, part: str, number: int, cases: Any) -> None:
-    """One round: its faults, and as many requests as are wanted meanwhile."""
+    """Play one round: its faults, and as many requests as are wanted meanwhile."""
     faults = list(timetable(run.seed, part, number))
     if is_slow(run.seed, part, number):
         fleet.slow.touch()
@@ -196,7 +196,7 @@ def step(pairing: pd.Pairing, book: Book) -> None:
 
 
 def quiet(run: Run, fleet: Fleet, book: Book, part: str, number: int) -> None:
-    """Undoes all faults and waits until nothing is left of any request; Broken when that takes too long."""
+    """Undo all faults and wait until nothing is left of any request; raise Broken when that takes too long."""
     fleet.undo()
     fleet.slow.unlink(missing_ok=True)
     began = time.monotonic()

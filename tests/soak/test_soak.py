@@ -1,4 +1,4 @@
-"""The soak itself: its timetable is the seed's, and its checker finds what is planted."""
+"""The soak itself: its timetable follows from the seed, and its checker finds what is planted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PINNED = ["cut", "freeze", "attack", "hang", "stall"]
 
 
 def long_case() -> Case:
-    """A sampled one with many tokens."""
+    """Return a sampled request with many tokens."""
     cases = (case(1, "tcp", number) for number in range(200))
     return next(
         each
@@ -59,7 +59,7 @@ def long_case() -> Case:
 
 
 def stream_of(request: pd.Request) -> list[pd.TokenEvent]:
-    """As it should be."""
+    """Return the correct stream."""
     tokens: list[int] = []
     while len(tokens) < request.sampling.max_new_tokens - len(request.output):
         tokens.append(plain_reference(model_of(), request, [*tokens, 0]).tokens[-1])
@@ -72,7 +72,7 @@ def stream_of(request: pd.Request) -> list[pd.TokenEvent]:
 
 
 def told_of(stream: list[pd.TokenEvent]) -> list[str]:
-    """What the book says of a stream."""
+    """Return what the book says of a stream."""
     book = Book(model_of())
     book.submitted(long_case())
     book.heard(stream)

@@ -1,4 +1,4 @@
-"""What happens when, and what is asked for: all of it drawn from the seed, and from nothing else."""
+"""The times of faults, and the requests: all of it drawn from the seed, and from nothing else."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pdinfer as pd
 from pdinfer.testing import FAMILIES
 
 ROUND_S = 10.0
-"""Faults strike for so long; then everything is undone, and looked at."""
+"""The seconds during which faults strike; then everything is undone and inspected."""
 FAULTS_PER_ROUND = 5
 SEATS = ("prefill", "prefill", "decode", "decode")
-"""Whose number a fault's `seat` is."""
+"""The seats; a fault's `seat` is an index into them."""
 MORTAL = (0, 2)
 """Only these are killed: the others live through a whole part of the run, so that their memory can be compared."""
 SECONDS = {
@@ -25,8 +25,8 @@ SECONDS = {
     "pause": (2.0, 4.0),
     "attack": (3.0, 6.0),
 }
-"""How long each kind of fault lasts. A cut ends all connections of a process; a freeze is longer than the silence of
-the dead, a stall is shorter; a hang is longer than a step may take; a pause is the host's."""
+"""How long each kind of fault lasts. A cut ends all connections of a process. A freeze is longer than the silence that
+counts as death, and a stall is shorter. A hang is longer than a step may take. A pause strikes the host."""
 ATTACKS = ("silent", "dribble", "garbage", "deaf")
 VOCAB = 97
 MAX_PROMPT, MAX_NEW = 60, 24
@@ -34,7 +34,7 @@ MAX_PROMPT, MAX_NEW = 60, 24
 
 @attrs.frozen(kw_only=True)
 class Fault:
-    """One, `at_s` after the beginning of its round. `attack` says which kind of stranger comes."""
+    """One fault, `at_s` after the beginning of its round. `attack` says which kind of stranger comes."""
 
     at_s: float
     kind: str
@@ -45,7 +45,7 @@ class Fault:
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A request, and after how long it is cancelled."""
+    """A request, and the time after which it is cancelled."""
 
     request: pd.Request
     cancel_after_s: float | None
@@ -56,7 +56,7 @@ def _rng(*of: object) -> random.Random:
 
 
 def _kind(seed: int, part: str, turn: int) -> str:
-    """Kinds are dealt like cards: each comes once before any comes again."""
+    """Deal the kinds like cards: each comes once before any comes again."""
     cycle, index = divmod(turn, len(SECONDS))
     deck = list(SECONDS)
     _rng(seed, part, "deck", cycle).shuffle(deck)
@@ -64,7 +64,7 @@ def _kind(seed: int, part: str, turn: int) -> str:
 
 
 def timetable(seed: int, part: str, number: int) -> tuple[Fault, ...]:
-    """The faults of a round, in order."""
+    """Return the faults of a round, in order."""
     rng = _rng(seed, part, "round", number)
     faults = []
     for turn in range(FAULTS_PER_ROUND * number, FAULTS_PER_ROUND * (number + 1)):
@@ -77,7 +77,7 @@ def timetable(seed: int, part: str, number: int) -> tuple[Fault, ...]:
 
 
 def is_slow(seed: int, part: str, number: int) -> bool:
-    """Whether engines take their time in this round: then faults meet them in the middle of something."""
+    """Return whether engines are slow in this round, so that faults meet them in the middle of something."""
     return _rng(seed, part, "pace", number).random() < 0.7
 
 
@@ -86,7 +86,7 @@ def family_of(seed: int, part: str) -> str:
 
 
 def case(seed: int, part: str, number: int) -> Case:
-    """A request of any kind: prompts that share their beginnings, resumed ones, deadlines, priorities."""
+    """Draw a request of any kind: prompts that share their beginnings, resumed ones, deadlines, priorities."""
     rng = _rng(seed, part, "request", number)
     prompt = _tokens(_rng(seed, part, "beginning", rng.randrange(4)), rng.choice([0, 0, 8, 21]))
     prompt += _tokens(rng, rng.randint(1, MAX_PROMPT - len(prompt)))
