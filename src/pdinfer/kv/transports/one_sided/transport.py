@@ -50,8 +50,8 @@ _registered: weakref.WeakSet[RingTransport] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A daemon thread that comes back from the engine while Python ends takes the process down with SIGABRT, so none
-    may be in there by then."""
+    """Close every transport before Python ends: a daemon thread that comes back from the engine while Python ends takes
+    the process down with SIGABRT."""
     for transport in list(_registered):
         transport.close()
 
@@ -59,11 +59,11 @@ def _close_all() -> None:
 class RingTransport:
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
-    `segment` is an engine to share, or makes one, which is closed with the transport. A link on which the peer writes
-    has a ring of `num_slots` slots of `slot_bytes`, and one on which we write, up to two blocks of `slot_bytes` and one
-    more for each write that got lost; all are host memory, made when first needed. With `digest`, the same on both
-    ends, each slot is verified after it was copied; without, nothing tells a slot that was hit late, or by a stranger,
-    from a good one. A write that has not landed after `timeout_s` counts as failed.
+    `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
+    a ring of `num_slots` slots of `slot_bytes`. A link on which we write has up to two blocks of `slot_bytes`, and one
+    more for each write that got lost. All of them are host memory, made when first needed. With `digest`, which must be
+    the same on both ends, each slot is verified after it was copied. Without it, nothing tells a good slot from one
+    that was hit late or by a stranger. A write that has not landed after `timeout_s` counts as failed.
 
     In a forked child every method raises TransferError, except `close`, which does nothing.
     """
@@ -98,7 +98,7 @@ class RingTransport:
         self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Starts the engine, unless it is a shared one, and listens; raises what either raises."""
+        """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
@@ -115,7 +115,7 @@ class RingTransport:
 
     @property
     def authenticates(self) -> bool:
-        """As the receiver above: asked by the stream, whose receiver this is."""
+        """Whether the receiver above authenticates; asked by the stream, whose receiver this is."""
         return self._owned is not None and self._owned[1].authenticates
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
@@ -143,7 +143,7 @@ class RingTransport:
         ready: Callable[[], None] | None = None,
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """`ready` runs in the link's own thread."""
+        """Queue a write. `ready` runs in the link's own thread."""
         check_frame(frame)
         memory, _, _ = self._registered()
         self._check_process()
@@ -154,11 +154,12 @@ class RingTransport:
         return transfer
 
     def fence(self, link: Link) -> None:
-        """Withdraws the peer's ring. What was written one-sided and lands later lands in memory of nobody."""
+        """Withdraw the peer's ring. A one-sided write that lands later lands in memory that belongs to nobody."""
         self._stream.fence(link)
 
     def close(self) -> None:
-        """Takes at most some seconds, also when a thread hangs in the engine, which then ends with that thread."""
+        """Close every link, within some seconds. A thread that hangs in the engine does not hold it up; the engine then
+        ends with that thread."""
         if os.getpid() != self._pid or self._owned is None:
             return
         self._stream.close()
@@ -185,7 +186,7 @@ class RingTransport:
         return self._owned
 
     def _open_writer(self, link: Link) -> RingWriter | None:
-        """Starts the sending direction of a link at its first write; None when the link is closed."""
+        """Start the sending direction of a link at its first write. Return None when the link is closed."""
         memory, _, segment = self._registered()
         with self._lock:
             if link in self._writers:
@@ -215,11 +216,11 @@ class RingTransport:
         return writer
 
     def _say(self, link: Link, kind: Signal, body: bytes = b"\0") -> bool:
-        """False when the link is known to be closed."""
+        """Send a signal. Return False when the link is known to be closed."""
         return self._stream.write(link, body, [(0, kind)]).error is None
 
     def _fail(self, link: Link, error: TransferError) -> None:
-        """Closes a link for a reason that `closed` then tells; does nothing for one that is closed."""
+        """Close a link for a reason that `closed` then passes on. Do nothing when the link is already closed."""
         with self._lock:
             if link not in self._writers:
                 return
@@ -265,7 +266,7 @@ class RingTransport:
                 writer.credited(Credit.parse(frame).slot)
 
     def tick(self) -> None:
-        """A frame that waits behind a write cannot tell the peer that we live; this does."""
+        """Tell peers that this end lives while a frame waits behind a write, since such a frame cannot."""
         with self._lock:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:
