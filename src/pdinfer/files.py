@@ -51,7 +51,7 @@ def check_folder(folder: AnyPath) -> Path:
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return path
-        raise CheckpointError(f"{path} is no folder: give the one that holds config.json and the safetensors files")
+        raise CheckpointError(f"{path} is not a folder: give the one that holds config.json and the safetensors files")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as failure:

@@ -94,14 +94,14 @@ def begin_to_compute(num_threads: int) -> None:
 
 
 def refuse(what: OfOneProcess) -> None:
-    """Raise Forked when `what` belongs to the process that this one was forked off."""
+    """Raise Forked when `what` belongs to the process that this one was forked from."""
     if getattr(type(what), "was_forked", False):
         raise Forked(_sentence(type(what).__name__))
 
 
 def _sentence(name: str) -> str:
     return (
-        f"this {name} belongs to the process that this one ({os.getpid()}) was forked off, and both would write the "
+        f"this {name} belongs to the process that this one ({os.getpid()}) was forked from, and both would write the "
         f"same pages and sockets: {_WHAT_TO_DO}"
     )
 

@@ -355,9 +355,7 @@ class End:
         if peer.open and not self.link.same_memory:
             self._send_off(Parcel(ParcelKind.END))
         self.ended(error)
-        if (
-            self.link.same_memory
-        ):  # ends of one pool learn it together: a page never has two owners
+        if self.link.same_memory:  # ends of one pool learn it together: a page never has two owners
             peer.ended(TransferError(f"{peer.link.endpoint} closed the link"))
 
     def ended(self, error: TransferError | None) -> None:

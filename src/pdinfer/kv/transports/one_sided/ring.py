@@ -74,13 +74,14 @@ class Offer:
             address, slot_bytes, num_slots = cls._HEAD.unpack_from(data)
             segment = data[cls._HEAD.size :].decode("ascii")
         except (struct.error, UnicodeDecodeError) as error:
-            raise TransferError(f"a peer offered what is no ring: {error}") from error
+            raise TransferError(f"a peer offered something that is not a ring: {error}") from error
         host, _, port = segment.rpartition(":")
         named = 0 < len(host) <= 255 and segment.isprintable() and " " not in host and port.isdecimal()
         sized = 1 <= num_slots <= MAX_SLOTS and 1 <= slot_bytes <= MAX_RING_BYTES // num_slots
         if not (named and sized and 0 < address <= 2**64 - PROBE_BYTES - num_slots * slot_bytes):
             raise TransferError(
-                f"a peer offered {num_slots} slots of {slot_bytes} bytes at {address:#x} of {segment[:64]!r}: no ring"
+                f"a peer offered {num_slots} slots of {slot_bytes} bytes at {address:#x} of {segment[:64]!r}, "
+                f"which cannot be a ring"
             )
         return cls(segment, address, slot_bytes, num_slots)
 
@@ -104,7 +105,7 @@ class Landed:
     def parse(cls, data: bytes) -> Landed:
         """Return the message in `data`. Raise TransferError for another size. The caller checks the numbers."""
         if len(data) != cls._FORM.size:
-            raise TransferError(f"a peer told of a landed write in {len(data)} bytes, not {cls._FORM.size}")
+            raise TransferError(f"a peer reported a landed write in {len(data)} bytes, not {cls._FORM.size}")
         total, num_bytes, slot, has_digest, digest = cls._FORM.unpack(data)
         return cls(total, num_bytes, slot, digest if has_digest else None)
 

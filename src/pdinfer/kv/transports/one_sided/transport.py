@@ -81,8 +81,8 @@ class RingTransport:
     ) -> None:
         if not 1 <= num_slots <= MAX_SLOTS or not 1 <= slot_bytes <= MAX_RING_BYTES // num_slots:
             raise ConfigError(
-                f"a ring of {num_slots} slots of {slot_bytes} bytes cannot be; it has 1 to {MAX_SLOTS} slots and "
-                f"{MAX_RING_BYTES} bytes at most"
+                f"a ring cannot have {num_slots} slots of {slot_bytes} bytes; use 1 to {MAX_SLOTS} slots and at most "
+                f"{MAX_RING_BYTES} bytes in all"
             )
         self.name = name
         self._segment, self._stream = segment, stream
@@ -92,7 +92,7 @@ class RingTransport:
         self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, Incoming] = {}
-        self._kinds: dict[Link, Signal] = {}
+        self._signals: dict[Link, Signal] = {}
         self._reasons: dict[Link, TransferError] = {}
         self._threads: list[threading.Thread] = []
         self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
@@ -193,7 +193,7 @@ class RingTransport:
                 return self._writers[link]
             control = Control(
                 send=lambda frame: self._stream.send(link, frame),
-                say=lambda kind, body: self._say(link, kind, body),
+                say=lambda signal, body: self._say(link, signal, body),
                 fail=lambda error: self._fail(link, error),
             )
             writer = RingWriter(
@@ -215,9 +215,9 @@ class RingTransport:
             self._threads = [thread for thread in self._threads if thread.is_alive()] + [writer.thread]
         return writer
 
-    def _say(self, link: Link, kind: Signal, body: bytes = b"\0") -> bool:
+    def _say(self, link: Link, signal: Signal, body: bytes = b"\0") -> bool:
         """Send a signal. Return False when the link is known to be closed."""
-        return self._stream.write(link, body, [(0, kind)]).error is None
+        return self._stream.write(link, body, [(0, signal)]).error is None
 
     def _fail(self, link: Link, error: TransferError) -> None:
         """Close a link for a reason that `closed` then passes on. Do nothing when the link is already closed."""
@@ -237,30 +237,30 @@ class RingTransport:
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         try:
-            self._kinds[link] = Signal(num_bytes)
+            self._signals[link] = Signal(num_bytes)
         except ValueError as error:
-            raise TransferError(f"{link.endpoint} says of rings what this version does not know: {error}") from error
+            raise TransferError(f"{link.endpoint} sent a signal that this version does not know: {error}") from error
         return [(0, num_bytes)]
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         if error is not None:
             raise error
-        kind = self._kinds.pop(link)
-        if kind is Signal.ASK:
+        signal = self._signals.pop(link)
+        if signal is Signal.ASK:
             self._offer(link)
-        elif kind in (Signal.BEGIN, Signal.LANDED):
+        elif signal in (Signal.BEGIN, Signal.LANDED):
             ring = self._rings.get(link)
             if ring is None:
                 raise TransferError(f"{link.endpoint} writes without having asked for a ring")
-            if kind is Signal.BEGIN:
+            if signal is Signal.BEGIN:
                 ring.begin(frame)
             else:
                 ring.landed(Landed.parse(frame))
-        elif kind in (Signal.OFFER, Signal.CREDIT):
+        elif signal in (Signal.OFFER, Signal.CREDIT):
             writer = self._writers.get(link)
             if writer is None:
                 raise TransferError(f"{link.endpoint} offers a ring that nobody asked for")
-            if kind is Signal.OFFER:
+            if signal is Signal.OFFER:
                 writer.offered(Offer.parse(frame))
             else:
                 writer.credited(Credit.parse(frame).slot)
@@ -277,7 +277,7 @@ class RingTransport:
         with self._lock:
             writer = self._writers.pop(link, None)
             reason = self._reasons.pop(link, None) or error
-        self._kinds.pop(link, None)
+        self._signals.pop(link, None)
         ring = self._rings.pop(link, None)
         if ring is not None:
             ring.close()

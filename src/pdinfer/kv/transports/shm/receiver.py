@@ -136,7 +136,7 @@ class MappedPayloads:
                 targets.copy(self._source.view, offsets, lengths)
             missing -= size
             self._copied += size
-            # A ring must not run dry; a pool's pages are waited for when the write is over.
+            # A ring must not run dry. A pool's pages are not waited for before the write is over.
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
             yield Buffers(weight=size // COPY_SPEED)
         said = (yield from self._next(MessageKind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
@@ -166,7 +166,7 @@ class MappedPayloads:
             max(offsets) > source.num_bytes - max(lengths)
             and max(map(operator.add, offsets, lengths)) > source.num_bytes
         ):
-            raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes}")
+            raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes} bytes")
         return offsets, lengths, size
 
     def _next(self, kind: MessageKind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:

@@ -60,7 +60,7 @@ class StreamConnection:
         self._lock = new_lock()
         self._queue: deque[Message] = deque()
         self._leaving: Message | None = None
-        self._rest = b""  # what has not left of the first in the queue, when its start has
+        self._rest = b""  # the rest of the queue's first message, when its start has left
         self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
@@ -265,7 +265,7 @@ class StreamConnection:
             return (yield from self._ahead.read(num_bytes))
         slowest = self._limits.arriving.take(self, num_bytes)
         if slowest is not None:
-            self._limits.crowded(slowest, "sent a part of a frame, and too many others do")
+            self._limits.crowded(slowest, "sent a part of a frame, and so have too many others")
         data = yield from self._ahead.read(num_bytes)
         self._limits.arriving.give(self, num_bytes)
         return data
