@@ -18,6 +18,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
@@ -45,15 +47,24 @@ JOIN_S = 2.0
 """How long `close` waits, in all, for threads that are inside the engine."""
 
 
-_registered: weakref.WeakSet[RingTransport] = weakref.WeakSet()
+_running: weakref.WeakSet[RingTransport] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
     """Close every transport before Python ends: a daemon thread that comes back from the engine while Python ends takes
     the process down with SIGABRT."""
-    for transport in list(_registered):
+    for transport in list(_running):
         transport.close()
+
+
+@attrs.frozen
+class _Registered:
+    """What `register` was given, and the engine that it uses."""
+
+    memory: Memory
+    receiver: Receiver
+    segment: NamedEngine
 
 
 class RingTransport:
@@ -89,7 +100,7 @@ class RingTransport:
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
         self._pid = os.getpid()
         self._lock = new_lock()
-        self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
+        self._owned: _Registered | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, Incoming] = {}
         self._signals: dict[Link, Signal] = {}
@@ -102,9 +113,9 @@ class RingTransport:
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
-        self._owned = memory, receiver, segment
+        self._owned = _Registered(memory, receiver, segment)
         self._pid = os.getpid()
-        _registered.add(self)
+        _running.add(self)
         try:
             return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(SignalMemory(), self))
         except PDInferError:
@@ -116,7 +127,7 @@ class RingTransport:
     @property
     def authenticates(self) -> bool:
         """Whether the receiver above authenticates; asked by the stream, whose receiver this is."""
-        return self._owned is not None and self._owned[1].authenticates
+        return self._owned is not None and self._owned.receiver.authenticates
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         prefix = f"{self.name}+"
@@ -145,7 +156,7 @@ class RingTransport:
     ) -> Transfer:
         """Queue a write. `ready` runs in the link's own thread."""
         check_frame(frame)
-        memory, _, _ = self._registered()
+        memory = self._registered().memory
         self._check_process()
         transfer = Transfer(total_bytes(source, memory), then)
         writer = self._writers.get(link) or self._open_writer(link)
@@ -169,7 +180,7 @@ class RingTransport:
                 thread.join(max(0.0, deadline - time.monotonic()))
         if stuck := sum(thread.is_alive() for thread in self._threads):
             logging.getLogger("pdinfer").warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
-        segment = self._owned[2]
+        segment = self._owned.segment
         if segment is not self._segment:
             segment.close()
 
@@ -180,14 +191,14 @@ class RingTransport:
                 f"{os.getpid()}; make a new one in a child that was spawned"
             )
 
-    def _registered(self) -> tuple[Memory, Receiver, NamedEngine]:
+    def _registered(self) -> _Registered:
         if self._owned is None:
             raise ConfigError("register a memory and a receiver first")
         return self._owned
 
     def _open_writer(self, link: Link) -> RingWriter | None:
         """Start the sending direction of a link at its first write. Return None when the link is closed."""
-        memory, _, segment = self._registered()
+        owned = self._registered()
         with self._lock:
             if link in self._writers:
                 return self._writers[link]
@@ -198,8 +209,8 @@ class RingTransport:
             )
             writer = RingWriter(
                 link,
-                segment,
-                memory,
+                owned.segment,
+                owned.memory,
                 control,
                 slot_bytes=self._slot_bytes,
                 digest=self._digest,
@@ -230,10 +241,10 @@ class RingTransport:
     # What the stream calls, from its I/O thread.
 
     def opened(self, link: Link) -> None:
-        self._registered()[1].opened(link)
+        self._registered().receiver.opened(link)
 
     def received(self, link: Link, frame: bytes) -> None:
-        self._registered()[1].received(link, frame)
+        self._registered().receiver.received(link, frame)
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         try:
@@ -271,7 +282,7 @@ class RingTransport:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:
             self._say(link, Signal.ALIVE)
-        self._registered()[1].tick()
+        self._registered().receiver.tick()
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         with self._lock:
@@ -283,10 +294,10 @@ class RingTransport:
             ring.close()
         if writer is not None:
             writer.shut(reason or TransferError(f"the link to {link.endpoint} was closed by this end"))
-        self._registered()[1].closed(link, reason)
+        self._registered().receiver.closed(link, reason)
 
     def _offer(self, link: Link) -> None:
-        memory, receiver, segment = self._registered()
+        owned = self._registered()
         if link in self._rings:
             raise TransferError(f"{link.endpoint} asked for a second ring")
 
@@ -295,9 +306,9 @@ class RingTransport:
 
         ring = Incoming(
             link,
-            segment,
-            memory,
-            receiver,
+            owned.segment,
+            owned.memory,
+            owned.receiver,
             slot_bytes=self._slot_bytes,
             num_slots=self._num_slots,
             digest=self._digest,
