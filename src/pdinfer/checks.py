@@ -1,4 +1,4 @@
-"""Small checks shared by every configuration: ranges for attrs fields, memory, and how a bad value is shown."""
+"""Small checks that every configuration shares: ranges for attrs fields, memory, and how a bad value is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHOWN_INT_BITS = 128
 
 
 def clip(value: object) -> str:
-    """`repr(value)`, cut to 60 characters, for error messages; safe for huge ints and long strings."""
+    """Return `repr(value)`, cut to 60 characters, for error messages. Safe for huge ints and long strings."""
     if isinstance(value, int) and value.bit_length() > SHOWN_INT_BITS:
         return f"an int of {value.bit_length()} bits"
     if isinstance(value, str | bytes):
@@ -40,12 +40,13 @@ def within(inner: range, outer: range) -> bool:
 
 
 def as_float(value: float) -> float:
-    """An int of at most 53 bits as the float of the same value; everything else unchanged, for a validator to judge."""
+    """Return an int of at most 53 bits as the float of the same value, and everything else unchanged for a validator to
+    judge."""
     return float(value) if is_int(value) and abs(value) <= 2**53 else value
 
 
 def int_in(low: int, high: int) -> Validator:
-    """An attrs validator: an int (not a bool) from `low` to `high`, both included. Raises ConfigError."""
+    """Return an attrs validator for an int (not a bool) from `low` to `high`, both included. It raises ConfigError."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
         if not is_int(value) or not low <= value <= high:  # type: ignore[operator]
@@ -55,7 +56,8 @@ def int_in(low: int, high: int) -> Validator:
 
 
 def float_in(low: float, high: float, *, low_included: bool = False) -> Validator:
-    """An attrs validator: a finite float in (low, high], or [low, high] if `low_included`. Raises ConfigError."""
+    """Return an attrs validator for a finite float in (low, high], or [low, high] if `low_included`. It raises
+    ConfigError."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
         in_range = isinstance(value, float) and math.isfinite(value) and low <= value <= high
@@ -68,7 +70,7 @@ def float_in(low: float, high: float, *, low_included: bool = False) -> Validato
 
 
 def one_of(*choices: str) -> Validator:
-    """An attrs validator: one of the given strings. Raises ConfigError that lists them."""
+    """Return an attrs validator for one of the given strings. It raises ConfigError that lists them."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, str) or value not in choices:
@@ -78,7 +80,7 @@ def one_of(*choices: str) -> Validator:
 
 
 def instance_of(kind: type[object]) -> Validator:
-    """An attrs validator: an instance of `kind`. Raises ConfigError."""
+    """Return an attrs validator for an instance of `kind`. It raises ConfigError."""
 
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
         if not isinstance(value, kind):
@@ -88,13 +90,13 @@ def instance_of(kind: type[object]) -> Validator:
 
 
 def a_bool(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
-    """An attrs validator: True or False. Raises ConfigError."""
+    """Validate, for attrs, that a value is True or False. Raise ConfigError."""
     if not isinstance(value, bool):
         raise ConfigError(f"{attribute.name} must be true or false, got {clip(value)}")
 
 
 def check_fits(required_bytes: int, available_bytes: int, what: str) -> None:
-    """Refuse an allocation before it is made. `what` completes "... needs about 3.2 GiB". Raises ConfigError."""
+    """Refuse an allocation before it is made. `what` completes "... needs about 3.2 GiB". Raise ConfigError."""
     if required_bytes > available_bytes:
         raise ConfigError(
             f"{what} needs about {required_bytes / 2**30:.1f} GiB ({required_bytes} bytes), but only "

@@ -1,8 +1,8 @@
-"""Reading files nobody vouches for: regular files of one folder, and strict JSON.
+"""Reading files that nobody vouches for: regular files of one folder, and strict JSON.
 
-A model folder comes from strangers. What is opened is a plain file inside that folder, never a device, a pipe or a
-link that leads out: but for the blobs of a hub cache that the folder is part of, and for roots that the host names.
-What is parsed has a size, a depth and a number of parts that were checked before.
+A model folder comes from strangers. Only a plain file inside that folder is opened, never a device, a pipe or a link
+that leads out of it; the exceptions are the blobs of a hub cache that the folder is part of, and roots that the host
+names. Size, depth and number of parts are checked before anything is parsed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _JSON_SPACE = re.compile(r"[ \t\n\r]*")
 
 
 def check_file_name(name: object, what: str, error: type[PDInferError]) -> str:
-    """`name`, if it names a file directly inside a folder; anything that could lead elsewhere raises `error`."""
+    """Return `name` if it names a file directly inside a folder. Raise `error` for a name that could lead elsewhere."""
     if (
         not isinstance(name, str)
         or not 0 < len(name) <= 255
@@ -45,12 +45,13 @@ def check_file_name(name: object, what: str, error: type[PDInferError]) -> str:
 
 
 def check_folder(folder: AnyPath) -> Path:
-    """`folder`, if it is one. Raises CheckpointError, with the way to get a model that somebody thought we download."""
+    """Return `folder` as a path if it is a folder. Raise CheckpointError, and say how to get a model, for users who
+    expect it to be downloaded."""
     path = Path(folder)
     try:
         if stat.S_ISDIR(path.stat().st_mode):
             return path
-        raise CheckpointError(f"{path} is no folder: give the one that holds config.json and the safetensors files")
+        raise CheckpointError(f"{path} is not a folder: give the one that holds config.json and the safetensors files")
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as failure:
@@ -67,9 +68,9 @@ def check_folder(folder: AnyPath) -> Path:
 def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()) -> int:
     """Open `folder/name` for reading and return the file descriptor, which the caller closes.
 
-    Only regular files are opened. A symbolic link counts when it ends inside `folder`, in the blobs of the hub cache
-    whose snapshot `folder` is, or in one of `trusted_roots`: so nothing else can be read under a name of the model.
-    Raises `error`.
+    Only regular files are opened. A symbolic link is followed when it ends inside `folder`, in the blobs of the hub
+    cache whose snapshot `folder` is, or in one of `trusted_roots`, so nothing else can be read under a name of the
+    model. Raises `error`.
     """
     path = folder / check_file_name(name, "a file to open", error)
     try:
@@ -93,9 +94,9 @@ def open_regular(folder: Path, name: str, error: type[PDInferError], trusted_roo
 
 
 def _own_blobs(root: Path) -> Iterator[Path]:
-    """The blobs of the hub cache in which `root`, without links in its path, is a snapshot or inside of one:
-    models--ORGANIZATION--MODEL/snapshots/REVISION links to files there. Blobs that are themselves a link are not its
-    own: what is compared with them has followed every link. Source: https://huggingface.co/docs/huggingface_hub,
+    """Yield the blobs of the hub cache in which `root`, without links in its path, is a snapshot or inside one:
+    models--ORGANIZATION--MODEL/snapshots/REVISION links to files there. Blobs that are themselves a link do not count:
+    the path compared with them has followed every link. Source: https://huggingface.co/docs/huggingface_hub,
     "Understand caching"."""
     for folder in (root, *root.parents):
         snapshots, cache = folder.parent, folder.parent.parent
@@ -106,7 +107,7 @@ def _own_blobs(root: Path) -> Iterator[Path]:
 def read_regular(
     folder: Path, name: str, max_bytes: int, error: type[PDInferError], trusted_roots: Iterable[AnyPath] = ()
 ) -> bytes:
-    """The content of a small file. Raises `error` where it is larger than `max_bytes`; then nothing was read."""
+    """Return the content of a small file. Raise `error`, without reading it, when it is larger than `max_bytes`."""
     fd = open_regular(folder, name, error, trusted_roots)
     with os.fdopen(fd, "rb") as file:
         size = os.fstat(fd).st_size
@@ -123,13 +124,14 @@ def read_json(
     error: type[PDInferError] = ConfigError,
     trusted_roots: Iterable[AnyPath] = (),
 ) -> dict[str, object]:
-    """The JSON object in a file, parsed strictly (see `parse_json`). Raises `error` with the path and the position."""
+    """Return the JSON object in a file, parsed strictly (see `parse_json`). Raise `error` with the path and the
+    position."""
     path = Path(path)
     return parse_json(read_regular(path.parent, path.name, max_bytes, error, trusted_roots), str(path), error)
 
 
 def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str, object]:
-    """One JSON object, or `error` naming `source` and the character position.
+    """Return the one JSON object in `data`. Raise `error` with `source` and the character position.
 
     Stricter than RFC 8259: UTF-8 without a byte order mark, no duplicate keys, no NaN or Infinity, no run of more than
     20 digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is checked
@@ -152,7 +154,8 @@ def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str,
 
 
 def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
-    """One linear pass over brackets, strings and numbers: depth, count, duplicate keys, literals outside JSON."""
+    """Check depth, count, duplicate keys and literals outside JSON, in one linear pass over brackets, strings and
+    numbers."""
     if text.count('"') > 2 * MAX_JSON_STRINGS:
         raise error(f"{source} has more than {MAX_JSON_STRINGS} strings")
     keys: list[set[str]] = []
@@ -182,7 +185,8 @@ def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
 
 
 def string_end(text: str, position: int) -> int:
-    """The position after the string whose content starts at `position`; the end of `text` if it never ends."""
+    """Return the position after the string whose content starts at `position`, or the end of `text` if it never
+    ends."""
     while (quote := text.find('"', position)) >= 0:
         content = quote
         while content > position and text[content - 1] == "\\":
@@ -194,7 +198,7 @@ def string_end(text: str, position: int) -> int:
 
 
 def after_space(text: str, position: int) -> int:
-    """The position of the first character from `position` that is not JSON white space."""
+    """Return the position of the first character from `position` that is not JSON white space."""
     space = _JSON_SPACE.match(text, position)
     return space.end() if space else position
 

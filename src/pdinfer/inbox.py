@@ -14,8 +14,8 @@ T = TypeVar("T")
 
 
 class Inbox(OfOneProcess, Generic[T]):
-    """Items put in by any thread, taken out by the one that steps. `listen` lets an owner of several boxes sleep once
-    for all of them."""
+    """Items that any thread puts in and that the stepping thread takes out. `listen` lets an owner of several boxes
+    sleep once for all of them."""
 
     ends = frozenset({"put", "wake"})  # garbage collection calls them: see `leader`
 
@@ -31,25 +31,25 @@ class Inbox(OfOneProcess, Generic[T]):
         self.wake()
 
     def take(self) -> list[T]:
-        """Everything put in since the last call, in order."""
+        """Return everything put in since the last call, in order."""
         items: list[T] = []
         try:
             with self._changed:
                 self._awake = False
                 items, self._items = self._items, []
             return items
-        except BaseException:  # whoever was interrupted has not got them
+        except BaseException:  # an interrupted caller has not got them
             with self._changed:
                 self._items = items + self._items
             raise
 
     def peek(self) -> list[T]:
-        """The same without taking it."""
+        """Return the same without taking it."""
         with self._changed:
             return list(self._items)
 
     def wake(self) -> None:
-        """Ends a sleep now or, when nobody sleeps, the next one."""
+        """End a sleep now or, when nobody sleeps, the next one."""
         with self._changed:
             self._awake = True
             self._changed.notify_all()
@@ -58,12 +58,12 @@ class Inbox(OfOneProcess, Generic[T]):
             listener()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls `listener`, from any thread, on every wake."""
+        """Call `listener`, from any thread, on every wake."""
         with self._changed:
             self._listeners.append(listener)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until `wake` or the end of `timeout_s`; tells whether it was woken."""
+        """Sleep until `wake` or the end of `timeout_s`. Return whether it was woken."""
         end = time.monotonic() + timeout_s
         with self._changed:
             while not self._awake:

@@ -1,5 +1,5 @@
-"""A process with one Mooncake end, for tests that kill and freeze it: prints its endpoints, and answers "sum" with the
-xxh3_64 of its memory. A write's frame is the offset where it goes."""
+"""A process with one Mooncake end, for tests that kill and freeze it. It prints its endpoints, and answers "sum" with
+the xxh3_64 of its memory. A write's frame is the offset where it goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.conformance.transport_ends import BytesMemory
 
 
 class Peer:
-    """Places where it is told, and answers."""
+    """A receiver that places writes where their frames say, and answers."""
 
     authenticates = False
 

@@ -1,4 +1,4 @@
-"""Ends of shared memory for tests, and what they hold of this process."""
+"""Ends over shared memory for tests, and the descriptors and maps of this process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 @contextlib.contextmanager
 def opened_ends() -> Iterator[Callable[..., End]]:
-    """Make registered ends, and close them at the end."""
+    """Make registered ends, and close them at the end of the test."""
     ends: list[End] = []
 
     def make(

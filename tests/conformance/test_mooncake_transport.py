@@ -34,7 +34,7 @@ MEMORY_BYTES = 16 << 20
 
 @pytest.fixture(scope="module")
 def engines() -> tuple[MooncakeEngine, MooncakeEngine]:
-    """Two for all tests: one takes a second to go."""
+    """Make two engines for all tests, since one takes a second to end."""
     need_mooncake()
     return MooncakeEngine(), MooncakeEngine()
 
@@ -118,7 +118,7 @@ class Process:
 
 @pytest.fixture(scope="module")
 def peers(engines: object) -> Iterator[tuple[Process, Process]]:
-    """One that a test may kill, and one for all others."""
+    """Start a peer that a test may kill, and one for all other tests."""
     started = Process(), Process()
     yield started
     for process in started:
@@ -132,7 +132,7 @@ def peer(peers: tuple[Process, Process]) -> Process:
 
 @pytest.fixture
 def sender(engines: tuple[MooncakeEngine, MooncakeEngine]) -> Iterator[End]:
-    """Our end, with random bytes, that gives up on a write after half a second."""
+    """Make our end, with random bytes, which gives up on a write after half a second."""
     transport = MooncakeTransport(engine=engines[0], slot_bytes=SLOT_BYTES, timeout_s=0.5)
     end = End(transport, BytesMemory(MEMORY_BYTES), Recorder())
     end.memory.data[:] = random.Random(9).randbytes(MEMORY_BYTES)
@@ -149,7 +149,7 @@ def dial(end: End, process: Process) -> Link:
 
 
 def answer(end: End, link: Link) -> str:
-    """What the peer says its memory is, once it has placed all that was sent before, undamaged."""
+    """Return the peer's sum of its memory, once it has placed everything that was sent before, undamaged."""
     count = sum(call.frame.startswith(b"sum") for call in end.receiver.of("received", link)) + 1
     end.transport.send(link, b"sum")
     wait_until(lambda: len(sums(end, link)) == count)

@@ -1,4 +1,4 @@
-"""Landing rings over an engine of our own, whose writes fail, hang and land late when told to."""
+"""Landing rings over an engine made for the tests, whose writes fail, hang and land late when told to."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ GREETING = 1 << 32
 
 @attrs.define(eq=False)
 class Write:
-    """A write that the engine was given, and what became of it: `status` is what the engine tells."""
+    """A write that the engine was given, and what became of it. `status` is what the engine reports."""
 
     segment: str
     source: int
@@ -51,14 +51,14 @@ class Write:
     status: int = 0
 
     def land(self) -> None:
-        """Reads the source and writes the target as they are now, whatever was told before."""
+        """Read the source and write the target as they are now, whatever was reported before."""
         ctypes.memmove(self.target, self.source, self.num_bytes)
 
 
 class Network:
     """Engines that reach each other. `fates` says what becomes of the next writes: "land" (also of those without a
     fate), "fail", "hang", "refuse" to start, or "block" inside the call until `unblock` is set. The first probe of each
-    ring lands whatever the fates are; it is among the `greetings`, not among the `writes`."""
+    ring lands whatever the fates are. It is among the `greetings`, not among the `writes`."""
 
     def __init__(self) -> None:
         self.engines: dict[str, FakeEngine] = {}
@@ -80,7 +80,7 @@ class Network:
         return any(start <= write.target and write.target + write.num_bytes <= start + size for start, size in memory)
 
     def payloads(self) -> list[Write]:
-        """The writes that were no probes."""
+        """Return the writes that were not probes."""
         return [write for write in self.writes if write.num_bytes > PROBE_BYTES]
 
 
@@ -141,7 +141,7 @@ Pair = tuple[End, End, Link, Link]
 
 @pytest.fixture
 def pair(network: Network) -> Iterator[Callable[..., Pair]]:
-    """Makes two connected ends; the frame of a write names the offset where it goes."""
+    """Make two connected ends. The frame of a write names the offset where it goes."""
     ends: list[End] = []
 
     def make(
@@ -178,7 +178,7 @@ class TestSuite(TransportSuite):
 
 
 def push(end: End, link: Link, offset: int, num_bytes: int) -> None:
-    """A write from `offset` to the same offset."""
+    """Write from `offset` to the same offset."""
     end.transport.write(link, b"%d" % offset, [(offset, num_bytes)])
 
 
@@ -350,7 +350,7 @@ def test_addresses_of_dead_rings_are_kept_but_not_their_memory(network: Network)
 
 
 def ring_of(segment: NamedEngine) -> Offer:
-    """A ring of 16 MiB that was filled, and closed."""
+    """Return the offer of a ring of 16 MiB that was filled and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
     ring = Incoming(
         Link("peer"), segment, memory, receiver, slot_bytes=1 << 24, num_slots=1, digest=True, credit=lambda _: None
@@ -361,7 +361,8 @@ def ring_of(segment: NamedEngine) -> Offer:
 
 
 def resident_bytes(offers: list[Offer]) -> int:
-    """Bytes of memory behind these rings. The kernel is asked page by page: its table of mappings joins neighbours."""
+    """Return the bytes of memory behind these rings. The kernel is asked page by page, because its table of mappings
+    joins neighbours."""
     total = 0
     for offer in offers:
         resident = (ctypes.c_ubyte * (offer.slot_bytes // mmap.PAGESIZE))()
@@ -484,7 +485,7 @@ def test_digests_are_for_both_ends_or_for_none(pair: Callable[..., Pair], sender
 
 @attrs.define(eq=False)
 class Liar:
-    """A peer that says of rings what it likes."""
+    """A peer that sends any signals it likes."""
 
     end: End
     link: Link
@@ -495,7 +496,7 @@ class Liar:
 
 @pytest.fixture
 def liar(pair: Callable[..., Pair]) -> Iterator[tuple[Liar, End, Link]]:
-    """(the peer, the honest end, the honest end's link)."""
+    """Return (the peer, the honest end, the honest end's link)."""
     _, right, _, _ = pair()
     end = End(SocketTransport(), BytesMemory(32), Recorder())
     end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]

@@ -1,4 +1,5 @@
-"""What a hostile peer may do over shared memory: name bytes it has not, share memory that shrinks, or lie about it."""
+"""What a hostile peer may do over shared memory: name bytes that it does not have, share memory that shrinks, or
+lie."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Peer:
             os.close(descriptor)
 
     def write(self, spans: Spans, *, num_bytes: int | None = None, digest: bool = True, flip: int = 0) -> None:
-        """One write that names `spans`; `flip` changes its digest."""
+        """Send one write that names `spans`. `flip` changes its digest."""
         size = sum(length for _, length in spans) if num_bytes is None else num_bytes
         start = Header(MessageKind.MAPPED, 1, size, digest).packed() + b"w"
         self.sock.sendall(start + spans_of(spans))
@@ -75,7 +76,7 @@ class Peer:
         self.source.close()
 
     def cut(self) -> bool:
-        """Whether the other end has closed the connection, within the time-out."""
+        """Whether the other end has closed the connection, within the timeout."""
         try:
             while self.sock.recv(1000):
                 pass
@@ -96,7 +97,7 @@ def spans_of(spans: Spans) -> bytes:
 
 
 def test_a_peer_by_hand_is_understood(open_end: Callable[..., End]) -> None:
-    """That the hostile ones below are refused for what they do, and not for being made by hand."""
+    """Show that the hostile peers below are refused for what they do, not for being made by hand."""
     end = open_end()
     with Peer(end) as peer:
         peer.share()
@@ -142,7 +143,7 @@ def test_spans_outside_what_was_shared_are_refused(open_end: Callable[..., End],
 
 
 def test_a_section_is_bounded(open_end: Callable[..., End]) -> None:
-    """However large the write: others must have their turn in between."""
+    """However large the write is, others must have their turns in between."""
     end = open_end(num_bytes=2 * SECTION_BYTES)
     with Peer(end, SECTION_BYTES + 1) as peer:
         peer.share()

@@ -42,8 +42,8 @@ def open_end() -> Iterator[Callable[..., End]]:
 
 @pytest.mark.parametrize("digest", [False, True])
 def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], digest: bool) -> None:
-    """The sender's end closes and its pages get other contents, between the moment the receiver begins to copy and the
-    copy. A Finish that says all is well is in the receiver's socket already."""
+    """The sender's end closes, and its pages get other contents, after the receiver has begun to copy and before it
+    copies. A Finish that says all is well is already in the receiver's socket."""
 
     class Stopped(MemfdMemory):
         """A receiver that is stopped when it is about to copy."""
@@ -94,7 +94,7 @@ def test_a_transfer_is_done_only_when_the_peer_has_copied(open_end: Callable[...
 
 
 def test_a_full_ring_waits_without_blocking(open_end: Callable[..., End]) -> None:
-    """Writes of several rings' worth, to a receiver that does not take them, while other links and frames go on."""
+    """Writes of several rings' worth go to a receiver that does not take them, while other links and frames go on."""
     sender = open_end(memory=BytesMemory(MIB))
     slow, quick = open_end(num_bytes=MIB), open_end(num_bytes=MIB)
     stopped = threading.Event()
@@ -158,7 +158,7 @@ transport.close()
 
 @contextlib.contextmanager
 def receiving(num_bytes: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that receives, places at the start of its memory, and prints what it is told."""
+    """Start a process that receives, places at the start of its memory, and prints what it is told."""
     child = subprocess.Popen(
         [sys.executable, "-c", RECEIVE, str(num_bytes)],
         stdin=subprocess.PIPE,
@@ -179,7 +179,8 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 def test_a_stopped_process_never_uses_a_torn_copy(open_end: Callable[..., End]) -> None:
-    """SIGSTOP at some moment of many writes; this end closes, reuses its pages at once, and lets the other go on."""
+    """SIGSTOP hits at some moment of many writes. This end closes, reuses its pages at once, and lets the other go
+    on."""
     sender = open_end(num_bytes=MIB, digest=False)
     with receiving(MIB) as child:
         endpoint = line(child)

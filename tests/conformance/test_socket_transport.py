@@ -58,7 +58,7 @@ class Clock:
 
 
 def write_of(frame: bytes, payload: bytes, *, announced: int | None = None) -> bytes:
-    """A write as it stands on the wire, with a right digest."""
+    """Return a write as it stands on the wire, with a correct digest."""
     size = len(payload) if announced is None else announced
     head = Header(MessageKind.WRITE, len(frame), size, digested=True).packed() + frame
     return head + payload + digest_bytes(xxhash.xxh3_64(head + payload))
@@ -69,7 +69,7 @@ def frame_of(frame: bytes) -> bytes:
 
 
 def dialled(end: End) -> socket.socket:
-    """A bare connection to a TCP end."""
+    """Open a bare connection to a TCP end."""
     host, port = end.endpoints[0].removeprefix("tcp://").split(":")
     sock = socket.create_connection((host, int(port)), 5.0)
     sock.settimeout(5.0)
@@ -85,7 +85,7 @@ def closed_by_peer(sock: socket.socket) -> bool:
 
 @pytest.fixture
 def open_end() -> Iterator[Callable[..., End]]:
-    """Makes registered socket ends that are closed after the test."""
+    """Make registered socket ends that are closed after the test."""
     ends: list[End] = []
 
     def make(transport: SocketTransport | None = None, *, trusts: bool = True, num_bytes: int = 1 << 16) -> End:
@@ -248,7 +248,7 @@ def test_a_newcomer_takes_the_place_of_who_has_waited_longest(open_end: Callable
 
 
 def test_a_newcomer_waits_while_all_before_it_have_just_come(open_end: Callable[..., End]) -> None:
-    """Else who comes often enough would leave nobody the time for a handshake."""
+    """Otherwise a peer that comes often enough would leave no other the time for a handshake."""
     clock, limits = Clock(), Strangers(max_links=2)
     end = open_end(SocketTransport(clock=clock, strangers=limits), trusts=False)
     first, second = dialled(end), dialled(end)
@@ -267,7 +267,7 @@ def test_a_newcomer_waits_while_all_before_it_have_just_come(open_end: Callable[
 
 
 def test_newcomers_come_in_at_a_pace(open_end: Callable[..., End]) -> None:
-    """Else strangers who come again at once would have the I/O thread for themselves."""
+    """Otherwise strangers that come again at once would have the I/O thread to themselves."""
     clock, all_are_here = Clock(), threading.Event()
     end = open_end(SocketTransport(clock=clock), trusts=False)
     end.receiver.hooks["opened"] = lambda _: all_are_here.wait(5.0)
@@ -312,7 +312,7 @@ def test_limits_that_let_nobody_in(name: str) -> None:
 
 
 def test_parts_of_frames_are_bounded_together(open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who announces a long frame and sends a part of it makes room, of all links, for 16 of the longest."""
+    """All links together have room for 16 of the longest frames that were announced and sent in part."""
     monkeypatch.setattr("pdinfer.kv.transports.stream.transport.MAX_ARRIVING_BYTES", 3 * MAX_FRAME_BYTES)
     end = open_end()
     long = frame_of(bytes(MAX_FRAME_BYTES))
@@ -471,7 +471,8 @@ def test_an_end_with_digests_takes_no_write_without_one(open_end: Callable[..., 
 
 @pytest.fixture
 def full_backlog() -> Iterator[tuple[str, Callable[[], list[socket.socket]]]]:
-    """(endpoint, accept): a listener at which a connection stays half open until those before it are accepted."""
+    """Return (endpoint, accept) of a listener at which a connection stays half open until those before it are
+    accepted."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
         server.settimeout(5.0)
         address = server.getsockname()

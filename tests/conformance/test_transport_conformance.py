@@ -87,7 +87,7 @@ class TestShmWithoutDigest(TestShm):
 
 
 class TestShmThroughARing(TestShm):
-    """Neither end has: payloads are staged."""
+    """Neither end has its memory in a memfd: payloads are staged."""
 
     def make_memory(self, num_bytes: int, *, staged: bool = False) -> BytesMemory:
         return BytesMemory(num_bytes, staged=staged)

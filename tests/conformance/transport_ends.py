@@ -1,4 +1,4 @@
-"""What a test of a transport stands it between: memories, a receiver that writes down its calls, and an end of them."""
+"""The two ends of a transport under test: their memories, and receivers that record their calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Call:
 
 
 class Recorder:
-    """A Receiver that writes down its calls and the rules they broke. `hooks[name]` runs inside the call of that name;
+    """A Receiver that records its calls and the rules that they broke. `hooks[name]` runs inside the call of that name;
     for `place` it returns the spans."""
 
     def __init__(self, *, trusts: bool = True) -> None:
@@ -132,7 +132,7 @@ class Recorder:
             return [c for c in self.calls if c.name == name and link in (None, c.link)]
 
     def wait(self, name: str, count: int = 1, link: Link | None = None) -> list[Call]:
-        """The calls of that name, when there are `count`."""
+        """Return the calls of that name, once there are `count`."""
         deadline = time.monotonic() + TIMEOUT_S
         with self._changed:
             while len(found := [c for c in self.calls if c.name == name and link in (None, c.link)]) < count:
@@ -150,7 +150,7 @@ class End:
     endpoints: tuple[str, ...] = ()
 
     def connect(self, other: End, *, trusted: bool = True) -> tuple[Link, Link]:
-        """A link to `other`: (our side, theirs)."""
+        """Open a link to `other`. Return (our side, theirs)."""
         count = len(other.receiver.of("opened"))
         link = self.transport.connect(other.endpoints, timeout_s=TIMEOUT_S)
         link.trusted = trusted

@@ -28,7 +28,7 @@ from tests.conformance.transport_ends import TIMEOUT_S, BytesMemory, Call, End, 
 
 
 def scattered(lengths: Sequence[int], chance: random.Random, num_bytes: int) -> Spans:
-    """Spans of these lengths, in this order, somewhere in a memory and without overlap."""
+    """Return spans of these lengths, in this order, anywhere in a memory and without overlap."""
     slack = num_bytes - sum(lengths)
     starts, position = {}, 0
     for index in chance.sample(range(len(lengths)), len(lengths)):
@@ -40,7 +40,7 @@ def scattered(lengths: Sequence[int], chance: random.Random, num_bytes: int) -> 
 
 
 def cut(total: int, cuts: Sequence[float]) -> list[int]:
-    """Lengths that sum to `total`."""
+    """Return lengths that sum to `total`."""
     borders = sorted(int(total * place) for place in cuts)
     return [end - start for start, end in zip([0, *borders], [*borders, total], strict=True)]
 
@@ -116,7 +116,7 @@ class TransportSuite:
             check()
 
     def check_write(self, left: End, right: End, link: Link, source: Spans, target: Spans) -> None:
-        """One write arrives at `target`, and nothing beside it changes."""
+        """Check that one write arrives at `target`, and that nothing beside it changes."""
         count = len(right.receiver.of("placed"))
         right.memory.data[:] = bytes(right.memory.num_bytes)
         right.receiver.hooks["place"] = lambda *_: target
@@ -489,7 +489,7 @@ class TransportSuite:
 
 
 class ProcessTransportSuite(TransportSuite):
-    """What is asked beside it of a transport whose ends may be in different processes: one may die or stop alone."""
+    """What a transport whose ends may be in different processes must also do: one process may die or stop alone."""
 
     def test_links_tell_when_their_peer_was_heard(self, pair: tuple[End, End]) -> None:
         left, right = pair
@@ -513,7 +513,7 @@ class ProcessTransportSuite(TransportSuite):
         assert pair[1].receiver.num_ticks >= 2
 
     def test_a_tick_comes_after_all_that_had_arrived(self, pair: tuple[End, End]) -> None:
-        """An end that was stopped itself must not take its own silence for that of its peers."""
+        """An end that was stopped itself must not take its own silence for silence of its peers."""
         left, right = pair
         links = [left.connect(right) for _ in range(8)]
         ages: list[float] = []

@@ -1,7 +1,5 @@
-"""Every field of every message, set to what a hostile peer may say: it is refused by name, or what comes out is sane.
-
-The samples are those of the golden bytes, of which there is one for every message with every field in it.
-"""
+"""Every field of every message is set to what a hostile peer may say: the message is refused by name, or what comes out
+is sane. The samples are those of the golden bytes, which have every field of every message."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ CASES: dict[str, tuple[Callable[[bytes], object], Callable[[Any], bytes], dict[s
 
 
 def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of everything in a message but its type; lists and what is in them."""
+    """Yield the paths of everything in a message but its type: lists, and their items."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for key, child in items:
         if key != "type":
@@ -59,7 +57,7 @@ def leaves(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def put(tree: Any, path: tuple[Any, ...], value: object) -> Any:
-    """A copy with another value there."""
+    """Return a copy with another value there."""
     tree = node = copy.deepcopy(tree)
     for key in path[:-1]:
         node = node[key]
@@ -68,7 +66,7 @@ def put(tree: Any, path: tuple[Any, ...], value: object) -> Any:
 
 
 def check_sane(value: Any, name: str = "") -> None:
-    """What may reach a user, a policy or a log."""
+    """Check a value that may reach a user, a policy or a log."""
     if isinstance(value, messages.PackedRequest):
         check_sane_request(value.unpack())
     elif isinstance(value, messages.PackedGrant):
@@ -104,7 +102,7 @@ def check_sane(value: Any, name: str = "") -> None:
 
 
 def check_sane_request(request: Request) -> None:
-    """Engines take no request that this does not let pass."""
+    """Check that a request is refused with RequestError or not at all, as engines do."""
     with contextlib.suppress(RequestError):
         check_request(request, LIMITS)
 

@@ -118,7 +118,7 @@ class KVLayout:
         size of either end. Raise ConfigError when `pages` do not hold the tokens or are not in the pool."""
         held = range(first_token, first_token + len(pages) * self.page_size)
         if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
-            raise ConfigError(f"tokens {tokens} are asked for and the pages hold {held}")
+            raise ConfigError(f"tokens {tokens} are asked for, but the pages hold {held}")
         runs = list(self._runs(tokens, pages, first_token))
         if any(start < 0 or start + count > num_pages * self.page_size for start, count in runs):
             raise ConfigError(f"one of the pages {list(pages)[:8]} … is not in a pool of {num_pages}")

@@ -138,7 +138,7 @@ class PrefixIndex:
             if not self._nodes[page].children:
                 self._remove(page)
                 return page
-        raise PDInferError("no page can be evicted: none rests that no other continues")
+        raise PDInferError("no page can be evicted: every resting page is continued by another one")
 
     def drop(self, page: int) -> list[int]:
         """Remove a page and all that continue it, resting or not. Return those that rested."""

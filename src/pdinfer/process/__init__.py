@@ -6,5 +6,7 @@
     memory.py    how much memory a device has, and how much of it is in use
     scratch.py   temporary folders, and the removal of those whose process was killed
 
+Tested by tests/unit/process; forks by tests/e2e/test_fork.py, locks by tests/e2e/test_interrupts.py.
+
 May import: the ground.
 """

@@ -1,8 +1,8 @@
-"""What belongs to one process: a forked child has copies of it, and may neither use nor end it.
+"""What belongs to one process. A forked child has copies of it, and may neither use nor end them.
 
 The copies share sockets, memory and processes with the parent, and have none of its threads. So in a child every such
-object changes its class for one whose methods raise `Forked`, but for those that end it, which do nothing. That is done
-at the fork, so that in the process it belongs to no call has anything to check.
+object changes its class to one whose methods raise `Forked`, except for those that end it, which do nothing. This
+happens at the fork, so in the owning process no call has anything to check.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _WHAT_TO_DO = (
 
 
 class OfOneProcess:
-    """Base of what a forked child may not use. Methods named in `ends` do nothing there. What has a `close` is a
-    context manager."""
+    """Base of objects that a forked child may not use. The methods named in `ends` do nothing there. An object with a
+    `close` is a context manager."""
 
     ends: ClassVar[frozenset[str]] = frozenset({"close"})
 
@@ -39,7 +39,7 @@ class OfOneProcess:
         return True
 
     def close(self) -> None:
-        """Ends it."""
+        """End it."""
 
     def __enter__(self) -> Self:
         return self
@@ -49,7 +49,7 @@ class OfOneProcess:
 
 
 class _Process:
-    """This process: what it has that is its own, and what it inherited."""
+    """This process: the objects that belong to it, and what it inherited."""
 
     def __init__(self) -> None:
         self.has: weakref.WeakSet[OfOneProcess] = weakref.WeakSet()
@@ -59,18 +59,18 @@ class _Process:
         os.register_at_fork(before=self.prepare, after_in_child=self.begin_as_child, after_in_parent=self.go_on)
 
     def prepare(self) -> None:
-        """Makes the classes of copies while it is the parent still: in a child of a process with other libraries'
-        threads and memory, the less is done the better."""
+        """Make the classes of copies while still in the parent: in a child of a process with other libraries' threads
+        and memory, the less is done the better."""
         shared = [each for each in list(self.has) if each.is_shared_by_fork]
         refusing = {kind: _refusing(kind) for kind in set(map(type, shared))}
         self._forking.swaps = [(each, refusing[type(each)]) for each in shared]
 
     def go_on(self) -> None:
-        """The parent keeps what it has."""
+        """Keep the parent as it is."""
         self._forking.swaps = []
 
     def begin_as_child(self) -> None:
-        """Everything that is here is the parent's."""
+        """Turn every object that is here, all of them the parent's, into a copy that refuses."""
         self.parent_computed, self.computes = self.parent_computed or self.computes, False
         self.has = weakref.WeakSet()
         swaps, self._forking.swaps = self._forking.swaps, []
@@ -82,8 +82,9 @@ _PROCESS = _Process()
 
 
 def begin_to_compute(num_threads: int) -> None:
-    """To be called before tensors are computed with so many threads. Raises Forked in a child whose parent did that:
-    the child has none of the threads that OpenMP believes to be waiting, and would wait for them for ever."""
+    """Announce that tensors are about to be computed with so many threads. Raise Forked in a child whose parent has
+    computed: OpenMP believes that the parent's threads are waiting, the child has none of them, and it would wait for
+    them for ever."""
     if num_threads > 1 and _PROCESS.parent_computed:
         raise Forked(
             f"{num_threads} threads were to compute in a forked child of a process that has computed; torch would wait "
@@ -93,20 +94,20 @@ def begin_to_compute(num_threads: int) -> None:
 
 
 def refuse(what: OfOneProcess) -> None:
-    """Raises Forked when `what` belongs to the process that this one was forked off."""
+    """Raise Forked when `what` belongs to the process that this one was forked from."""
     if getattr(type(what), "was_forked", False):
         raise Forked(_sentence(type(what).__name__))
 
 
 def _sentence(name: str) -> str:
     return (
-        f"this {name} belongs to the process that this one ({os.getpid()}) was forked off, and both would write the "
+        f"this {name} belongs to the process that this one ({os.getpid()}) was forked from, and both would write the "
         f"same pages and sockets: {_WHAT_TO_DO}"
     )
 
 
 def _refusing(kind: type[OfOneProcess]) -> type:
-    """The class of a copy of a `kind`."""
+    """Return the class of a copy of a `kind`."""
     inside: dict[str, Any] = {"__slots__": (), "__module__": kind.__module__, "was_forked": True}
     for name, value in {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}.items():
         if name.startswith("__"):
@@ -128,4 +129,4 @@ def _refusal(name: str) -> Callable[..., Any]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """What closing a copy does."""
+    """Do nothing: this is what closing a copy does."""

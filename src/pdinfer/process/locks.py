@@ -1,7 +1,8 @@
 """Locks that an interrupt cannot keep closed for ever.
 
-Python may raise KeyboardInterrupt between any two lines, also where a `with` has its lock and not yet, or no more, the
-duty to give it back. Who ends a call that was interrupted lets go of what its thread still holds.
+Python may raise KeyboardInterrupt between any two lines, also where a `with` already has its lock but not yet, or no
+longer, the duty to give it back. So the outermost call that was interrupted opens the locks that its thread still
+holds.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class LetsGo(Protocol):
-    """What has locks."""
+    """An object that has locks."""
 
     def let_go(self) -> None:
-        """Opens those that the calling thread holds."""
+        """Open those that the calling thread holds."""
 
 
 Owner = TypeVar("Owner", bound=LetsGo)
@@ -32,20 +33,20 @@ _locks: weakref.WeakSet[threading.RLock] = weakref.WeakSet()
 
 
 def new_lock() -> threading.RLock:
-    """A lock that `let_go` knows."""
+    """Return a lock that `let_go` knows."""
     lock = threading.RLock()
     _locks.add(lock)
     return lock
 
 
 def let_go() -> None:
-    """Opens every lock of `new_lock` that the calling thread holds. For the outermost call that takes such locks."""
+    """Open every lock of `new_lock` that the calling thread holds. For the outermost call that takes such locks."""
     for lock in list(_locks):
         open_lock(lock)
 
 
 def open_lock(lock: threading.RLock) -> None:
-    """Opens the lock if the calling thread holds it, however often it took it."""
+    """Open the lock if the calling thread holds it, however often it took it."""
     try:
         while True:
             lock.release()
@@ -54,7 +55,7 @@ def open_lock(lock: threading.RLock) -> None:
 
 
 def interruptible(method: Method[Owner, Args, Result]) -> Method[Owner, Args, Result]:
-    """A method that leaves no lock closed, wherever Ctrl-C hits it. What it leaves half done, the next step finds."""
+    """Make a method leave no lock closed, wherever Ctrl-C hits it. The next step finds what it leaves half done."""
 
     @functools.wraps(method)
     def call(owner: Owner, /, *args: Args.args, **kwargs: Args.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""What malloc does with memory that a step has freed: torch has no cache of its own for the CPU."""
+"""What malloc does with memory that a step has freed. Torch has no cache of its own for the CPU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ MOST_KEPT_BYTES = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep freed blocks of up to a GiB, 2 GiB of them in all, for the next allocation; tells whether it does.
+    """Make glibc keep freed blocks of up to 1 GiB, 2 GiB of them in all, for the next allocation. Return whether it
+    does.
 
     Otherwise each large tensor of a step is new memory, which the kernel zeroes page by page: 13 to 17 % of a prefill
-    step. It is a setting of the whole process (mallopt(3)) and replaces what its host has set there. False where the C
-    library has no such setting.
+    step. This is a setting of the whole process (mallopt(3)), and replaces what its host has set there. Return False
+    where the C library has no such setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

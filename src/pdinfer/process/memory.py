@@ -1,4 +1,4 @@
-"""How much memory a device has and how much of it is in use, whoever uses it."""
+"""How much memory a device has, and how much of it is in use by any process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attrs
 import torch
 
 MEMFD_PREFIX = "pdinfer-"
-"""What the names of this library's memfds begin with."""
+"""The prefix of the names of this library's memfds."""
 
 _BLOCK_BYTES = 512
 _V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -22,8 +22,8 @@ _V2_FILES = ("memory.max", "memory.current", "inactive_file")
 
 @attrs.frozen(kw_only=True)
 class DeviceMemory:
-    """Bytes: those that the device has for us, and those of them in use. `shared_by` is what ranks with the same
-    memory have in common: 0 for a GPU, which each has to itself."""
+    """Bytes that a device has for us, and those of them in use. `shared_by` is a number that ranks with the same memory
+    have in common: 0 for a GPU, which each rank has to itself."""
 
     total: int
     in_use: int
@@ -31,8 +31,8 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Of a GPU, what the driver says of all processes, without what torch's allocator keeps for later and gives back
-    here. Of a CPU, see `main_memory`."""
+    """Return the memory of a device. For a GPU, that is what the driver reports for all processes, without what torch's
+    allocator keeps for later, which is given back here. For a CPU, see `main_memory`."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(device)
@@ -41,25 +41,25 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def device_memory_bytes(device: torch.device) -> int:
-    """Bytes of memory of the device that tensors on `device` live in, used or not."""
+    """Return the size, used or not, of the memory in which tensors on `device` live."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return main_memory_bytes()
 
 
 def main_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of main memory that this process may have, used or not: those of the machine or, if they are fewer, of its
+    """Return the main memory that this process may have, used or not: the machine's or, if that is less, that of its
     control groups."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(limit for limit, _ in _control_groups(root))])
 
 
 def main_memory(root: Path = Path("/")) -> DeviceMemory:
-    """The same with what is in use: by all processes that the kernel counts, without files that it can drop, and by the
-    pages of this process's pools that nobody has touched yet, which the kernel does not count.
+    """Return the main memory with what is in use: by all processes that the kernel counts, without files that it can
+    drop, and by the pages of this process's pools that have not been touched yet, which the kernel does not count.
 
-    Where control groups leave less than the machine does, the one that leaves least counts. Where there is no
-    /proc/meminfo, the most that this process ever had is in use.
+    Where control groups leave less than the machine does, the group that leaves least counts. Without /proc/meminfo,
+    the most that this process ever had counts as in use.
     """
     try:
         lines = (root / "proc/meminfo").read_text("ascii").splitlines()
@@ -73,7 +73,7 @@ def main_memory(root: Path = Path("/")) -> DeviceMemory:
 
 
 def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, in use) of every control group around this process that has a limit."""
+    """Yield (limit, in use) of every control group around this process that has a limit."""
     try:
         lines = (root / "proc/self/cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -91,17 +91,18 @@ def _control_groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _control_group(folder: Path, limit: str, usage: str, droppable: str) -> tuple[int, int] | None:
-    """None where there is no limit, or no such group to be seen from inside a container."""
+    """Return (limit, in use) of one control group, or None when it has no limit or cannot be seen from inside a
+    container."""
     try:
         stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
         used = int((folder / usage).read_text("ascii")) - int(stat.get(droppable, 0))
         return int((folder / limit).read_text("ascii")), max(0, used)
-    except (OSError, ValueError):  # "max" is no number
+    except (OSError, ValueError):  # "max" is not a number
         return None
 
 
 def _untouched_bytes(root: Path) -> int:
-    """Bytes of this process's memfds that the kernel has not taken yet."""
+    """Return the bytes of this process's memfds that the kernel has not taken yet."""
     sizes: dict[int, int] = {}
     for descriptor in (root / "proc/self/fd").glob("*"):
         try:
@@ -114,7 +115,7 @@ def _untouched_bytes(root: Path) -> int:
 
 
 def _boot(root: Path) -> int:
-    """A number that ranks on one machine have in common, and others hardly; never 0."""
+    """Return a number that ranks on one machine have in common and ranks on others hardly ever; never 0."""
     try:
         return 1 + zlib.crc32((root / "proc/sys/kernel/random/boot_id").read_bytes())
     except OSError:

@@ -1,4 +1,4 @@
-"""Temporary folders: each is removed by its process, or, when that was killed, by the next one that makes one."""
+"""Temporary folders. Each is removed by its process or, when that was killed, by the next process that makes one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOCK = "pdinfer.lock"
 class ScratchFolder:
     """A new folder below `parent` (the system's temporary folder) that only this user can enter.
 
-    Its owner holds a lock on a file in it until `close`, which removes all of it; in a forked child `close` does
-    nothing. Making one first removes those beside it that are this user's and whose lock nobody holds: their owner is
-    gone, or the kernel had not let go of it. Raises OSError where it cannot be made.
+    Its owner holds a lock on a file in it until `close`, which removes the whole folder. In a forked child `close` does
+    nothing. Making a folder first removes those beside it that are this user's and whose lock nobody holds, because
+    their owner is gone. Raises OSError when it cannot be made.
     """
 
     def __init__(self, parent: Path | None = None) -> None:
@@ -39,7 +39,7 @@ class ScratchFolder:
             raise
 
     def close(self) -> None:
-        """Removes the folder. A second call does nothing."""
+        """Remove the folder. A second call does nothing."""
         if os.getpid() != self._pid:
             return
         shutil.rmtree(self.path, ignore_errors=True)
@@ -55,7 +55,7 @@ class ScratchFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Removes the scratch folders in `parent` that are this user's and whose owner is gone."""
+    """Remove the scratch folders in `parent` that are this user's and whose owner is gone."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
@@ -64,7 +64,7 @@ def remove_abandoned(parent: Path) -> None:
 
 
 def _remove_if_abandoned(entry: os.DirEntry[str]) -> None:
-    """OSError when its lock is held, or it is no scratch folder."""
+    """Remove one of them. Raise OSError when its lock is held, or when it is not a scratch folder."""
     if not entry.is_dir(follow_symlinks=False) or entry.stat(follow_symlinks=False).st_uid != os.geteuid():
         return
     lock = os.open(Path(entry.path, LOCK), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -11,11 +11,11 @@ import attrs
 class NetworkFaults:
     """What a network does to messages: chances from 0 to 1 per message, and how long things take at most.
 
-    A message flies for `flight_s` (least, most), a `slow` one for up to `slow_s`. A write's source is read `late_read`
-    by up to `late_s`, and its sender learns that it is done `late_done`. A payload lands in `pieces`, with other events
-    in between. `late_landing` is for one-sided transports: the sender is told that a write failed, and it lands all the
-    same. The others change what arrives: no message, two, the wrong order, half of it, or a flipped bit; a transport
-    over TCP does none of them, a wrong implementation of one might.
+    A message flies for `flight_s` (least, most), a `slow` one for up to `slow_s`. With `late_read`, a write's source is
+    read late, by up to `late_s`; with `late_done`, its sender learns late that it is done. With `pieces`, a payload
+    lands in pieces, with other events in between. `late_landing` is for one-sided transports: the sender is told that a
+    write failed, and it lands all the same. The others change what arrives: no message, two, the wrong order, half of
+    it, or a flipped bit. A transport over TCP does none of these; a wrong implementation of one might.
     """
 
     flight_s: tuple[float, float] = (0.0001, 0.002)
@@ -35,8 +35,9 @@ class NetworkFaults:
 
 
 class Placement(enum.Enum):
-    """Who writes a payload into the receiver's memory, and where: itself, in two steps through a landing slot that the
-    sender writes, or the sender. The last breaks page rule 0 and is there to show what that rule prevents."""
+    """Who writes a payload into the receiver's memory, and where: the receiver itself; in two steps, through a landing
+    slot that the sender writes; or the sender. The last breaks page rule 0, and is there to show what that rule
+    prevents."""
 
     BY_RECEIVER = "two-sided"
     THROUGH_SLOT = "one-sided"

@@ -4,7 +4,7 @@
     write ─► queue ─► (the peer's slot is written, soon or after an error) ─► flight ─► place ─► copied ─► placed
 
 Everything here happens in events of the simulation, so a frozen node reads, places and answers nothing, and a crashed
-one cleans up nothing.
+node cleans up nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class ParcelKind(enum.Enum):
 
 @attrs.define(eq=False)
 class Parcel:
-    """One message. `source` is in the sender's memory, `payload` what was read there, `digest` of both."""
+    """One message. `source` is in the sender's memory, `payload` is what was read there, `digest` is of both frame and
+    payload."""
 
     kind: ParcelKind
     frame: bytes = b""
@@ -73,10 +74,10 @@ class Weather(Protocol):
 
 @attrs.define(eq=False)
 class End:
-    """One side of a link, on `node`. `open` until it was closed from here or the end arrived, `gone` with its process;
-    `waiting` counts arrivals that are due and stand behind a payload that is landing, or behind a partition; `untold`
-    are writes whose source was read, which the sender does not know yet. `eager` is a link that someone waits for: its
-    handshake takes no time."""
+    """One side of a link, on `node`. `open` lasts until the link was closed from here or its end arrived; `gone` is set
+    with the process. `waiting` counts arrivals that are due and stand behind a payload that is landing, or behind a
+    partition. `untold` are writes whose source was read, which the sender does not know yet. `eager` is a link that a
+    caller waits for: its handshake takes no time."""
 
     network: Weather
     node: str
@@ -100,11 +101,11 @@ class End:
     # -- leaving ----------------------------------------------------------------------------------------------------
 
     def send(self, parcel: Parcel) -> None:
-        """Queues a message; on a closed link, or one that leads nowhere, it is swallowed."""
+        """Queue a message. On a closed link, or one that leads nowhere, it is swallowed."""
         if not self.open or self.peer is self:
             parcel.complete(TransferError(f"the link to {self.link.endpoint} is closed"))
         elif self.eager and not (self.link.trusted and self.peer.link.trusted):
-            self.peer.deliver(parcel)  # someone waits for this handshake, and nobody could wake him
+            self.peer.deliver(parcel)  # a caller waits for this handshake, and nothing could wake it
         elif parcel.kind is ParcelKind.FRAME and not self.queue:
             self._fly(parcel)
         else:
@@ -126,7 +127,7 @@ class End:
         self.network.simulation.later(delay_s, self._leave, node=self.node)
 
     def _leave(self) -> None:
-        """The first of the queue leaves. Its source is read now, and not before."""
+        """Let the first message of the queue leave. Its source is read now, and not before."""
         if self.gone:
             return None
         parcel = self.queue[0]
@@ -160,7 +161,7 @@ class End:
             parcel.digest = xxhash.xxh3_64_intdigest(parcel.frame + parcel.payload)
 
     def _done(self, parcel: Parcel, error: TransferError | None = None) -> None:
-        """Tells the sender that its memory is no longer read, in the order of the writes."""
+        """Tell the sender that its memory is no longer read, in the order of the writes."""
         faults, simulation = self.network.faults, self.network.simulation
         delay_s = simulation.rng.random() * faults.late_s if self._chance("late_done", faults.late_done) else 0.0
         self.last_done_s = max(self.last_done_s, simulation.clock.now_s + delay_s)
@@ -175,7 +176,8 @@ class End:
         simulation.later(self.last_done_s - simulation.clock.now_s, tell, node=self.node)
 
     def _write_slot(self, parcel: Parcel) -> None:
-        """The one-sided way: no code of the receiver runs when the bytes land, and no code of ours."""
+        """Write into the peer's slot, the one-sided way: no code of the receiver runs when the bytes land, and no code
+        of ours."""
         faults, simulation = self.network.faults, self.network.simulation
         delay_s = simulation.rng.uniform(*faults.flight_s)
         error: TransferError | None = None
@@ -217,7 +219,7 @@ class End:
         simulation.later(peer.last_arrival_s - simulation.clock.now_s, peer.arrive, node=peer.node)
 
     def _mangle(self, parcel: Parcel, faults: NetworkFaults) -> list[Parcel]:
-        """What becomes of a message that something on the way has damaged."""
+        """Return what becomes of a message that something on the way has damaged."""
         rng = self.network.simulation.rng
         frame, payload = parcel.frame, parcel.payload
         copies = 1
@@ -239,12 +241,12 @@ class End:
     # -- arriving ---------------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """A message is due; see `resume`."""
+        """Take note that a message is due; see `resume`."""
         self.waiting += 1
         self.resume()
 
     def resume(self) -> None:
-        """Takes what is due, in order; nothing while a payload is landing or a partition stands between."""
+        """Take what is due, in order. Take nothing while a payload is landing or a partition stands between."""
         while self.open and self.waiting and self.inbound and not self.landing:
             if self.network.blocked(self.node, self.peer.node):
                 return
@@ -253,7 +255,7 @@ class End:
             self.deliver(self.inbound.popleft())
 
     def deliver(self, parcel: Parcel) -> None:
-        """Calls the receiver; what it refuses by a TransferError closes the link."""
+        """Call the receiver. A TransferError from it closes the link."""
         self.network.simulation.note(parcel.frame)
         try:
             if parcel.kind is ParcelKind.OPEN:
@@ -287,7 +289,7 @@ class End:
             self._land(parcel, spans)
 
     def _land(self, parcel: Parcel, spans: Spans) -> None:
-        """The payload becomes visible piece by piece, with other events of this node in between."""
+        """Make the payload visible piece by piece, with other events of this node in between."""
         simulation = self.network.simulation
         pieces = 1
         if len(spans) > 1 and self._chance("pieces", self.network.faults.pieces):
@@ -344,7 +346,7 @@ class End:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def shut(self, error: TransferError | None) -> None:
-        """Closes the link from this side. The peer learns of it behind what is on its way, which may be lost."""
+        """Close the link from this side. The peer learns of it behind what is on its way, which may be lost."""
         if not self.open:
             return
         peer = self.peer
@@ -353,21 +355,21 @@ class End:
         if peer.open and not self.link.same_memory:
             self._send_off(Parcel(ParcelKind.END))
         self.ended(error)
-        if self.link.same_memory:  # no page may have two masters for a moment: ends of one pool learn it together
+        if self.link.same_memory:  # ends of one pool learn it together: a page never has two owners
             peer.ended(TransferError(f"{peer.link.endpoint} closed the link"))
 
     def ended(self, error: TransferError | None) -> None:
         if not self.open:
             return
         self.open = False
-        # the first is being read at this moment: it is done when `_leave` or the NIC has seen to it
+        # the first is being read at this moment: `_leave` or the NIC completes it
         dropped = [self.queue.pop() for _ in range(len(self.queue) - 1)]
         for parcel in reversed(dropped):
             parcel.complete(error or TransferError(f"the link to {self.link.endpoint} was closed"))
         self.receiver.closed(self.link, error)
 
     def finish(self) -> None:
-        """Closes the link with its transport: no memory of ours is read after this."""
+        """Close the link with its transport: no memory of ours is read after this."""
         self.shut(None)
         self.gone = True
         for parcel in (*self.untold, *self.queue):
@@ -375,7 +377,7 @@ class End:
         self.queue.clear()
 
     def vanish(self, *, told: bool) -> None:
-        """This side's process is gone. Its kernel tells the peer, unless the whole machine went."""
+        """End this side with its process. Its kernel tells the peer, unless the whole machine went."""
         self.gone = True
         if self.open:
             self.open = False

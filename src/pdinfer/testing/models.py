@@ -106,24 +106,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
-"""Names that `tiny_config` knows: every routing rule, with and without query latent, with and without YaRN, with
-sparse attention in each layer and with choices shared between layers."""
+"""Names that `tiny_config` knows. They cover every routing rule, with and without a query latent, with and without
+YaRN, with sparse attention in each layer and with choices shared between layers."""
 
 
 def tiny_config_dict(family: str = "v3", **overrides: Any) -> dict[str, Any]:
-    """A config.json of a model small enough for any machine; `overrides` replace fields."""
+    """Return the config.json of a model small enough for any machine. `overrides` replace fields."""
     return {**_TINY, **_FAMILIES[family], **overrides}
 
 
 def tiny_config(family: str = "v3", **overrides: Any) -> ModelConfig:
-    """The same as a ModelConfig."""
+    """Return the same as a ModelConfig."""
     return ModelConfig.from_dict(tiny_config_dict(family, **overrides))
 
 
 @attrs.define
 class RandomWeights:
     """A WeightSource that draws every tensor from its name and a seed, scaled so that activations stay near one and
-    routing, norms and biases all matter. `tensors` holds what was asked for, by checkpoint name."""
+    routing, norms and biases all matter. `tensors` holds the tensors that were asked for, by checkpoint name."""
 
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -184,9 +184,9 @@ def random_model(
     experts: ExpertConfig | None = None,
     placement: ExpertPlacement | None = None,
 ) -> Model:
-    """A model of random weights; equal arguments give equal models, and `mtp` adds a layer and changes no other. With a
-    `topology` of several ranks each calls this, and gets its part of the same weights; `experts` and `placement` are as
-    for `load_model`."""
+    """Return a model of random weights. Equal arguments give equal models, and `mtp` adds a layer and changes no other.
+    With a `topology` of several ranks, each rank calls this and gets its part of the same weights. `experts` and
+    `placement` are as for `load_model`."""
     topology = topology or Topology.single()
     config = config or tiny_config()
     options = experts or ExpertConfig()
@@ -221,7 +221,7 @@ def random_model(
 def write_checkpoint(
     folder: str | os.PathLike[str], config: dict[str, Any], *, seed: int = 0, num_shards: int = 2, mtp: bool = False
 ) -> dict[str, Tensor]:
-    """Writes random weights for a config.json in Hugging Face layout, cut into shards anywhere; returns the tensors.
+    """Write random weights for a config.json in Hugging Face layout, cut into shards anywhere. Return the tensors.
     Those of an MTP layer are only written with `mtp`."""
     from safetensors.torch import save_file  # a writer is only needed here
 

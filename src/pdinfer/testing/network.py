@@ -29,10 +29,10 @@ LATE_SHARE = 0.3
 
 
 class SimNetwork:
-    """Links between nodes of one simulation. `faults` may be exchanged at any time.
+    """Links between the nodes of one simulation. `faults` may be replaced at any time.
 
     `fired` counts the faults that happened, by name. `refusals` holds (node, reason) for every link that a receiver
-    closed by raising although nothing on it had been damaged: what a test of a sound protocol finds empty.
+    closed by raising although nothing on it had been damaged. A test of a sound protocol finds it empty.
     """
 
     def __init__(self, simulation: Simulation, faults: NetworkFaults | None = None) -> None:
@@ -45,12 +45,12 @@ class SimNetwork:
         simulation.crash_listeners.append(self._crashed)
 
     def transport(self, node: str, *, placement: Placement = Placement.BY_RECEIVER) -> SimTransport:
-        """A transport for a channel that lives on `node`; see `Placement` for who writes what it carries to others."""
+        """Return a transport for a channel that lives on `node`. See `Placement` for how its payloads are written."""
         return SimTransport(self, node, placement)
 
     def cut(self, one: str, other: str) -> int:
-        """Breaks the links between two nodes: both learn of it, one perhaps later by up to `slow_s`. How many there
-        were."""
+        """Break the links between two nodes. Both learn of it, one perhaps later by up to `slow_s`. Return how many
+        links there were."""
         ends = self._between(one, other)
         for end in ends:
             self.fired["cut"] += 1
@@ -65,12 +65,12 @@ class SimNetwork:
         return len(ends)
 
     def partition(self, one: str, other: str) -> None:
-        """From now on nothing passes between two nodes, and nobody is told."""
+        """Let nothing pass between two nodes from now on. No node is told."""
         self.fired["partition"] += 1
         self._partitions.add(frozenset((one, other)))
 
     def heal(self) -> None:
-        """Ends every partition: what was on its way arrives, in order."""
+        """End every partition. What was on its way arrives, in order."""
         self._partitions.clear()
         for transport in self._transports.values():
             for end in transport.ends:
@@ -82,7 +82,7 @@ class SimNetwork:
         return bool(self._partitions) and frozenset((one, other)) in self._partitions
 
     def listen(self, transport: SimTransport) -> str:
-        """The endpoint of a transport: the same for what is built anew on a restarted node."""
+        """Return the endpoint of a transport. A transport that is built anew on a restarted node gets the same one."""
         number = 0
         while (endpoint := f"{SCHEME}{transport.node}/{number}") in self._transports:
             number += 1
@@ -90,11 +90,11 @@ class SimNetwork:
         return endpoint
 
     def at(self, endpoint: str) -> SimTransport | None:
-        """Who listens there."""
+        """Return the transport that listens there."""
         return self._transports.get(endpoint)
 
     def leave(self, endpoint: str) -> None:
-        """Nobody listens there any more."""
+        """Stop listening there."""
         self._transports.pop(endpoint, None)
 
     def _between(self, one: str, other: str) -> list[End]:
@@ -109,8 +109,8 @@ class SimNetwork:
 
 
 class SimChannel(KVChannel):
-    """A channel on a node of a simulation. Where another would sleep, it looks once: no time passes during a call, so
-    nothing that it waits for could come."""
+    """A channel on a node of a simulation. Where another channel would sleep, it looks once: no time passes during a
+    call, so nothing that it waits for could come."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class SimChannel(KVChannel):
 
 
 class SimTransport:
-    """A Transport inside a `SimNetwork`. It calls `tick` about every TICK_S of virtual time; `connect` with a timeout
+    """A Transport inside a `SimNetwork`. It calls `tick` about every TICK_S of virtual time. `connect` with a timeout
     and the handshake that follows it take no time at all, and fail at once when the peer cannot answer."""
 
     def __init__(self, network: SimNetwork, node: str, placement: Placement) -> None:
@@ -192,7 +192,7 @@ class SimTransport:
         return end.link
 
     def new_end(self, endpoint: str, *, eager: bool) -> End:
-        """This side of a new link to who is at `endpoint`."""
+        """Return this side of a new link to the transport at `endpoint`."""
         assert self._owned is not None
         self._ends = {link: end for link, end in self._ends.items() if end.open or end.queue or end.untold}
         link = Link(endpoint, heard_at=self._network.simulation.clock.now_s)
@@ -239,8 +239,7 @@ class SimTransport:
                 end.finish()
 
     def vanish(self, *, told: bool) -> None:
-        """The process of this transport is gone: it does nothing any more; `told` says whether its kernel still tells
-        the peers."""
+        """End with this process, without any cleanup. `told` says whether its kernel still tells the peers."""
         self._closed = True
         for end in self._ends.values():
             end.vanish(told=told)

@@ -6,8 +6,8 @@
     simulation.crash("prefill")                     # as SIGKILL: its events never happen, nothing cleans up
     simulation.run(until=lambda: done, timeout_s=60)
 
-What an action does takes no time unless it says so; what it starts goes through `later` again. A node is a process of
-the world that is simulated, known by a name and made by naming it.
+An action takes no time unless it says so; what it starts goes through `later` again. A node is a process of the
+simulated world, known by a name and made by naming it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Action = Callable[[], None]
 
 _STAMP = struct.Struct("<dI")
 WAKING_S = 0.005
-"""Within this time after a thaw everything happens that came due while the node was frozen."""
+"""Everything that came due while a node was frozen happens within this time after its thaw."""
 
 
 @attrs.define
@@ -51,10 +51,10 @@ class _Process:
 
 
 class Simulation:
-    """A world of nodes over one clock and one source of randomness; equal seeds and equal calls give equal runs.
+    """A world of nodes over one clock and one source of randomness. Equal seeds and equal calls give equal runs.
 
-    `clock`, `random_bytes` and `rng` are for everything that takes part: whoever asks another clock or another source
-    of randomness makes runs differ. Of events that are due at once, the seed picks the next.
+    `clock`, `random_bytes` and `rng` are for everything that takes part: any other clock or source of randomness makes
+    runs differ. Of events that are due at once, the seed picks the next.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -70,25 +70,25 @@ class Simulation:
         self._trace = xxhash.xxh3_64()
 
     def random_bytes(self, count: int) -> bytes:
-        """Stands in for `os.urandom`."""
+        """Return random bytes. Stands in for `os.urandom`."""
         return self.rng.randbytes(count)
 
     @property
     def trace(self) -> str:
-        """A hash of everything that has happened: two runs with the same one were the same."""
+        """A hash of everything that has happened: two runs with equal traces were the same."""
         return self._trace.hexdigest()
 
     def note(self, what: bytes) -> None:
-        """Makes `what` part of the trace."""
+        """Make `what` part of the trace."""
         self._trace.update(what)
 
     def later(self, delay_s: float, action: Action, *, node: str | None = None) -> None:
-        """Runs `action` after `delay_s`, as part of `node` when one is named: not while it is frozen, and never if it
+        """Run `action` after `delay_s`, as part of `node` when one is named: not while it is frozen, and never if it
         has crashed meanwhile."""
         self._put(self.clock.now_s + delay_s, None if node is None else self._process(node), action)
 
     def every(self, period_s: float, action: Action, *, node: str) -> None:
-        """Runs `action` about every `period_s` for as long as the node lives: a host's loop."""
+        """Run `action` about every `period_s` for as long as the node lives, as a host's loop does."""
 
         def turn() -> None:
             action()
@@ -109,11 +109,11 @@ class Simulation:
         return process.alive and not process.frozen
 
     def freeze(self, node: str) -> None:
-        """Stops a node as SIGSTOP does: nothing of it runs, and what comes for it waits."""
+        """Stop a node as SIGSTOP does: nothing of it runs, and what comes for it waits."""
         self._process(node).frozen = True
 
     def thaw(self, node: str) -> None:
-        """Lets a frozen node go on: all that waited happens soon, in any order."""
+        """Let a frozen node go on. Everything that waited happens soon, in any order."""
         process = self._process(node)
         if not process.frozen:
             return
@@ -123,7 +123,7 @@ class Simulation:
             self._put(self.clock.now_s + WAKING_S * self._random(), process, action)
 
     def crash(self, node: str) -> None:
-        """Ends a node as SIGKILL does: nothing of it runs any more, no cleanup either."""
+        """End a node as SIGKILL does: nothing of it runs any more, not even cleanup."""
         process = self._process(node)
         if process.alive:
             process.alive = False
@@ -132,14 +132,15 @@ class Simulation:
                 listener(node)
 
     def restart(self, node: str) -> None:
-        """Makes the name usable again; what ran there is to be built anew."""
+        """Make the name of a crashed node usable again. What ran there must be built anew."""
         if not self._process(node).alive:
             self._processes[node] = _Process(node)
 
     # -- time -------------------------------------------------------------------------------------------------------
 
     def step(self) -> bool:
-        """Moves the clock to the next event and lets it happen; False when there is none. What it raises comes out."""
+        """Move the clock to the next event and let it happen. Return False when there is none. Exceptions of the event
+        propagate."""
         if not self._events:
             return False
         due_s, _, number, process, action = heapq.heappop(self._events)
@@ -155,7 +156,7 @@ class Simulation:
         return True
 
     def run(self, until: Callable[[], bool] = lambda: False, *, timeout_s: float) -> bool:
-        """Steps until `until` is true, `timeout_s` of virtual time are over, or nothing can happen; tells whether
+        """Step until `until` is true, `timeout_s` of virtual time are over, or nothing can happen. Return whether
         `until` is true."""
         end_s = self.clock.now_s + timeout_s
         while not until():

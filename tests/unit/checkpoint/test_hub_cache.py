@@ -190,7 +190,7 @@ def test_a_folder_that_is_not_there_is_not_downloaded(
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="is no folder: give the one that holds"):
+    with pytest.raises(CheckpointError, match="is not a folder: give the one that holds"):
         pd.load_model(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="cannot open model folder"):
         pd.load_model(tmp_path / "model.safetensors" / "below")

@@ -1,4 +1,4 @@
-"""Spans name every byte of every token once, in an order that no page size changes."""
+"""Spans name every byte of every token once, in an order that does not depend on the page size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Case:
         )
 
     def addresses(self) -> Iterator[int]:
-        """Every byte address, one at a time, by the definition in the module's docstring."""
+        """Yield every byte address, one at a time, by the definition in the module's docstring."""
         region = 0
         for component in self.layout.components:
             for layer in component.layers:
@@ -68,7 +68,7 @@ def component_lists(draw: st.DrawFn) -> tuple[KVComponent, ...]:
 
 @st.composite
 def token_stretches(draw: st.DrawFn) -> tuple[int, range]:
-    """(first token of the page table, tokens)."""
+    """Draw (first token of the page table, tokens)."""
     first = draw(st.integers(0, 100))
     start = first + draw(st.integers(0, 20))
     return first, range(start, start + draw(st.integers(0, 40)))

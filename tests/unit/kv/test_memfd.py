@@ -1,4 +1,4 @@
-"""Memory that another process is shown: it reads all of it, and changes nothing."""
+"""Memory that another process is shown: that process can read all of it and change nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def keeps_writers_out() -> bool:
 
 
 def test_who_is_shown_a_pool_reads_all_of_it_and_writes_none() -> None:
-    """Also not by opening the descriptor anew, which the mode of a memfd allows to any account."""
+    """Not even by opening the descriptor again, which the mode of a memfd allows to any account."""
     memfd = Memfd(SIZE, "pool")
     memfd.view[:4] = b"ours"
     shown = memfd.readable()
@@ -98,7 +98,7 @@ print(done)
 
 @pytest.mark.parametrize("uid", [0, 65534], ids=["the same account", "nobody"])
 def test_a_reader_in_another_process_alters_nothing_whoever_it_is(uid: int) -> None:
-    """By its descriptor, by opening it anew, by changing its mode, its size or its seals."""
+    """Not by its descriptor, by opening it again, or by changing its mode, its size or its seals."""
     if uid and os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
     if not keeps_writers_out():

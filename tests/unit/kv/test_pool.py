@@ -1,4 +1,4 @@
-"""Every page of a pool is in exactly one state, whatever is asked of the pool and in whatever order."""
+"""Every page of a pool is in exactly one state, whatever is asked of the pool and in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PAGES = 7
 
 
 class OneByteTokens:
-    """What a pool needs of a model, and remembers what the pool asked for."""
+    """What a pool needs of a model. It remembers what the pool asked for."""
 
     asked: str = ""
 

@@ -1,4 +1,4 @@
-"""Prefixes in a pool: what is shared with whom, what is evicted when, and that every page is counted."""
+"""Prefixes in a pool: who shares what, what is evicted when, and that every page is counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def keys_of(pool: PagePool, tokens: tuple[int, ...], salt: bytes = b"") -> list[
 
 
 def run(pool: PagePool, tokens: tuple[int, ...], salt: bytes = b"") -> tuple[int, ...]:
-    """The table of a request that has taken its pages, computed `tokens` and let others find them."""
+    """Return the table of a request that has taken its pages, computed `tokens` and let others find them."""
     keys = keys_of(pool, tokens, salt)
     known = pool.find(keys[: (len(tokens) - 1) // SIZE])
     pool.share(known)
@@ -55,7 +55,7 @@ def run(pool: PagePool, tokens: tuple[int, ...], salt: bytes = b"") -> tuple[int
 
 
 def leave(pool: PagePool, tokens: tuple[int, ...], salt: bytes = b"") -> tuple[int, ...]:
-    """The same, and the request has ended."""
+    """Do the same, and end the request."""
     pages = run(pool, tokens, salt)
     pool.release(pages)
     pool.check()
@@ -73,7 +73,7 @@ def test_a_field_ends_where_it_ends() -> None:
 
 @attrs.frozen
 class Beginning:
-    """All that a page's latents depend on."""
+    """Everything that a page's latents depend on."""
 
     layout_id: bytes
     salt: bytes
@@ -328,7 +328,7 @@ class PrefixMachine(RuleBasedStateMachine):
             del self.known[first]
 
     def let_go(self, table: list[int]) -> None:
-        """After the table is nobody's any more: what is known comes to rest, the last page first."""
+        """Drop a table that nobody holds any more: its known pages come to rest, the last page first."""
         paths = {page: path for path, page in self.known.items()}
         self.resting += [paths[page] for page in reversed(table) if page in paths and not self.users(page)]
 
@@ -338,7 +338,7 @@ class PrefixMachine(RuleBasedStateMachine):
         grants=st.booleans(),
     )
     def start(self, salt: bytes, tokens: list[int], grants: bool) -> None:
-        """With or without the way through a grant; not at all when the pages are not to be had."""
+        """Start a request, directly or through a grant, or not at all when there are too few pages."""
         held = Held(salt, tuple(tokens), [])
         keys = keys_of(self.pool, held.tokens, salt)[: (len(tokens) - 1) // SIZE]
         known = self.find(held.paths[: len(keys)])
@@ -421,7 +421,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_first_in_line_can_go(self) -> None:
-        """Eviction looks at one page, not at all: what continues a page has rested longer."""
+        """Eviction looks at one page, not at all of them: the pages that continue a page have rested longer."""
         index = self.pool._index
         assert not any(index._nodes[page].children for page in list(index._resting)[:1])
 

@@ -27,7 +27,7 @@ WIDTHS = {"latent": (6, "bfloat16", 2), "scale": (3, "float32", 4)}
 
 
 def layout_of(page_size: int = 4) -> KVLayout:
-    """Two components of different types in layers 2 and 3."""
+    """Return a layout of two components of different types in layers 2 and 3."""
     parts = tuple(
         KVComponent(name=name, format="f", dtype=dtype, width=width, token_bytes=width * size, layers=(2, 3))
         for name, (width, dtype, size) in WIDTHS.items()
@@ -36,7 +36,8 @@ def layout_of(page_size: int = 4) -> KVLayout:
 
 
 def memory_of(*, on_host: bool = True, filled: bool = False, kind: str = "auto") -> PageMemory:
-    """Not on the host, the memory behaves as a device's: every read and every write goes through a copy."""
+    """Return a memory. When it is not on the host it behaves as a device's: every read and every write goes through a
+    copy."""
     memory = PageMemory(layout_of(), NUM_PAGES, device=CPU, memory=kind)
     if not on_host:
         memory._host = None
@@ -51,7 +52,7 @@ def contents(memory: PageMemory, spans: Spans) -> bytes:
 
 @st.composite
 def scattered(draw: st.DrawFn, lengths: Sequence[int]) -> Spans:
-    """Spans of these lengths anywhere in the memory, in any order, without overlap."""
+    """Draw spans of these lengths anywhere in the memory, in any order, without overlap."""
     num_bytes = NUM_PAGES * layout_of().page_bytes
     slack = num_bytes - sum(lengths)
     starts, position = {}, 0
@@ -68,7 +69,7 @@ lengths = st.lists(st.integers(0, 60), max_size=6)
 
 @st.composite
 def two_cuts(draw: st.DrawFn) -> tuple[Spans, Spans]:
-    """Two span lists of one total length."""
+    """Draw two span lists of the same total length."""
     left = draw(lengths)
     total = sum(left)
     borders = [0, *sorted(draw(st.lists(st.integers(0, total), max_size=5))), total]

@@ -21,7 +21,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def next_time(how: str) -> int:
-    """Page faults of filling 64 MiB that were filled and freed several times."""
+    """Return the page faults of filling 64 MiB that were filled and freed several times."""
     done = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=300)
     return int(done.stdout)
 

@@ -1,4 +1,4 @@
-"""What is in use of a device's memory, and how many pages a pool gets of the rest."""
+"""How much of a device's memory is in use, and how many pages a pool gets of the rest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:
-    """A file system of 1000 MiB of which 400 can be had, and `files`."""
+    """Make a file system of a machine with 1000 MiB, of which 400 are available, and with `files`."""
     meminfo = f"MemTotal: {1000 << 10} kB\nMemFree: {100 << 10} kB\nMemAvailable: {400 << 10} kB\nHugePages_Total: 0\n"
     for name, text in ({"proc/meminfo": meminfo} | files).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def test_weights_beyond_the_fraction_are_refused_with_the_numbers(monkeypatch: p
 
 
 def test_a_second_pool_gets_what_a_higher_fraction_adds() -> None:
-    """Of this machine's own memory; nobody has touched a byte of the first pool."""
+    """On this machine's own memory, with the first pool untouched."""
     model = random_model()
     here = device_memory(CPU)
     free = 1 - here.in_use / here.total

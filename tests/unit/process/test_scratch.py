@@ -1,4 +1,4 @@
-"""Temporary folders: gone with their owner, however it goes, and never anybody else's."""
+"""Temporary folders are gone with their owner, however it ends, and other folders are left alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pdinfer.process.scratch import LOCK, ScratchFolder
 
 
 def in_child(work: Callable[[], object], *, killed: bool = True) -> None:
-    """Runs `work` in a forked child, which is killed then, or ends without any cleaning up."""
+    """Run `work` in a forked child, which is then killed, or ends without any cleanup."""
     pid = os.fork()
     if not pid:
         work()
@@ -53,7 +53,7 @@ def test_a_forked_child_leaves_what_is_its_parents(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_known_to_be_abandoned_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders without a lock, of others, and links to folders."""
+    """Folders without a lock, folders of others, and links to folders stay."""
     in_child(lambda: ScratchFolder(tmp_path))
     (abandoned,) = tmp_path.iterdir()
     elsewhere = tmp_path / "elsewhere"

@@ -1,4 +1,4 @@
-"""Channels over a simulated network: what depends on which end sees a link first."""
+"""Channels over a simulated network: the outcomes that depend on which end sees a link first."""
 
 from __future__ import annotations
 

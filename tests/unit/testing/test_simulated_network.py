@@ -14,7 +14,7 @@ from tests.conformance.transport_ends import BytesMemory, Recorder
 
 
 class Pair:
-    """Two nodes with a link, which dials without waiting, and what each was told."""
+    """Two nodes with a link that was dialled without waiting, and what each node was told."""
 
     def __init__(self, faults: NetworkFaults | None = None, *, seed: int = 0, placement=Placement.BY_RECEIVER) -> None:
         self.simulation = Simulation(seed)

@@ -118,7 +118,7 @@ class _End:
             kind = Interrupted if isinstance(raised, MemoryError) else TransferError
             error = kind(f"a callback failed, so the link to {self.link.endpoint} was closed: {raised!r}")
         except BaseException:
-            # Ctrl-C may hit the host while it delivers; the link must not stay in the hands of this thread.
+            # Ctrl-C may hit the host while it delivers; the link must not stay with this thread.
             error = Interrupted(f"the link to {self.link.endpoint} was closed: a delivery was interrupted")
             delivery.complete(error)
             self.cut()
@@ -143,7 +143,7 @@ class _End:
         self.peer.deliver()
 
     def cut(self) -> None:
-        """As `shut`, by a thread that was interrupted, in whatever state it has left both sides."""
+        """Close both sides as `shut` does, in whatever state an interrupted thread has left them."""
         sides = (self, self.peer)
         stuck = [side for side in sides if side.deliverer == threading.get_ident()]
         for side in sides:

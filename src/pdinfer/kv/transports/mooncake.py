@@ -61,7 +61,7 @@ def _load(protocol: str, devices: Sequence[str]) -> Any:
         if tuple(map(int, re.findall(r"\d+", version)[:3])) < OLDEST:
             needed = ".".join(map(str, OLDEST))
             raise BackendUnavailable(
-                f"{distribution} is {version}, and pdinfer needs {needed}: older ones tell too early"
+                f"{distribution} is {version}, and pdinfer needs {needed}: older ones report writes before they landed"
             )
     return module
 

@@ -1,4 +1,4 @@
-"""Who may wait at a door, who gives way, and who is turned away: links that are no more than their names."""
+"""Who may wait at a door, who gives way, and who is turned away. The links here are nothing but names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdinfer.kv.transports.stream.door import LOOPBACK, Door, Strangers, source_
 
 
 class Stranger:
-    """What a door looks at of a connection."""
+    """What a door sees of a connection."""
 
     def __init__(self, name: str = "") -> None:
         self.link, self.closed, self.num_messages, self.idle_since = Link(name), False, 0, 0.0

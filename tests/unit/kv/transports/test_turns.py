@@ -1,4 +1,4 @@
-"""Who is served next by an I/O thread."""
+"""Which link an I/O thread serves next."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def links() -> list[StreamConnection]:
 
 
 def spend(turns: Turns, clock: VirtualClock, links: list[StreamConnection], seconds: float) -> None:
-    """Each of them has a turn that takes so long."""
+    """Give each of them a turn that takes so long."""
     for _ in turns.of(links, round_s=10.0):
         clock.advance(seconds)
 

@@ -1,12 +1,12 @@
 """One-sided writes made safe: each peer writes into a landing ring of its own, never into pages.
 
-    sender (ring_writer)                             receiver (Incoming)
+    sender (RingWriter)                              receiver (Incoming)
     pages ─► send block ── one-sided write ──► ring slot ─► pages, verified there
                  └ LANDED (slot, size, digest) ──► │
                  ◄─────────────────── CREDIT (slot)┘
 
 An engine answers a write with success, or with nothing that can be relied upon: a write that failed or took too long
-may still land, any time later. But it can only land where it was sent, and that is never a page.
+may still land at any later time. But it can only land where it was sent, and that is never a page.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
 
 PROBE_BYTES = 64
-"""Room behind the last slot of a ring that nobody reads: where writes go that only try the way."""
+"""Room behind the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
 CACHED_BYTES = 1 << 18
-"""What is copied at once: a core's cache still holds it when the digest reads it."""
+"""Bytes that are copied at once: a core's cache still holds them when the digest reads them."""
 MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
@@ -54,7 +54,8 @@ class Signal(enum.IntEnum):
 
 @attrs.frozen
 class Offer:
-    """A ring of `num_slots` slots at `address`, in the memory that peers know as `segment`; PROBE_BYTES follow it."""
+    """A ring of `num_slots` slots at `address`, in the memory that peers know as `segment`, Mooncake's name for it.
+    PROBE_BYTES follow the slots."""
 
     segment: str
     address: int
@@ -68,26 +69,27 @@ class Offer:
 
     @classmethod
     def parse(cls, data: bytes) -> Offer:
-        """Raises TransferError for anything that is no ring."""
+        """Return the offer in `data`. Raise TransferError when it does not describe a ring."""
         try:
             address, slot_bytes, num_slots = cls._HEAD.unpack_from(data)
             segment = data[cls._HEAD.size :].decode("ascii")
         except (struct.error, UnicodeDecodeError) as error:
-            raise TransferError(f"a peer offered what is no ring: {error}") from error
+            raise TransferError(f"a peer offered something that is not a ring: {error}") from error
         host, _, port = segment.rpartition(":")
         named = 0 < len(host) <= 255 and segment.isprintable() and " " not in host and port.isdecimal()
         sized = 1 <= num_slots <= MAX_SLOTS and 1 <= slot_bytes <= MAX_RING_BYTES // num_slots
         if not (named and sized and 0 < address <= 2**64 - PROBE_BYTES - num_slots * slot_bytes):
             raise TransferError(
-                f"a peer offered {num_slots} slots of {slot_bytes} bytes at {address:#x} of {segment[:64]!r}: no ring"
+                f"a peer offered {num_slots} slots of {slot_bytes} bytes at {address:#x} of {segment[:64]!r}, "
+                f"which cannot be a ring"
             )
         return cls(segment, address, slot_bytes, num_slots)
 
 
 @attrs.frozen
 class Landed:
-    """`num_bytes` of a write of `total` bytes lie in a slot; `digest` is their xxh3_64, None where the sender makes
-    none."""
+    """`num_bytes` of a write of `total` bytes lie in a slot. `digest` is their xxh3_64, or None when the sender makes
+    no digests."""
 
     total: int
     num_bytes: int
@@ -101,9 +103,9 @@ class Landed:
 
     @classmethod
     def parse(cls, data: bytes) -> Landed:
-        """Raises TransferError for another size; numbers are the caller's to check."""
+        """Return the message in `data`. Raise TransferError for another size. The caller checks the numbers."""
         if len(data) != cls._FORM.size:
-            raise TransferError(f"a peer told of a landed write in {len(data)} bytes, not {cls._FORM.size}")
+            raise TransferError(f"a peer reported a landed write in {len(data)} bytes, not {cls._FORM.size}")
         total, num_bytes, slot, has_digest, digest = cls._FORM.unpack(data)
         return cls(total, num_bytes, slot, digest if has_digest else None)
 
@@ -121,17 +123,19 @@ class Credit:
 
     @classmethod
     def parse(cls, data: bytes) -> Credit:
-        """Raises TransferError for another size; whether it was lent is the caller's to check."""
+        """Return the message in `data`. Raise TransferError for another size. The caller checks whether the slot was
+        lent."""
         if len(data) != cls._FORM.size:
             raise TransferError(f"a peer gave back a slot in {len(data)} bytes, not {cls._FORM.size}")
         return cls(*cls._FORM.unpack(data))
 
 
 class SignalMemory:
-    """The memory of the stream beside the engine: `Signal` k travels as k bytes of it, which mean nothing.
+    """The memory of the stream beside the engine: a `Signal` of value k travels as k bytes of it, whose contents mean
+    nothing.
 
-    So frames pass as they are, under the limits that the stream has for them anyway, and whatever concerns rings is a
-    write to it, refused like every write until the link is trusted.
+    So frames pass as they are, under the limits that the stream has for them anyway, and everything that concerns rings
+    is a write, which is refused like every write until the link is trusted.
     """
 
     def __init__(self) -> None:
@@ -155,19 +159,21 @@ class SignalMemory:
 
 
 class Engine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`: addresses and sizes are plain ints, segments names of peers."""
+    """What is used of `mooncake.engine.TransferEngine`. Addresses and sizes are plain ints, segments are names of
+    peers."""
 
     def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """0 when peers may write there from now on."""
+        """Return 0 when peers may write there from now on."""
 
     def batch_unregister_memory(self, addresses: list[int]) -> int:
-        """0 when no write that starts from now on is let in. One that is under way may go on."""
+        """Return 0 when no write that starts from now on is let in. A write that is under way may go on."""
 
     def transfer_submit_write(self, segment: str, source: int, target: int, num_bytes: int) -> int:
-        """Starts a write and gives it a number; 0 when it could not start."""
+        """Start a write and return its number, or 0 when it could not start."""
 
     def transfer_check_status(self, number: int) -> int:
-        """1 when the write has landed, and its number is void; 0 while it goes on; negative when it failed."""
+        """Return 1 when the write has landed (its number is then void), 0 while it goes on, a negative number when it
+        failed."""
 
 
 class NamedEngine:
@@ -180,17 +186,17 @@ class NamedEngine:
 
     @property
     def retired_bytes(self) -> int:
-        """Addresses, not memory, kept from reuse."""
+        """Addresses, not memory, that are kept from reuse."""
         return sum(len(mapping) for mapping in self._retired)
 
     def retire(self, mapping: mmap.mmap) -> None:
-        """Gives back the memory and keeps the addresses. A late write finds pages there that belong to nobody; were the
-        addresses unmapped, it would find whatever this process maps there next."""
+        """Give back the memory and keep the addresses. A late write then finds pages that belong to nobody. If the
+        addresses were unmapped, it would find whatever this process maps there next."""
         mapping.madvise(mmap.MADV_DONTNEED)
         self._retired.append(mapping)
 
     def close(self) -> None:
-        """Lets go of the engine; close its transports first. It ends, and its ports close, when the last call into it
+        """Let go of the engine; close its transports first. It ends, and its ports close, when the last call into it
         has returned. Python stands still for about a second meanwhile."""
         self.engine = None
 
@@ -212,7 +218,7 @@ class Block:
             )
 
     def release(self, *, clean: bool) -> None:
-        """Withdraws it from the engine. `clean` promises that no write of it or into it is under way."""
+        """Withdraw the block from the engine. `clean` promises that no write from it or into it is under way."""
         self.bytes.release()
         if self._segment.engine is not None:
             self._segment.engine.batch_unregister_memory([self.address])
@@ -221,7 +227,7 @@ class Block:
 
 
 def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
-    """Removes spans of `num_bytes` in all from the front, cutting the last one."""
+    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
     taken = []
     while num_bytes:
         offset, length = spans.popleft()
@@ -234,7 +240,7 @@ def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
 
 
 def gather(views: Iterable[memoryview], block: memoryview, *, digest: bool) -> int | None:
-    """Copies `views` one after the other into `block`; the xxh3_64 of what was read, if asked for."""
+    """Copy `views` one after the other into `block`. Return the xxh3_64 of what was read, if asked for."""
     total = xxhash.xxh3_64()
     for piece, view in _beside(block, views):
         piece[:] = view
@@ -244,7 +250,7 @@ def gather(views: Iterable[memoryview], block: memoryview, *, digest: bool) -> i
 
 
 def scatter(block: memoryview, views: Iterable[memoryview], *, digest: bool) -> int | None:
-    """Copies `block` into `views`; the xxh3_64 of what was written, if asked for: a slot that somebody writes meanwhile
+    """Copy `block` into `views`. Return the xxh3_64 of what was written, if asked for: a slot that is written meanwhile
     may differ from it."""
     total = xxhash.xxh3_64()
     for piece, view in _beside(block, views):
@@ -255,7 +261,8 @@ def scatter(block: memoryview, views: Iterable[memoryview], *, digest: bool) -> 
 
 
 def _beside(block: memoryview, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """(piece of `block`, piece of a view) of at most CACHED_BYTES, for views that lie in it one after the other."""
+    """Yield (piece of `block`, piece of a view) of at most CACHED_BYTES, for views that lie in the block one after the
+    other."""
     position = 0
     for view in views:
         for start in range(0, len(view), CACHED_BYTES):
@@ -266,7 +273,7 @@ def _beside(block: memoryview, views: Iterable[memoryview]) -> Iterator[tuple[me
 
 @attrs.define(eq=False)
 class _Arriving:
-    """A write of which not all parts have landed. `spans` are where the rest goes, None when it is discarded."""
+    """A write that has not landed as a whole. `spans` are where the rest goes, None when the write is discarded."""
 
     frame: bytes
     total: int | None = None
@@ -276,9 +283,9 @@ class _Arriving:
 
 
 class Incoming:
-    """The receiving direction of a link: a ring that its peer alone was told of, and what lands in it.
+    """The receiving direction of a link: a ring that only its peer knows, and what lands in it.
 
-    Belongs to the I/O thread; each method raises TransferError when the link must be closed. `credit` is called with
+    Belongs to the I/O thread. Each method raises TransferError when the link must be closed. `credit` is called with
     every slot that is free again.
     """
 
@@ -307,7 +314,7 @@ class Incoming:
         self._write = _Arriving(frame)
 
     def landed(self, part: Landed) -> None:
-        """Places one part; calls the receiver's `place` before the first and `placed` after the last."""
+        """Place one part. Call the receiver's `place` before the first part and `placed` after the last."""
         write = self._write
         if write is None:
             raise TransferError(f"{self._link.endpoint} landed bytes without a write")
@@ -359,7 +366,7 @@ class Incoming:
             )
 
     def close(self) -> None:
-        """Nothing is placed any more, and what lands late lands in memory of nobody: how much the peer still has under
-        way is not known here, so the ring is never clean."""
+        """Stop placing. What lands late lands in memory that belongs to nobody. The ring is never clean, because this
+        end does not know how much the peer still has under way."""
         self._closed = True
         self._block.release(clean=False)

@@ -18,6 +18,8 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
@@ -45,25 +47,34 @@ JOIN_S = 2.0
 """How long `close` waits, in all, for threads that are inside the engine."""
 
 
-_registered: weakref.WeakSet[RingTransport] = weakref.WeakSet()
+_running: weakref.WeakSet[RingTransport] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """A daemon thread that comes back from the engine while Python ends takes the process down with SIGABRT, so none
-    may be in there by then."""
-    for transport in list(_registered):
+    """Close every transport before Python ends: a daemon thread that comes back from the engine while Python ends takes
+    the process down with SIGABRT."""
+    for transport in list(_running):
         transport.close()
+
+
+@attrs.frozen
+class _Registered:
+    """What `register` was given, and the engine that it uses."""
+
+    memory: Memory
+    receiver: Receiver
+    segment: NamedEngine
 
 
 class RingTransport:
     """Frames over `stream`, payloads through a one-sided engine into a ring that the receiver makes for each peer.
 
-    `segment` is an engine to share, or makes one, which is closed with the transport. A link on which the peer writes
-    has a ring of `num_slots` slots of `slot_bytes`, and one on which we write, up to two blocks of `slot_bytes` and one
-    more for each write that got lost; all are host memory, made when first needed. With `digest`, the same on both
-    ends, each slot is verified after it was copied; without, nothing tells a slot that was hit late, or by a stranger,
-    from a good one. A write that has not landed after `timeout_s` counts as failed.
+    `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
+    a ring of `num_slots` slots of `slot_bytes`. A link on which we write has up to two blocks of `slot_bytes`, and one
+    more for each write that got lost. All of them are host memory, made when first needed. With `digest`, which must be
+    the same on both ends, each slot is verified after it was copied. Without it, nothing tells a good slot from one
+    that was hit late or by a stranger. A write that has not landed after `timeout_s` counts as failed.
 
     In a forked child every method raises TransferError, except `close`, which does nothing.
     """
@@ -81,30 +92,30 @@ class RingTransport:
     ) -> None:
         if not 1 <= num_slots <= MAX_SLOTS or not 1 <= slot_bytes <= MAX_RING_BYTES // num_slots:
             raise ConfigError(
-                f"a ring of {num_slots} slots of {slot_bytes} bytes cannot be; it has 1 to {MAX_SLOTS} slots and "
-                f"{MAX_RING_BYTES} bytes at most"
+                f"a ring cannot have {num_slots} slots of {slot_bytes} bytes; use 1 to {MAX_SLOTS} slots and at most "
+                f"{MAX_RING_BYTES} bytes in all"
             )
         self.name = name
         self._segment, self._stream = segment, stream
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
         self._pid = os.getpid()
         self._lock = new_lock()
-        self._owned: tuple[Memory, Receiver, NamedEngine] | None = None
+        self._owned: _Registered | None = None
         self._writers: dict[Link, RingWriter] = {}
         self._rings: dict[Link, Incoming] = {}
-        self._kinds: dict[Link, Signal] = {}
+        self._signals: dict[Link, Signal] = {}
         self._reasons: dict[Link, TransferError] = {}
         self._threads: list[threading.Thread] = []
         self._waiting: Budget[RingWriter] = Budget(MAX_WAITING_BYTES, time.monotonic)
 
     def register(self, memory: Memory, receiver: Receiver) -> tuple[str, ...]:
-        """Starts the engine, unless it is a shared one, and listens; raises what either raises."""
+        """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
-        self._owned = memory, receiver, segment
+        self._owned = _Registered(memory, receiver, segment)
         self._pid = os.getpid()
-        _registered.add(self)
+        _running.add(self)
         try:
             return tuple(f"{self.name}+{endpoint}" for endpoint in self._stream.register(SignalMemory(), self))
         except PDInferError:
@@ -115,8 +126,8 @@ class RingTransport:
 
     @property
     def authenticates(self) -> bool:
-        """As the receiver above: asked by the stream, whose receiver this is."""
-        return self._owned is not None and self._owned[1].authenticates
+        """Whether the receiver above authenticates; asked by the stream, whose receiver this is."""
+        return self._owned is not None and self._owned.receiver.authenticates
 
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         prefix = f"{self.name}+"
@@ -143,9 +154,9 @@ class RingTransport:
         ready: Callable[[], None] | None = None,
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
-        """`ready` runs in the link's own thread."""
+        """Queue a write. `ready` runs in the link's own thread."""
         check_frame(frame)
-        memory, _, _ = self._registered()
+        memory = self._registered().memory
         self._check_process()
         transfer = Transfer(total_bytes(source, memory), then)
         writer = self._writers.get(link) or self._open_writer(link)
@@ -154,11 +165,12 @@ class RingTransport:
         return transfer
 
     def fence(self, link: Link) -> None:
-        """Withdraws the peer's ring. What was written one-sided and lands later lands in memory of nobody."""
+        """Withdraw the peer's ring. A one-sided write that lands later lands in memory that belongs to nobody."""
         self._stream.fence(link)
 
     def close(self) -> None:
-        """Takes at most some seconds, also when a thread hangs in the engine, which then ends with that thread."""
+        """Close every link, within some seconds. A thread that hangs in the engine does not hold it up; the engine then
+        ends with that thread."""
         if os.getpid() != self._pid or self._owned is None:
             return
         self._stream.close()
@@ -168,7 +180,7 @@ class RingTransport:
                 thread.join(max(0.0, deadline - time.monotonic()))
         if stuck := sum(thread.is_alive() for thread in self._threads):
             logging.getLogger("pdinfer").warning("%d writes hang in the %s engine: it ends with them", stuck, self.name)
-        segment = self._owned[2]
+        segment = self._owned.segment
         if segment is not self._segment:
             segment.close()
 
@@ -179,26 +191,26 @@ class RingTransport:
                 f"{os.getpid()}; make a new one in a child that was spawned"
             )
 
-    def _registered(self) -> tuple[Memory, Receiver, NamedEngine]:
+    def _registered(self) -> _Registered:
         if self._owned is None:
             raise ConfigError("register a memory and a receiver first")
         return self._owned
 
     def _open_writer(self, link: Link) -> RingWriter | None:
-        """Starts the sending direction of a link at its first write; None when the link is closed."""
-        memory, _, segment = self._registered()
+        """Start the sending direction of a link at its first write. Return None when the link is closed."""
+        owned = self._registered()
         with self._lock:
             if link in self._writers:
                 return self._writers[link]
             control = Control(
                 send=lambda frame: self._stream.send(link, frame),
-                say=lambda kind, body: self._say(link, kind, body),
+                say=lambda signal, body: self._say(link, signal, body),
                 fail=lambda error: self._fail(link, error),
             )
             writer = RingWriter(
                 link,
-                segment,
-                memory,
+                owned.segment,
+                owned.memory,
                 control,
                 slot_bytes=self._slot_bytes,
                 digest=self._digest,
@@ -214,12 +226,12 @@ class RingTransport:
             self._threads = [thread for thread in self._threads if thread.is_alive()] + [writer.thread]
         return writer
 
-    def _say(self, link: Link, kind: Signal, body: bytes = b"\0") -> bool:
-        """False when the link is known to be closed."""
-        return self._stream.write(link, body, [(0, kind)]).error is None
+    def _say(self, link: Link, signal: Signal, body: bytes = b"\0") -> bool:
+        """Send a signal. Return False when the link is known to be closed."""
+        return self._stream.write(link, body, [(0, signal)]).error is None
 
     def _fail(self, link: Link, error: TransferError) -> None:
-        """Closes a link for a reason that `closed` then tells; does nothing for one that is closed."""
+        """Close a link for a reason that `closed` then passes on. Do nothing when the link is already closed."""
         with self._lock:
             if link not in self._writers:
                 return
@@ -229,63 +241,63 @@ class RingTransport:
     # What the stream calls, from its I/O thread.
 
     def opened(self, link: Link) -> None:
-        self._registered()[1].opened(link)
+        self._registered().receiver.opened(link)
 
     def received(self, link: Link, frame: bytes) -> None:
-        self._registered()[1].received(link, frame)
+        self._registered().receiver.received(link, frame)
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
         try:
-            self._kinds[link] = Signal(num_bytes)
+            self._signals[link] = Signal(num_bytes)
         except ValueError as error:
-            raise TransferError(f"{link.endpoint} says of rings what this version does not know: {error}") from error
+            raise TransferError(f"{link.endpoint} sent a signal that this version does not know: {error}") from error
         return [(0, num_bytes)]
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         if error is not None:
             raise error
-        kind = self._kinds.pop(link)
-        if kind is Signal.ASK:
+        signal = self._signals.pop(link)
+        if signal is Signal.ASK:
             self._offer(link)
-        elif kind in (Signal.BEGIN, Signal.LANDED):
+        elif signal in (Signal.BEGIN, Signal.LANDED):
             ring = self._rings.get(link)
             if ring is None:
                 raise TransferError(f"{link.endpoint} writes without having asked for a ring")
-            if kind is Signal.BEGIN:
+            if signal is Signal.BEGIN:
                 ring.begin(frame)
             else:
                 ring.landed(Landed.parse(frame))
-        elif kind in (Signal.OFFER, Signal.CREDIT):
+        elif signal in (Signal.OFFER, Signal.CREDIT):
             writer = self._writers.get(link)
             if writer is None:
                 raise TransferError(f"{link.endpoint} offers a ring that nobody asked for")
-            if kind is Signal.OFFER:
+            if signal is Signal.OFFER:
                 writer.offered(Offer.parse(frame))
             else:
                 writer.credited(Credit.parse(frame).slot)
 
     def tick(self) -> None:
-        """A frame that waits behind a write cannot tell the peer that we live; this does."""
+        """Tell peers that this end lives while a frame waits behind a write, since such a frame cannot."""
         with self._lock:
             busy = [link for link, writer in self._writers.items() if writer.is_busy]
         for link in busy:
             self._say(link, Signal.ALIVE)
-        self._registered()[1].tick()
+        self._registered().receiver.tick()
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         with self._lock:
             writer = self._writers.pop(link, None)
             reason = self._reasons.pop(link, None) or error
-        self._kinds.pop(link, None)
+        self._signals.pop(link, None)
         ring = self._rings.pop(link, None)
         if ring is not None:
             ring.close()
         if writer is not None:
             writer.shut(reason or TransferError(f"the link to {link.endpoint} was closed by this end"))
-        self._registered()[1].closed(link, reason)
+        self._registered().receiver.closed(link, reason)
 
     def _offer(self, link: Link) -> None:
-        memory, receiver, segment = self._registered()
+        owned = self._registered()
         if link in self._rings:
             raise TransferError(f"{link.endpoint} asked for a second ring")
 
@@ -294,9 +306,9 @@ class RingTransport:
 
         ring = Incoming(
             link,
-            segment,
-            memory,
-            receiver,
+            owned.segment,
+            owned.memory,
+            owned.receiver,
             slot_bytes=self._slot_bytes,
             num_slots=self._num_slots,
             digest=self._digest,

@@ -1,12 +1,12 @@
-"""The sending end of a landing ring: one thread per link that gathers, writes, and mends what went wrong.
+"""The sending end of a landing ring: one thread per link, which gathers, writes, and repairs what went wrong.
 
     queue ─► frame ─────────────────────────────────────────────► control
           └► write ─► gather into a block ─► engine ─► landed? ──► control: BEGIN, LANDED
                       (the next, while one write is under way)
 
-A write that is not known to have landed holds two places: the block it reads and the slot it hits. Repeated from the
-same block into the same slot it is harmless whenever it lands, as the bytes are the same; afterwards neither place is
-used for other bytes while the link lives.
+A write that is not known to have landed holds two places: the block that it reads and the slot that it hits. Repeated
+from the same block into the same slot it is harmless whenever it lands, since the bytes are the same. Afterwards
+neither place is used for other bytes while the link lives.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Landed, Nam
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
-"""Probes that must land in a row before a failed write is repeated."""
+"""Probes in a row that must land before a failed write is repeated."""
 PAUSE_S = (0.1, 1.0)
-"""Silence before the first probe, and the most between two, which doubles with each that fails."""
+"""The silence before the first probe, and the longest between two. It doubles with each probe that fails."""
 MEND_S = 5.0
 """How long probing may take before the link is given up."""
 LOOK_S = (20e-6, 5e-3)
-"""The least and the most sleep between two looks at a write; between them a sixteenth of what it has taken."""
+"""The shortest and the longest sleep between two looks at a write. Between these limits it is a sixteenth of the time
+that the write has taken."""
 
 
 @attrs.define(eq=False)
 class _Part:
-    """One slot's worth of a write. The first of a write has its frame; an empty write is one part without a block."""
+    """One slot's worth of a write. The first part of a write has its frame. An empty write is one part without a
+    block."""
 
     frame: bytes | None
     total: int
@@ -63,7 +65,7 @@ class Control:
 class RingWriter:
     """The sending direction of a link: frames and writes leave in the order in which they were queued.
 
-    Public methods may be called from any thread and do not block. A transfer is done when its bytes are gathered.
+    Any thread may call the public methods, which do not block. A transfer is done when its bytes are gathered.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class RingWriter:
         self.thread = threading.Thread(target=self._run, name="pdinfer-mooncake", daemon=True)
 
     def send(self, frame: bytes) -> None:
-        """At once when nothing is in front of it. When too much waits, some link is closed: this one or another."""
+        """Send a frame, at once when nothing is in front of it. When too much waits, some link is closed: this one or
+        another."""
         with self._changed:
             if self._closed:
                 return
@@ -111,11 +114,11 @@ class RingWriter:
             slowest.give_up()
 
     def give_up(self) -> None:
-        """Closes the link: too much waits, behind a write that the peer does not take."""
+        """Close the link: too much waits behind a write that the peer does not take."""
         self._control.fail(TransferError(f"{self._link.endpoint} does not take what is written: too many bytes wait"))
 
     def write(self, message: Message) -> bool:
-        """False when the link is closed."""
+        """Queue a write. Return False when the link is closed."""
         with self._changed:
             if self._closed:
                 return False
@@ -125,7 +128,7 @@ class RingWriter:
         return True
 
     def offered(self, ring: Offer) -> None:
-        """The peer's answer to ASK; TransferError for a second one."""
+        """Take the peer's answer to ASK. Raise TransferError for a second one."""
         with self._changed:
             if self._ring is not None:
                 raise TransferError(f"{self._link.endpoint} offered a second ring")
@@ -135,7 +138,7 @@ class RingWriter:
             self._changed.notify()
 
     def credited(self, slot: int) -> None:
-        """A slot that the peer has emptied; TransferError for one that it did not have."""
+        """Take back a slot that the peer has emptied. Raise TransferError for a slot that the peer did not have."""
         with self._changed:
             if slot not in self._lent:
                 raise TransferError(f"{self._link.endpoint} gave back slot {slot}, which it does not have")
@@ -145,7 +148,7 @@ class RingWriter:
                 self._changed.notify()
 
     def shut(self, error: TransferError) -> None:
-        """Fails what is queued, and lets the thread end as soon as it comes back from the engine."""
+        """Fail what is queued, and let the thread end as soon as it comes back from the engine."""
         with self._changed:
             self._closed = True
             dropped = [message for message in self._queue if message.transfer is not None]
@@ -182,7 +185,7 @@ class RingWriter:
             block.release(clean=False)
 
     def _next(self) -> Message | None:
-        """What to do next; None when the link is closed. Settles the write under way before it sleeps."""
+        """Return what to do next, or None when the link is closed. Settle the write under way before sleeping."""
         while True:
             with self._changed:
                 if self._flying is None and not self._queue:
@@ -218,8 +221,8 @@ class RingWriter:
             self._start(part)
 
     def _meet(self) -> None:
-        """The first contact with a peer, for which Mooncake takes a lock that its writes to all peers need: made when
-        the peer has just spoken, not after `ready` has waited for a device. Whether it lands shows soon enough."""
+        """Make the first contact with a peer, for which Mooncake takes a lock that its writes to all peers need. Do it
+        when the peer has just spoken, not after `ready` has waited for a device. Whether it lands shows soon enough."""
         self._met = True
         block = self._borrow_block()
         if self._landed(self._probe(block), self._timeout_s):
@@ -233,14 +236,14 @@ class RingWriter:
         return part
 
     def _start(self, part: _Part) -> None:
-        """Writes a part into the next free slot. The one before it has landed, so two blocks are enough."""
+        """Write a part into the next free slot. The part before it has landed, so two blocks are enough."""
         if part.block is not None:
             part.slot = self._borrow()
             part.number = self._submit(part.block, self._slot_address(part.slot), part.num_bytes)
         self._flying = part
 
     def _settle(self) -> None:
-        """Waits for the write under way, mends it if need be, and tells the peer of it."""
+        """Wait for the write under way, repair it if need be, and tell the peer of it."""
         part, self._flying = self._flying, None
         if part is None:
             return
@@ -256,7 +259,7 @@ class RingWriter:
         self._control.say(Signal.LANDED, landed.packed())
 
     def _mend(self, part: _Part, block: Block) -> None:
-        """After a write of which nothing is known: silence, probes until the way is clear, and the write once more."""
+        """Repair a write whose fate is unknown: keep silent, probe until probes land, and write once more."""
         name = self._link.endpoint
         logging.getLogger("pdinfer").warning(
             "a write of %d bytes to %s failed, and may land late; probing", part.num_bytes, name
@@ -289,7 +292,7 @@ class RingWriter:
         return block
 
     def _return_block(self, block: Block) -> None:
-        """Nothing reads it any more."""
+        """Take back a block that nothing reads any more."""
         self._unclean.remove(block)
         self._blocks.append(block)
 
@@ -299,8 +302,8 @@ class RingWriter:
         return 0 if engine is None else engine.transfer_submit_write(ring.segment, block.address, address, num_bytes)
 
     def _landed(self, number: int, timeout_s: float) -> bool:
-        """Whether a write is known to have landed. Sleeps between looks: who spins takes the core that moves the bytes,
-        and who waits inside the engine cannot be called back when the link closes."""
+        """Whether a write is known to have landed. Sleep between looks: spinning would take the core that moves the
+        bytes, and a thread that waits inside the engine cannot be called back when the link closes."""
         engine = self._segment.engine
         if not number or engine is None:
             return False

@@ -1,6 +1,6 @@
-"""Payloads that stay where they are: the sender says which bytes of a shared memfd they are, the receiver copies.
+"""Payloads that stay where they are: the sender says which bytes of a shared memfd they are, and the receiver copies.
 
-What goes over the control stream:
+The messages on the control stream:
 
     SHARE   size, and two descriptors: the sender's control page and its source, the pool itself or a ring     once
     MAPPED  frame, size of the payload   ──► receiver.place
@@ -32,11 +32,11 @@ from pdinfer.process.locks import new_lock
 
 NUM_DESCRIPTORS = 2
 COPY_SPEED = 4
-"""How much faster a copy is than a socket: what it costs of a link's turn."""
+"""How much faster a copy is than a socket: the divisor of what a copy costs of a link's turn."""
 
 
 class MappedPayloads:
-    """One link's payloads through shared memory; `pool` is the memfd that holds `memory`, when one does."""
+    """One link's payloads through shared memory. `pool` is the memfd that holds `memory`, if one does."""
 
     descriptor_bytes = socket.CMSG_SPACE(NUM_DESCRIPTORS * struct.calcsize("i"))
 
@@ -100,7 +100,7 @@ class MappedPayloads:
                 memfd.close()
 
     def _shared(self, header: Header, read: Read) -> Iterator[Buffers]:
-        """Maps what the peer shows."""
+        """Map what the peer shows."""
         size = yield from _body(header, COUNT.size, read)
         if self._source is not None or len(self._descriptors) != NUM_DESCRIPTORS:
             raise TransferError(f"{self._link.endpoint} shared memory twice, or without its descriptors")
@@ -115,7 +115,7 @@ class MappedPayloads:
         self._lender.copied(*COUNT.unpack(body))
 
     def _write(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
-        """Copies a payload to where the receiver wants it, and verifies it."""
+        """Copy a payload to where the receiver wants it, and verify it."""
         check_digested(self._link, header, required=self._digest)
         if self._source is None:
             raise TransferError(f"{self._link.endpoint} sent a write and has shared no memory")
@@ -136,7 +136,7 @@ class MappedPayloads:
                 targets.copy(self._source.view, offsets, lengths)
             missing -= size
             self._copied += size
-            # A ring must not run dry; a pool's pages are waited for when the write is over.
+            # A ring must not run dry. A pool's pages are not waited for before the write is over.
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
             yield Buffers(weight=size // COPY_SPEED)
         said = (yield from self._next(MessageKind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
@@ -151,7 +151,7 @@ class MappedPayloads:
     def _section(
         self, source: PeerMemfd, missing: int, read: Read
     ) -> Generator[Buffers, None, tuple[Sequence[int], Sequence[int], int]]:
-        """(offsets, lengths, sum of the lengths) of the pieces that come next; all lie in `source`."""
+        """Return (offsets, lengths, sum of the lengths) of the next pieces, all of which lie in `source`."""
         body = yield from self._next(MessageKind.SPANS, read)
         if len(body) % SPAN_BYTES:
             raise TransferError(f"{self._link.endpoint} sent spans of {len(body)} bytes; each has {SPAN_BYTES}")
@@ -166,11 +166,11 @@ class MappedPayloads:
             max(offsets) > source.num_bytes - max(lengths)
             and max(map(operator.add, offsets, lengths)) > source.num_bytes
         ):
-            raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes}")
+            raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes} bytes")
         return offsets, lengths, size
 
     def _next(self, kind: MessageKind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
-        """The body of the next message, which must be of this kind; the peer's COPIED may come between."""
+        """Return the body of the next message, which must be of this kind. The peer's COPIED may come between."""
         while True:
             header = Header.parse((yield from read(HEADER.size)))
             check_arriving(self._link, header.frame_bytes, is_write=True)
@@ -181,7 +181,7 @@ class MappedPayloads:
             yield from self._told_copied(header, read)
 
     def _check_revoked(self) -> None:
-        """Raises TransferError when the peer may have reused what we copied."""
+        """Raise TransferError when the peer may have reused what we copied."""
         # Where loads may overtake each other (ARM), the copies must be over before the page is read: two pairs of
         # acquire and release keep everything before the first release ahead of everything after the last acquire.
         for _ in range(2):
@@ -192,7 +192,7 @@ class MappedPayloads:
 
 
 class _Targets:
-    """Where a payload goes, piece by piece; what was copied is digested while the core's cache holds it."""
+    """Where a payload goes, piece by piece. What was copied is digested while the core's cache holds it."""
 
     def __init__(self, landed: Sequence[memoryview], digest: xxhash.xxh3_64 | None) -> None:
         self._views = landed
@@ -201,7 +201,8 @@ class _Targets:
         self._digest = digest
 
     def copy(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Plain slices keep the interpreter lock: given back to a busy host, it would be gone for 5 ms each time."""
+        """Copy the pieces with plain slices, which keep the interpreter lock: given back to a busy host, it would be
+        gone for 5 ms each time."""
         alike = self._views[self._next : self._next + len(lengths)]
         if self._rest or max(lengths) > PIECE_BYTES or lengths != tuple(map(len, alike)):
             self._copy_cut(source, offsets, lengths)
@@ -214,7 +215,7 @@ class _Targets:
                 update(piece)
 
     def _copy_cut(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """The same for pieces that are cut otherwise than their targets, or long."""
+        """Copy pieces that are long, or that are cut differently from their targets."""
         rest = self._rest
         for offset, length in zip(offsets, lengths, strict=True):
             end = offset + length
@@ -232,7 +233,7 @@ class _Targets:
 
 
 def _body(header: Header, num_bytes: int, read: Read) -> Generator[Buffers, None, bytes]:
-    """What follows a header, of the one size that it can have."""
+    """Read what follows a header, which can have only one size."""
     if header.frame_bytes != num_bytes:
         raise TransferError(f"a {header.kind.name} message has {num_bytes} bytes, not {header.frame_bytes}")
     return (yield from read(num_bytes))

@@ -1,8 +1,8 @@
-"""The sender's half of payloads through shared memory: names pieces of a memfd, and waits until they are copied.
+"""The sender's half of payloads through shared memory: it names pieces of a memfd, and waits until they are copied.
 
-Nobody but its own process writes a pool, and a receiver copies when it gets to it. One that was stopped in the middle
-of a copy may go on when this end has closed the link and its pages hold something else. So before this end lets go of
-any page, it writes REVOKED to its control page; a receiver counts a copy only when that is not there after the copy.
+Only its own process writes a pool, and a receiver copies at its own pace. A receiver that was stopped in the middle of
+a copy may go on after this end has closed the link and its pages hold something else. So before this end lets go of any
+page, it writes REVOKED to its control page. A receiver counts a copy only when REVOKED is not there after the copy.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, 
 
 RING_BYTES = 8 << 20
 DIGESTED_SECTION_BYTES = 2 << 20
-"""Of a payload named at once: the sender digests a section while the receiver copies the one before. Also what is
-staged at once, so a ring holds several."""
+"""The part of a payload that is named at once: the sender digests a section while the receiver copies the one before.
+Also the part that is staged at once, so a ring holds several."""
 SECTION_BYTES = 16 << 20
 """The same without a digest, and the most that a receiver accepts."""
 SECTION_SPANS = 4096
 PIECE_BYTES = 72 << 10
-"""Copied and digested at once: still in the core's cache, and below the size from which xxhash lets go of the
-interpreter lock, which a busy host gives back 5 ms later."""
+"""Bytes that are copied and digested at once: still in the core's cache, and below the size from which xxhash releases
+the interpreter lock, which a busy host gives back 5 ms later."""
 SPAN_BYTES = 16
 COUNT = struct.Struct("<Q")
 REVOKED = 1
 DIRECT_BYTES = 1 << 16
 DIRECT_SPANS = 256
-"""What is digested and named in the thread that writes: some 20 us."""
+"""The largest write that is digested and named in the thread that writes; that takes some 20 us."""
 
 
 class Lender:
-    """What one link's peer may read. `pool` is the memfd that holds `memory`; without one, payloads are staged in a
-    ring of RING_BYTES, in which a slow receiver makes them wait. Used in the I/O thread, but for `whole`."""
+    """What one link's peer may read. `pool` is the memfd that holds `memory`. Without one, payloads are staged in a
+    ring of RING_BYTES, where they wait for a slow receiver. Used in the I/O thread, except for `whole`."""
 
     def __init__(self, memory: Memory, pool: Memfd | None, *, digest: bool) -> None:
         self._memory = memory
@@ -63,11 +63,11 @@ class Lender:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether a payload waits for room in the ring that is there now."""
+        """Whether a payload waits for room in the ring and there is room now."""
         return 0 < self._awaited <= RING_BYTES - (self._named - self._copied)
 
     def parts(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
-        """What goes on the wire for a write; None while the ring is full."""
+        """Yield what goes on the wire for a write, or None while the ring is full."""
         if message.ready is not None:
             message.ready()
         if self._revoked:
@@ -79,14 +79,16 @@ class Lender:
             yield named and Buffers([memoryview(named[0])], weight=named[1] if costs else 0)
 
     def whole(self, message: Message, transfer: Transfer) -> bytes | None:
-        """A small write in one piece, once the peer knows our pool; from any thread, while `parts` is not running."""
+        """Return a small write in one piece, once the peer knows our pool. Any thread may call it while `parts` is not
+        running."""
         small = transfer.num_bytes <= DIRECT_BYTES and len(message.source) <= DIRECT_SPANS
         if not small or not transfer.num_bytes or message.ready or self._pool is None or self._control is None:
             return None
         return b"".join(named[0] for named in self._naming(message, transfer) if named)
 
     def _naming(self, message: Message, transfer: Transfer) -> Iterator[tuple[bytes, int] | None]:
-        """(messages that name a section, bytes in it), one section after the other; None while the ring is full."""
+        """Yield (messages that name a section, bytes in it), one section after the other, or None while the ring is
+        full."""
         self._begun += transfer.num_bytes
         self._outstanding.append((self._begun, transfer))
         header = Header(MessageKind.MAPPED, len(message.frame), transfer.num_bytes, self._digest)
@@ -117,7 +119,7 @@ class Lender:
             self._settle()
 
     def _offer(self) -> Iterator[Buffers]:
-        """Shows the peer our control page and source."""
+        """Show the peer our control page and source."""
         self._control = Memfd(mmap.PAGESIZE, "control")
         if self._pool is None:
             self._ring = Memfd(RING_BYTES, "ring")
@@ -132,7 +134,7 @@ class Lender:
             yield Buffers([memoryview(size)], descriptors=descriptors)
 
     def _staged(self, ring: Memfd, views: Sequence[memoryview], num_bytes: int) -> Spans:
-        """Copies a section to where the ring goes on; where that is."""
+        """Copy a section to the next place in the ring. Return that place."""
         start = self._named % RING_BYTES
         position = start
         for view in views:
@@ -145,7 +147,8 @@ class Lender:
         return [(start, first), (0, num_bytes - first)] if num_bytes > first else [(start, first)]
 
     def copied(self, total: int) -> None:
-        """The peer has copied `total` bytes since the link was opened; raises TransferError when it cannot have."""
+        """Take note that the peer has copied `total` bytes since the link was opened. Raise TransferError when it
+        cannot have."""
         if not self._copied <= total <= self._named:
             raise TransferError(f"a peer says that it copied {total} bytes, after {self._copied} of {self._named}")
         self._copied = total
@@ -156,7 +159,7 @@ class Lender:
             self._outstanding.popleft()[1].complete()
 
     def revoke(self, error: TransferError) -> None:
-        """Forbids the peer to believe what it has not copied yet; then gives up what it was shown."""
+        """Forbid the peer to use what it has not copied yet, then give up the memory that it was shown."""
         self._revoked = True
         if self._control is not None:
             self._control.view[0] = REVOKED
@@ -168,19 +171,20 @@ class Lender:
 
 
 def feed(digest: xxhash.xxh3_64, views: Sequence[memoryview]) -> None:
-    """Digests in pieces that keep the interpreter lock."""
+    """Digest `views` in pieces that keep the interpreter lock."""
     for view in views:
         for start in range(0, len(view), PIECE_BYTES):
             digest.update(view[start : start + PIECE_BYTES])
 
 
 def packed_spans(spans: Spans) -> bytes:
-    """Offsets and lengths in turn, 8 bytes each."""
+    """Return offsets and lengths in turn, 8 bytes each."""
     return struct.pack(f"<{2 * len(spans)}Q", *chain.from_iterable(spans))
 
 
 def _sections(source: Spans, limit: int) -> Iterator[tuple[Spans, int]]:
-    """(spans, bytes) of at most `limit` bytes and SECTION_SPANS spans; a span that fits into one is not cut."""
+    """Yield (spans, bytes) of at most `limit` bytes and SECTION_SPANS spans. A span that fits into a section is not
+    cut."""
     section: Spans = []
     size = 0
     for offset, length in source:

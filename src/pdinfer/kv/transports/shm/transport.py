@@ -24,24 +24,24 @@ SCHEME = "shm://"
 
 @runtime_checkable
 class Shareable(Protocol):
-    """What a Memory has beside its methods when its bytes are those of a memfd."""
+    """What a Memory also has when its bytes may be those of a memfd."""
 
     @property
     def memfd(self) -> Memfd | None:
-        """The memfd whose first `num_bytes` are this memory; None when they lie elsewhere."""
+        """The memfd whose first `num_bytes` are this memory, or None when the bytes lie elsewhere."""
 
 
 class ShmTransport(StreamTransport):
-    """Frames over a Unix socket, payloads through shared memory; Linux only.
+    """Frames over a Unix socket, payloads through shared memory. Linux only.
 
     Listens on a socket made at `path`, or in a private temporary directory that is removed at `close`. A peer gets a
-    descriptor of the pool's memory to read from, so both ends may be in different containers as long as they share the
-    socket file; whoever can open that file and is trusted by the channel can read the whole pool. A memory that is not
-    in a memfd (a GPU's) is staged through a ring of a few MiB per link.
+    descriptor of the pool's memory to read from, so the ends may be in different containers as long as they share the
+    socket file. Any process that can open that file and that the channel trusts can read the whole pool. A memory that
+    is not in a memfd (a GPU's) is staged through a ring of a few MiB per link.
 
     With `digest=False` payloads are not verified; an end with digests refuses the writes of one without. Either way a
-    copy that its sender's end may have disturbed is never used.
-    `strangers` limits links that are not trusted yet. Raises ConfigError where there is no such memory.
+    copy that the end of its sender may have disturbed is never used. `strangers` limits links that are not trusted yet.
+    Raises ConfigError on systems without memfds.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class ShmTransport(StreamTransport):
 
 
 def same_host_transport(*, digest: bool = True) -> Transport:
-    """The fastest transport between processes of this host: shared memory, or sockets where there is none."""
+    """Return the fastest transport between processes of this host: shared memory, or sockets where there is none."""
     return ShmTransport(digest=digest) if CAN_SHARE else SocketTransport(digest=digest)
 
 
 def listen_shm(path: str | None) -> Listener:
-    """Listens at `path`, or in a private folder that goes with the listener."""
+    """Listen at `path`, or in a private folder that is removed with the listener."""
     if path is not None:
         return listen_unix(path, scheme=SCHEME)
     folder = ScratchFolder()

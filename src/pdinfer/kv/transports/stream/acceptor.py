@@ -64,7 +64,7 @@ class Acceptor:
                 continue
             try:
                 self._enter(sock, address, now)
-            except OSError:  # it has gone again
+            except OSError:  # the newcomer has already left
                 sock.close()
         self._io.pause_listening(now + PACE_S)
 

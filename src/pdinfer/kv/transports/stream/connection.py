@@ -1,7 +1,7 @@
 """One stream socket as a link: frames in order, and between them writes, whose payloads travel as `Payloads` says.
 
-Both directions are written as generators that yield the buffers the socket must fill or empty next, so that the code
-reads in the order of the bytes while the socket stays non-blocking.
+Both directions are generators that yield the buffers that the socket must fill or empty next, so the code reads in the
+order of the bytes while the socket stays non-blocking.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pdinfer.kv.transports.stream.payloads import Payloads
 from pdinfer.process.locks import new_lock
 
 TURN_BYTES = 4 << 20
-"""About what a link may send or receive before others have their turn."""
+"""About how much a link may send or receive before others have their turn."""
 STEP_BYTES = TURN_BYTES >> 6
-"""What a message or a system call costs of a turn, however short it is."""
+"""How much of a turn a message or a system call costs, however short it is."""
 DIRECT_BYTES = 1 << 16
 """Frames up to this size leave from the thread that sends them, when nothing is before them."""
 
 
 class StreamConnection:
-    """One link's socket. Only the I/O thread calls its methods, except `queue`; each raises TransferError when the
-    link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the transport once `closed`
-    has been called. What waits and what arrives counts in `limits`."""
+    """One link's socket. Only the I/O thread calls its methods, except `queue`. Each method raises TransferError when
+    the link must be closed. While `opening`, the socket is not connected yet. `gone` is set by the I/O thread once
+    `closed` has been called. Frames that wait or arrive count in `limits`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class StreamConnection:
         self._lock = new_lock()
         self._queue: deque[Message] = deque()
         self._leaving: Message | None = None
-        self._rest = b""  # what has not left of the first in the queue, when its start has
+        self._rest = b""  # the rest of the queue's first message, when its start has left
         self._busy = False
         self._outgoing = self._parts()
         self._emptying = Buffers()
@@ -69,9 +69,9 @@ class StreamConnection:
         self._filling = next(self._incoming)
 
     def queue(self, message: Message, wake: Callable[[], None]) -> bool:
-        """Puts `message` behind the others, and calls `wake` when there were none; False when the link is closed.
-        Any thread. A small message that is alone leaves at once: waking the I/O thread takes longer than sending.
-        When too much waits, some link is closed: this one or another."""
+        """Put `message` behind the others, and call `wake` when there were none. Return False when the link is closed.
+        Any thread may call it. A small message with nothing before it leaves at once, since waking the I/O thread takes
+        longer than sending. When too much waits, some link is closed: this one or another."""
         with self._lock:
             if self.closed:
                 return False
@@ -87,7 +87,7 @@ class StreamConnection:
         return True
 
     def _leaves(self, message: Message) -> bool:
-        """Sends a small message from the calling thread; whether all of it went."""
+        """Send a small message from the calling thread. Return whether all of it has left."""
         if message.transfer is not None:
             data = self._payloads.whole(message, message.transfer)
         else:
@@ -102,7 +102,7 @@ class StreamConnection:
         return not self._rest
 
     def opened(self) -> None:
-        """The socket can be written to, or failed: goes on as a connected one."""
+        """Complete the connect of a socket that can be written to. Raise TransferError when it failed."""
         try:
             complete_dial(self.sock)
         except OSError as error:
@@ -113,11 +113,11 @@ class StreamConnection:
 
     @property
     def wants_turn(self) -> bool:
-        """Whether what has arrived made something to send."""
+        """Whether arrivals have made something to send."""
         return self._payloads.wants_turn
 
     def transmit(self) -> bool:
-        """Sends for one turn; whether more can be sent when the socket takes it."""
+        """Send for one turn. Return whether more can be sent when the socket takes it."""
         turn = TURN_BYTES
         while turn > 0:
             turn -= STEP_BYTES
@@ -147,8 +147,8 @@ class StreamConnection:
         return sent
 
     def receive(self) -> bool:
-        """Receives for one turn, calling the receiver for each message that is complete; whether more of what has
-        been read waits for the next turn."""
+        """Receive for one turn, and call the receiver for each message that is complete. Return whether more bytes that
+        were read already wait for the next turn."""
         turn = TURN_BYTES
         while turn > 0:
             turn -= STEP_BYTES
@@ -172,7 +172,7 @@ class StreamConnection:
         return bool(self._ahead) or not self._filling
 
     def _read(self) -> int:
-        """One system call: fills what is asked for, and when that is all taken, reads on."""
+        """Make one system call: fill the buffers that are wanted now and, when that is all of them, read ahead."""
         wanted, room = self._filling.batch()
         if room == self._filling.num_left and len(wanted) < IOV_MAX:
             wanted.append(self._ahead.scratch)
@@ -198,7 +198,7 @@ class StreamConnection:
         return count
 
     def shut(self, error: TransferError) -> bool:
-        """Closes the socket and fails what has not left; False when that was done before."""
+        """Close the socket and fail what has not left. Return False when that was done before."""
         with self._lock:
             if self.closed:
                 return False
@@ -224,7 +224,7 @@ class StreamConnection:
         return TransferError(f"the connection to {self.link.endpoint} was lost: {error}")
 
     def _parts(self) -> Iterator[Buffers | None]:
-        """Every part of every message to send; None when there is nothing to send now."""
+        """Yield every part of every message to send, or None when there is nothing to send now."""
         while True:
             with self._lock:
                 if self._leaving is not None:
@@ -244,8 +244,8 @@ class StreamConnection:
                     yield part
 
     def _messages(self) -> Iterator[Buffers]:
-        """Reads messages for ever. A callback may close the link, so each is followed by a look at `closed`, and by an
-        empty part, so that others have their turn."""
+        """Read messages for ever. A callback may close the link, so `closed` is checked after each message, and an
+        empty part is yielded so that others have their turn."""
         while not self.closed:
             self.idle_since = self._clock()
             head = yield from self._ahead.read(HEADER.size)
@@ -260,12 +260,12 @@ class StreamConnection:
             yield Buffers()
 
     def _read_bytes(self, num_bytes: int) -> Generator[Buffers, None, bytes]:
-        """As `Ahead.read`: what is long counts while only a part of it is here."""
+        """Read as `Ahead.read` does. A long message counts in the limits while only a part of it is here."""
         if num_bytes <= AHEAD_BYTES:
             return (yield from self._ahead.read(num_bytes))
         slowest = self._limits.arriving.take(self, num_bytes)
         if slowest is not None:
-            self._limits.crowded(slowest, "sent a part of a frame, and too many others do")
+            self._limits.crowded(slowest, "sent a part of a frame, and so have too many others")
         data = yield from self._ahead.read(num_bytes)
         self._limits.arriving.give(self, num_bytes)
         return data

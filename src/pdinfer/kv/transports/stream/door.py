@@ -1,9 +1,9 @@
 """Who may wait at a listening socket before it is trusted, and who gives way when there is no more room.
 
-Nobody with an honest purpose waits there for long: a handshake takes some milliseconds. So a newcomer is let in, and
-the link that has waited longest goes, of the source that has most. A source is the address of another machine, or the
-process at the other end of a Unix socket; over loopback TCP all processes of this host are one source, so that one has
-no limit of its own.
+No honest peer waits there for long: a handshake takes some milliseconds. So a newcomer is let in, and the link that has
+waited longest leaves, from the source that has the most links. A source is the address of another machine, or the
+process at the other end of a Unix socket. Over loopback TCP all processes of this host are one source, so that source
+has no limit of its own.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.stream.connection import StreamConnection
 
 CREDENTIALS = struct.Struct("3i")
-"""pid, uid and gid, as SO_PEERCRED tells them."""
+"""pid, uid and gid, as SO_PEERCRED returns them."""
 DESCRIPTOR_SHARE = 8
-"""Of the descriptors that this process may have, one in so many is for links that nobody trusts yet."""
+"""Of the descriptors that this process may have, one in so many is for links that are not trusted yet."""
 LOOPBACK = "loopback"
 V6_NETWORK_BITS = 64
-"""What one customer of a network has at the least: its addresses are one source."""
+"""The smallest network that one customer gets: its addresses are one source."""
 
 
 @attrs.frozen(kw_only=True)
 class Strangers:
-    """What links may cost that a peer has opened and that are not trusted yet.
+    """What the links that peers have opened may cost before they are trusted.
 
-    At most `max_links` at once, `max_links_per_source` of them from one source, and fewer where the process may open
-    few descriptors. A newcomer takes the place of the one that has waited longest, if that one had `grace_s`; else it
-    waits itself, or is turned away when its own source has used up what it may have. The first message is due within
-    `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that let nobody in.
+    At most `max_links` at once and `max_links_per_source` of them from one source, and fewer where the process may open
+    only few descriptors. A newcomer takes the place of the link that has waited longest, if that one has waited for
+    `grace_s`. Otherwise the newcomer waits, or is turned away when its own source has used up its share. The first
+    message is due within `first_message_s`, each later one within `message_s`. Raises ConfigError for numbers that let
+    no peer in.
     """
 
     max_links: int = 128
@@ -66,13 +67,13 @@ class Door:
         return sum(map(len, self._waiting.values()))
 
     def look(self) -> None:
-        """Forgets those that are trusted or gone."""
+        """Forget the links that are trusted or gone."""
         for source, own in list(self._waiting.items()):
             for connection in [each for each in own if each.closed or each.link.trusted]:
                 self._forget(source, connection)
 
     def room_in_s(self, now: float) -> float:
-        """How long a newcomer has to wait outside: 0 when there is room for one, or somebody who can give way."""
+        """Return how long a newcomer has to wait outside: 0 when there is room for it, or a link that can give way."""
         if len(self) >= self._max_links:
             self.look()
         if len(self) < self._max_links:
@@ -81,18 +82,18 @@ class Door:
         return max(0.0, self._waiting[source][oldest] + self._strangers.grace_s - now)
 
     def oldest(self) -> StreamConnection:
-        """Who has waited longest, of the source that has most."""
+        """Return the link that has waited longest, from the source that has the most."""
         return self._oldest()[1]
 
     def turns_away(self, source: Hashable, now: float) -> bool:
-        """Whether a newcomer of that source has to go because those before it have just come."""
+        """Whether a newcomer of that source must leave because the links before it have just come."""
         if len(self._waiting.get(source, {})) >= self._limit(source):
             self.look()
         own = self._waiting.get(source, {})
         return len(own) >= self._limit(source) and now < next(iter(own.values())) + self._strangers.grace_s
 
     def enter(self, connection: StreamConnection, source: Hashable, now: float) -> StreamConnection | None:
-        """A newcomer is in: who gives way for it."""
+        """Take a newcomer in. Return the link that gives way for it, or None."""
         own = self._waiting.get(source, {})
         leaves: StreamConnection | None = None
         if len(own) >= self._limit(source):
@@ -105,7 +106,7 @@ class Door:
         return leaves
 
     def late(self, now: float) -> list[tuple[StreamConnection, float]]:
-        """(who said no whole message in time, how many seconds that is)."""
+        """Return (link, limit in seconds) of each link that sent no whole message in time."""
         self.look()
         found = []
         for connection in (each for own in self._waiting.values() for each in own):
@@ -129,7 +130,8 @@ class Door:
 
 
 def source_of(sock: socket.socket, address: Any) -> Hashable:
-    """Who has connected, as far as the kernel knows: the process at a Unix socket (uid and pid), else the machine."""
+    """Return who has connected, as far as the kernel knows: the process at a Unix socket (uid and pid), otherwise the
+    machine."""
     if sock.family == socket.AF_UNIX:
         if not hasattr(socket, "SO_PEERCRED"):
             return LOOPBACK

@@ -19,7 +19,8 @@ from pdinfer.process.scratch import ScratchFolder
 TCP = "tcp://"
 UNIX = "unix://"
 BACKLOG = 1024
-"""Who cannot come in yet waits here, and in the same queue as everybody: a short one makes honest peers dial again."""
+"""Newcomers that cannot come in yet wait here, in one queue with everybody else. A short queue makes honest peers dial
+again."""
 MAX_KNOWN = 1024
 MAX_PORT = 65535
 Addresses = list[tuple[socket.AddressFamily, Any]]
@@ -28,8 +29,8 @@ BUFFER_BYTES = 4 << 20
 
 @attrs.define(eq=False)
 class Listener:
-    """A bound, non-blocking socket. `inode` is the socket file it made, so that no other is ever removed; `folder` the
-    one it made for that file alone."""
+    """A bound, non-blocking socket. `inode` identifies the socket file that it made, so that no other file is ever
+    removed. `folder` is the one that was made for that file alone."""
 
     sock: socket.socket
     endpoint: str
@@ -46,13 +47,13 @@ class Listener:
 
 
 def check_port(port: int) -> None:
-    """Raises ConfigError for a port that is none."""
+    """Raise ConfigError for a number that is not a TCP port."""
     if type(port) is not int or not 0 <= port <= MAX_PORT:
         raise ConfigError(f"port {port!r} is not a TCP port; use 1 to {MAX_PORT}, or 0 for any free one")
 
 
 def check_local(host: str, receiver: Receiver) -> None:
-    """Raises ConfigError for a host that other machines can reach, unless `receiver` knows who they are."""
+    """Raise ConfigError for a host that other machines can reach, unless `receiver` authenticates its peers."""
     if not _is_local(host) and not receiver.authenticates:
         raise ConfigError(
             f"host {host!r} can be reached from other machines, and KV bytes travel unencrypted; use 127.0.0.1, give "
@@ -61,7 +62,8 @@ def check_local(host: str, receiver: Receiver) -> None:
 
 
 def listen_tcp(host: str, port: int) -> Listener:
-    """Raises ConfigError when the address cannot be had. A wildcard is announced by this machine's name."""
+    """Listen on an address of this machine. Raise ConfigError when that fails. A wildcard is announced by this
+    machine's name."""
     try:
         family, address = _resolve(host, port, socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -81,8 +83,8 @@ def listen_tcp(host: str, port: int) -> Listener:
 
 
 def listen_unix(path: str, *, scheme: str = UNIX, folder: ScratchFolder | None = None) -> Listener:
-    """A socket file that only this user can open; raises ConfigError when `path` exists or cannot be made. A socket
-    file that a dead process left is replaced. A `folder` that was made for it goes with it."""
+    """Listen on a socket file that only this user can open. Raise ConfigError when `path` exists or cannot be made. A
+    socket file that a dead process left is replaced. A `folder` that was made for the file is removed with it."""
     path = os.path.abspath(path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -103,7 +105,7 @@ def listen_unix(path: str, *, scheme: str = UNIX, folder: ScratchFolder | None =
 
 
 def _is_stale(path: str) -> bool:
-    """Whether a socket file of this user is there and nobody listens at it."""
+    """Whether a socket file of this user exists and nobody listens at it."""
     if not os.path.lexists(path):
         return False
     found = os.lstat(path)
@@ -117,12 +119,12 @@ def _is_stale(path: str) -> bool:
 def dial(
     endpoints: Sequence[str], schemes: Sequence[str], known: dict[str, Addresses], *, timeout_s: float
 ) -> tuple[socket.socket, str, OSError | None]:
-    """(non-blocking socket, endpoint, what went wrong) for the first endpoint of one of `schemes`.
+    """Return (non-blocking socket, endpoint, what went wrong) for the first endpoint of one of `schemes`.
 
     With `timeout_s` 0 the socket is still opening, unless something went wrong at once: call `complete_dial` when it
-    can be written to. Otherwise the socket is connected, or TransferError is raised. Looking up a host's name waits
-    for the system's resolver; with `timeout_s` 0 that is done only for a host that is not in `known`, where the
-    addresses that were found are kept.
+    can be written to. Otherwise the socket is connected, or TransferError is raised. Looking up a host's name waits for
+    the system's resolver; with `timeout_s` 0 that is done only for an endpoint that is not in `known`, where found
+    addresses are kept.
     """
     endpoint = next((e for e in endpoints if e.startswith(tuple(schemes))), None)
     if endpoint is None:
@@ -156,7 +158,7 @@ def dial(
 
 
 def complete_dial(sock: socket.socket) -> None:
-    """Makes an opening socket, once it can be written to, a connected one; raises OSError when it failed."""
+    """Make an opening socket, once it can be written to, a connected one. Raise OSError when connecting failed."""
     if number := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
         raise OSError(number, os.strerror(number))
     if sock.family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
@@ -165,7 +167,7 @@ def complete_dial(sock: socket.socket) -> None:
 
 
 def _addresses(endpoint: str) -> Addresses:
-    """Raises ValueError or OSError for an endpoint that leads nowhere."""
+    """Return the addresses of an endpoint. Raise ValueError or OSError for an endpoint that leads nowhere."""
     if not endpoint.startswith(TCP):
         return [(socket.AF_UNIX, endpoint.partition("://")[2])]
     host, _, port = endpoint.removeprefix(TCP).rpartition(":")
@@ -176,7 +178,7 @@ def _addresses(endpoint: str) -> Addresses:
 
 
 def _resolve(host: str, port: int, flags: int = 0) -> Addresses:
-    """IPv4 before IPv6, whatever the resolver's order, so that both ends of a name choose alike."""
+    """Look up a name, IPv4 before IPv6 whatever the resolver's order, so that both ends of a name choose alike."""
     found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=flags)
     return sorted(((family, address) for family, _, _, _, address in found), key=lambda each: each[0])
 
@@ -198,7 +200,7 @@ def _connected(addresses: Addresses, timeout_s: float) -> socket.socket:
 
 
 def prepare_socket(sock: socket.socket) -> None:
-    """What every connected socket needs, whichever side opened it."""
+    """Set what every connected socket needs, whichever side opened it."""
     sock.setblocking(False)
     _enlarge(sock)
     if sock.family != socket.AF_UNIX:
@@ -206,7 +208,7 @@ def prepare_socket(sock: socket.socket) -> None:
 
 
 def tcp_endpoint(host: str, port: int) -> str:
-    """The text by which peers find a listener; IPv6 hosts go in brackets."""
+    """Return the text by which peers find a listener. IPv6 hosts go in brackets."""
     return f"{TCP}[{host}]:{port}" if ":" in host else f"{TCP}{host}:{port}"
 
 

@@ -3,8 +3,8 @@
     magic  version  kind  flags  frame_bytes  payload_bytes │ frame │ payload │ digest
       4       1      1      2        4             8                              8       little-endian
 
-The digest is xxh3_64 of the header, frame and payload of a write; it is there when the header's flag DIGESTED is set.
-It finds bytes that the way or a bug has changed; it proves nothing about who sent them.
+The digest is xxh3_64 of the header, frame and payload of a write. It is present when the header's flag DIGESTED is set.
+It detects bytes that the network or a bug has changed; it proves nothing about who sent them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ AHEAD_BYTES = 1 << 14
 BATCH_BYTES = 4 << 20
 """Bytes per system call, so that no link keeps the others waiting."""
 DIGESTED_BATCH_BYTES = 1 << 18
-"""The same for bytes that are digested: what a core's cache still holds when the digest reads it again."""
+"""The same for bytes that are digested: as much as a core's cache still holds when the digest reads them again."""
 
 
 class MessageKind(enum.IntEnum):
-    """What follows a header: a frame alone, or a frame, a payload and its digest. The others belong to payloads that
-    do not travel on the stream, see `mapped`."""
+    """What follows a header: a frame alone, or a frame, a payload and its digest. The other kinds belong to payloads
+    that do not travel on the stream; see `kv/transports/shm/receiver.py`."""
 
     FRAME = 1
     WRITE = 2
@@ -64,7 +64,8 @@ class Header:
 
     @classmethod
     def parse(cls, data: bytes) -> Header:
-        """Raises TransferError naming what is wrong; sizes are the caller's to check before it allocates."""
+        """Return the header in `data`. Raise TransferError with what is wrong. The caller checks the sizes before it
+        allocates."""
         magic, version, kind, flags, frame_bytes, payload_bytes = HEADER.unpack(data)
         if magic != MAGIC:
             raise TransferError(f"not a pdinfer peer: a message starts with {MAGIC!r}, this one with {data!r}")
@@ -82,7 +83,7 @@ class Header:
 
 
 def digest_bytes(digest: xxhash.xxh3_64) -> bytes:
-    """The digest as it stands on the wire."""
+    """Return the digest as it stands on the wire."""
     return digest.intdigest().to_bytes(DIGEST_BYTES, "little")
 
 
@@ -90,9 +91,9 @@ class Buffers:
     """Host buffers that a socket empties or fills from the front, however the kernel cuts them.
 
     `digest`, when given, is fed every byte just after the kernel has read or written it. `descriptors` leave with the
-    first byte. `weight` is how many bytes were moved to make this part, beside its own. With `payload` every byte that
-    arrives shows that the peer is alive; else only the last one does, or a length that was damaged would be waited for
-    as long as the peer says anything. False when nothing is left.
+    first byte. `weight` is how many bytes were moved to make this part, beside its own. With `payload`, every byte that
+    arrives shows that the peer is alive. Without it only the last byte does: a damaged length would otherwise be waited
+    for as long as the peer sends anything. False when nothing is left.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class Buffers:
         return self._ends[-1] - self._position if self._ends else 0
 
     def fill(self, data: memoryview) -> int:
-        """Fills the front with bytes that are here already; how many of `data` were taken."""
+        """Fill the front with bytes that are already here. Return how many of `data` were taken."""
         count = 0
         while self and count < len(data):
             view = self._views[self._next]
@@ -135,7 +136,7 @@ class Buffers:
         return count
 
     def batch(self) -> tuple[list[memoryview], int]:
-        """(buffers, bytes in them) for the next system call; there is a limit to both."""
+        """Return (buffers, bytes in them) for the next system call, within the limits for both."""
         limit = self._position + self._batch_bytes
         stop = min(bisect_left(self._ends, limit, self._next) + 1, self._next + IOV_MAX)
         batch = self._views[self._next : stop]
@@ -146,7 +147,7 @@ class Buffers:
         return batch, end - self._position
 
     def advance(self, count: int) -> None:
-        """Removes `count` bytes from the front."""
+        """Remove `count` bytes from the front."""
         first = self._next
         self._position += count
         self._next = bisect_right(self._ends, self._position, first)
@@ -162,11 +163,11 @@ class Buffers:
 
 
 Read = Callable[[int], Generator[Buffers, None, bytes]]
-"""Gives the next so many bytes of a stream, see `Ahead.read`."""
+"""Gives the next bytes of a stream, as many as are asked for; see `Ahead.read`."""
 
 
 class Ahead:
-    """What was read beyond what was asked for, so small messages do not take two system calls each."""
+    """Bytes that were read beyond what was wanted, so that small messages do not take two system calls each."""
 
     def __init__(self) -> None:
         self.scratch = memoryview(bytearray(AHEAD_BYTES))
@@ -176,15 +177,15 @@ class Ahead:
         return len(self._data) > 0
 
     def came(self, num_bytes: int) -> None:
-        """So many bytes of `scratch` were read; those before them are used up."""
+        """Take note that so many bytes of `scratch` were read. The bytes there before are used up."""
         self._data = self.scratch[:num_bytes]
 
     def move(self, part: Buffers) -> None:
-        """Fills the front of a part that was asked for."""
+        """Fill the front of a part that is wanted."""
         self._data = self._data[part.fill(self._data) :]
 
     def read(self, num_bytes: int) -> Generator[Buffers, None, bytes]:
-        """The next bytes of the stream. Asks for them only when they are not here."""
+        """Return the next bytes of the stream. Ask the socket for them only when they are not here."""
         if num_bytes <= len(self._data):
             data, self._data = bytes(self._data[:num_bytes]), self._data[num_bytes:]
             return data

@@ -1,4 +1,5 @@
-"""How the payloads of a link's writes travel, as a part that a connection is given: here, behind their frames."""
+"""How the payloads of a link's writes travel: the part of a connection that transports differ in. Here, behind their
+frames."""
 
 from __future__ import annotations
 
@@ -17,38 +18,39 @@ SCRATCH_BYTES = 1 << 16
 
 
 class Payloads(Protocol):
-    """How the payloads of one link travel. Called in the I/O thread; what raises TransferError closes the link."""
+    """How the payloads of one link travel. Called in the I/O thread. A TransferError closes the link."""
 
     descriptor_bytes: int
-    """Room for the descriptors that a message may carry, as ancillary data; 0 takes none."""
+    """Room for the descriptors that a message may carry as ancillary data; 0 takes none."""
 
     def outgoing(self, message: Message, transfer: Transfer) -> Iterator[Buffers | None]:
-        """What goes on the wire for a write, and completes its transfer; None while it waits for the peer."""
+        """Yield what goes on the wire for a write, or None while it waits for the peer. Complete the transfer."""
 
     def whole(self, message: Message, transfer: Transfer) -> bytes | None:
-        """All of a write that is small enough to leave at once; None when it takes `outgoing`. Called by any thread,
-        when nothing is before it."""
+        """Return all of a write that is small enough to leave at once, or None when it needs `outgoing`. Any thread may
+        call it when nothing is before the write."""
 
     def urgent(self) -> Buffers | None:
-        """What goes before all that is queued, even between the parts of a write."""
+        """Return what goes before everything that is queued, even between the parts of a write."""
 
     @property
     def wants_turn(self) -> bool:
-        """Whether what has arrived made something to send."""
+        """Whether arrivals have made something to send."""
 
     def took(self, descriptors: list[int]) -> None:
-        """Descriptors that came with what has just arrived, or before it; ours to close."""
+        """Take over descriptors that came with what has just arrived, or before it; they are ours to close."""
 
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
-        """What follows a header that is not a frame's; `head` is that header as it came, `read` gives what is short.
-        May yield empty buffers, so that others have their turn."""
+        """Read what follows a header of any kind but a frame's. `head` is that header as it came; `read` returns short
+        pieces. May yield empty buffers, so that others have their turn."""
 
     def shut(self, error: TransferError) -> None:
-        """The link is closed: nothing is placed from now on, and transfers that left and are not done fail."""
+        """End with the link: place nothing from now on, and fail the transfers that have left and are not done."""
 
 
 class InlinePayloads:
-    """Payloads that follow their frame on the same stream, read from and placed in our memory as they pass."""
+    """Payloads that follow their frame on the same stream. They are read from our memory and placed in it as they
+    pass."""
 
     descriptor_bytes = 0
     wants_turn = False
@@ -84,7 +86,7 @@ class InlinePayloads:
         raise AssertionError("there is no room for descriptors")
 
     def incoming(self, header: Header, head: bytes, read: Read) -> Iterator[Buffers]:
-        """Reads a write's payload to where the receiver wants it, and verifies it."""
+        """Read a write's payload to where the receiver wants it, and verify it."""
         check_arriving(self._link, header.frame_bytes, is_write=True)
         if header.kind is not MessageKind.WRITE:
             raise TransferError(f"{self._link.endpoint} sent a {header.kind.name} message; it shares memory, we do not")
@@ -115,7 +117,7 @@ class InlinePayloads:
 
 
 def check_digested(link: Link, header: Header, *, required: bool) -> None:
-    """An end that asks for digests takes no write without one; raises TransferError."""
+    """Raise TransferError for a write without a digest at an end that requires digests."""
     if required and not header.digested:
         raise TransferError(
             f"{link.endpoint} sends writes without a digest and this end requires one: "
@@ -124,7 +126,7 @@ def check_digested(link: Link, header: Header, *, required: bool) -> None:
 
 
 def check_digest(link: Link, num_bytes: int, said: bytes, digest: xxhash.xxh3_64) -> TransferError | None:
-    """What is wrong with a payload whose sender's digest is `said`."""
+    """Return what is wrong with a payload whose sender's digest is `said`, or None."""
     if said == digest_bytes(digest):
         return None
     return TransferError(

@@ -15,6 +15,8 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 
+import attrs
+
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory, total_bytes
@@ -27,6 +29,15 @@ from pdinfer.kv.transports.stream.door import Door, Strangers
 from pdinfer.kv.transports.stream.endpoints import Addresses, Listener, dial
 from pdinfer.kv.transports.stream.io_thread import IOThread
 from pdinfer.kv.transports.stream.payloads import Payloads
+
+
+@attrs.frozen
+class _Registered:
+    """What `register` was given, and the thread that it started."""
+
+    memory: Memory
+    receiver: Receiver
+    io: IOThread
 
 
 class StreamTransport:
@@ -57,7 +68,7 @@ class StreamTransport:
         self._payloads = payloads
         self._clock = clock
         self._pid = os.getpid()
-        self._owned: tuple[Memory, Receiver, IOThread] | None = None
+        self._owned: _Registered | None = None
         self._strangers = strangers
         waiting, arriving = (
             Budget[StreamConnection](limit, clock) for limit in (MAX_WAITING_BYTES, MAX_ARRIVING_BYTES)
@@ -75,7 +86,7 @@ class StreamTransport:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
         listener, door = self._listen(), Door(self._strangers)
         io = IOThread(listener, receiver, self._clock)
-        self._owned = memory, receiver, io
+        self._owned = _Registered(memory, receiver, io)
         self._pid = os.getpid()
         acceptor = Acceptor(listener, door, io, receiver, self._clock, connect=self._connection)
         io.start(accept=acceptor.accept, sweep=acceptor.sweep)
@@ -84,7 +95,7 @@ class StreamTransport:
     def connect(self, endpoints: Sequence[str], *, timeout_s: float) -> Link:
         """Open a link, blocking the caller but not the I/O thread. With `timeout_s` 0 a host's name is looked up only
         when it never was."""
-        _, _, io = self._registered()
+        io = self._registered().io
         self._check_process()
         sock, endpoint, problem = dial(endpoints, self._schemes, self._known, timeout_s=timeout_s)
         connection = self._connection(sock, Link(endpoint), opening=not timeout_s)
@@ -99,9 +110,9 @@ class StreamTransport:
         return connection.link
 
     def _connection(self, sock: socket.socket, link: Link, *, opening: bool = False) -> StreamConnection:
-        memory, receiver, _ = self._registered()
-        payloads = self._payloads(link, memory, receiver)
-        return StreamConnection(sock, link, payloads, receiver, self._clock, limits=self.limits, opening=opening)
+        owned = self._registered()
+        payloads = self._payloads(link, owned.memory, owned.receiver)
+        return StreamConnection(sock, link, payloads, owned.receiver, self._clock, limits=self.limits, opening=opening)
 
     def send(self, link: Link, frame: bytes) -> None:
         check_frame(frame)
@@ -118,8 +129,7 @@ class StreamTransport:
     ) -> Transfer:
         """Queue a write. `ready` runs in the I/O thread: while it waits, nothing of this transport moves."""
         check_frame(frame)
-        memory, _, _ = self._registered()
-        transfer = Transfer(total_bytes(source, memory), then)
+        transfer = Transfer(total_bytes(source, self._registered().memory), then)
         if not self._queue(link, Message(frame, transfer, source, ready)):
             transfer.complete(TransferError(f"the link to {link.endpoint} is closed"))
         return transfer
@@ -128,13 +138,13 @@ class StreamTransport:
         self._check_process()
         connection = self._connected(link)
         if connection is not None:
-            self._registered()[2].fence(connection)
+            self._registered().io.fence(connection)
 
     def close(self) -> None:
         """Close every link. Raise TransferError when a receiver callback keeps the I/O thread for more than
         `io_thread.CLOSE_S`."""
         if os.getpid() == self._pid and self._owned is not None:
-            self._owned[2].close()
+            self._owned.io.close()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -143,13 +153,13 @@ class StreamTransport:
                 f"make a new one here"
             )
 
-    def _registered(self) -> tuple[Memory, Receiver, IOThread]:
+    def _registered(self) -> _Registered:
         if self._owned is None:
             raise ConfigError("register a memory and a receiver first")
         return self._owned
 
     def _connected(self, link: Link) -> StreamConnection | None:
-        return None if self._owned is None else self._owned[2].connections.get(link)
+        return None if self._owned is None else self._owned.io.connections.get(link)
 
     def _queue(self, link: Link, message: Message) -> bool:
         """Queue a message. Return False when the link is closed."""
@@ -157,9 +167,9 @@ class StreamTransport:
         connection = self._connected(link)
         if connection is None:
             return False
-        _, _, io = self._registered()
+        io = self._registered().io
         return connection.queue(message, lambda: io.post(lambda: io.transmit(connection)))
 
     def _crowded(self, connection: StreamConnection, reason: str) -> None:
         """Close a link that holds what others need."""
-        self._registered()[2].shut(connection, TransferError(f"{connection.link.endpoint} {reason}"))
+        self._registered().io.shut(connection, TransferError(f"{connection.link.endpoint} {reason}"))
