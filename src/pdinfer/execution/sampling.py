@@ -30,8 +30,8 @@ from pdinfer.types import SamplingParams
 _log = logging.getLogger("pdinfer")
 
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], Tensor], Tensor]
-"""`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token, with -inf for
-tokens that must not come. It may change its argument in place. It must be a pure function of all three arguments:
+"""`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token. Tokens that
+must not come get -inf. It may change its argument in place. It must be a pure function of all three arguments:
 prefill calls it for the first token, decode for the others, and both again after a re-prefill. `output` may be a guess
 of speculative decoding. If the guess is wrong, what the processor returns or raises is not used."""
 LogitsProcessorFactory = Callable[[str], LogitsProcessor]
