@@ -89,6 +89,7 @@ class Engine(Interruptible[Command], Rebalanced, ABC, Generic[Command]):
         )
         self._model_runner = self.make_runner(model, self.pool.memory)
         self.ranks = self._join_ranks()
+        # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
         self._runner, self._channel = self.ranks.runner, self.ranks.channel
         self._events: list[Event] = []
         self.longest_warm_up_s = 0.0
