@@ -155,7 +155,7 @@ MUTANTS = [
     Mutant(
         "a follower aborts what has settled",
         "src/pdinfer/engine/ranks/follower.py",
-        "if room in self._grants:  # else it has settled meanwhile",
+        "if room in self._grants:  # otherwise it has settled meanwhile",
         "if True:",
         "tests/unit/engine/ranks/test_follower.py::test_a_room_that_settled_is_reported_and_not_aborted_any_more",
     ),

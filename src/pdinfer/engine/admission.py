@@ -1,11 +1,10 @@
 """Whether a request may enter: pure functions of the request and of what an engine can take.
 
-Every door to a process checks what comes through it: `Pairing.submit`, and `submit` of each engine. A long prompt is
-looked at once per process all the same: the first check marks it, and those behind it believe the mark, which does not
-travel.
+`Pairing.submit` and the `submit` of each engine check every request. Even so, each process scans a long prompt only
+once: the first check marks the prompt, later checks in the same process trust the mark, and the mark does not travel.
 
-    Pairing ── marked prompt ──► an engine here: not looked at again
-       └────── packed ids ─────► a process elsewhere: unpacked without a mark, looked at once
+    Pairing ── marked prompt ──► an engine in this process: no second scan
+       └────── packed ids ─────► another process: unpacked without a mark, and scanned once there
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ SHOWN_NAMES = 120
 
 
 class CheckedTokens(tuple[int, ...]):
-    """Token ids that this process has looked at one by one; `largest` is the largest of them, and none is negative.
+    """Token ids that this process has scanned one by one. None is negative, and `largest` is the largest.
 
-    Only `check_request` makes them. Every copy for elsewhere is a plain tuple: slices, sums, what is pickled, and what
-    a message packs.
+    Only `check_request` makes them. Everything derived from them is a plain tuple again: slices, sums, unpickled
+    copies, and what another process unpacks from a message.
     """
 
     largest: int
 
     @classmethod
     def of(cls, tokens: tuple[int, ...]) -> CheckedTokens:
-        """Marks token ids that were looked at."""
+        """Mark token ids that were scanned."""
         if isinstance(tokens, CheckedTokens):
             return tokens
         checked = cls(tokens)
@@ -62,9 +61,9 @@ class CheckedTokens(tuple[int, ...]):
 
 
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
-    """Returns the request with its prompt marked as `CheckedTokens`, so that the next check here need not scan it.
+    """Return the request with its prompt marked as `CheckedTokens`, so that later checks here need not scan it again.
 
-    Raises RequestError naming the field, its value and the limit. Nothing of a bad request reaches a device.
+    Raise RequestError, which names the field, its value and the limit. No part of a bad request reaches a device.
     """
     _check_id(request.request_id)
     vocab_size = min((limit.vocab_size for limit in limits), default=2**31)
@@ -176,7 +175,7 @@ def _check_processor(sampling: SamplingParams, limits: Sequence[RequestLimits]) 
 
 
 def _travels(text: str, max_bytes: int) -> bool:
-    """Whether it is text (no half of a surrogate pair) of at most so many bytes."""
+    """Return whether `text` can be encoded (it has no lone surrogate) in at most `max_bytes` bytes."""
     try:
         return len(text) <= max_bytes and len(text.encode()) <= max_bytes
     except UnicodeEncodeError:

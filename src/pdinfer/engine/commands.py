@@ -1,4 +1,4 @@
-"""What a host asks of an engine, from any thread: it waits in the engine's inbox for the next step."""
+"""What a host asks of an engine from any thread. A command waits in the engine's inbox for the next step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SubmitDecode:
 
 @attrs.frozen
 class ChangeWriters:
-    """Let other prefills write the request's next attempt."""
+    """Let other prefills write the next attempt of a request."""
 
     request_id: str
     writers: tuple[PeerAddress, ...]

@@ -1,4 +1,4 @@
-"""The decode engine: pages granted, hand-offs admitted, one token per running sequence and step."""
+"""The decode engine: pages granted, hand-offs admitted, one token per step for each running sequence."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _log = logging.getLogger("pdinfer")
 
 
 class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
-    """Continuous batching over the pages of its `pool`; the only author of tokens.
+    """Continuous batching over the pages of its `pool`. Only this engine emits tokens.
 
     A request waits for pages, is *granted* them (the event tells its host to start prefill), lands, runs, and grows
-    page by page. When the pool is exhausted a running sequence is retracted (`schedule.choose_victim`): it returns to
-    the front of the line with its tokens so far. At its last attempt a sequence gets all the pages it may ever need, so
-    that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence as many tokens as were drafted
-    right, and one.
+    page by page. When the pool is exhausted, a running sequence is retracted (`schedule.choose_victim`): it returns to
+    the front of the queue with its tokens so far. At its last attempt a sequence gets all the pages it may ever need,
+    so that it cannot be retracted again. With `num_draft_tokens` a step gives a sequence the drafted tokens that were
+    right, and one more.
     """
 
     role = "decode"
@@ -71,25 +71,25 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests without a final event, and aborted rooms whose writer has not stopped yet."""
+        """How many requests have no final event, and how many aborted rooms have writers that have not stopped yet."""
         return len(self._sequences) + self._tables.num_orphans + len(self._inbox.peek())
 
     @property
     def request_ids(self) -> list[str]:
-        """Requests without a final event."""
+        """The ids of the requests without a final event."""
         return list(self._sequences)
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
-        """Queues a request that `writers` will prefill; `Granted` or `Refused` follows from `step`."""
+        """Queue a request that `writers` will prefill. A later `step` returns `Granted` or `Refused` for it."""
         self._put(SubmitDecode(request, tuple(writers)))
 
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
-        """Names other writers: an attempt under way is aborted and a new one granted; a running request keeps its KV
-        and will use them if it is retracted. Unknown or finished ids are ignored."""
+        """Name other writers for a request. An attempt under way is aborted and a new one is granted. A running request
+        keeps its KV and uses the new writers if it is retracted. Unknown and finished ids are ignored."""
         self._put(ChangeWriters(request_id, tuple(writers)))
 
     def _step(self) -> None:
-        """Takes what came, admits what landed, grants pages, runs one batch."""
+        """Take what came, admit what landed, grant pages, and run one batch."""
         if not self._closed:
             self._take_inbox()
             self._expire()
@@ -99,7 +99,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             self._tell_granted()
 
     def load(self) -> DecodeLoad:
-        """What this engine holds, counting what was submitted and not yet seen by a step."""
+        """Return what this engine holds. That includes requests that no step has seen yet."""
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
@@ -114,13 +114,13 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._events or self._closed:
             return bool(self._events)
         if self._running and not self._stalled:
             return True
         if (first := self._waiting.next()) is not None and self._may_grant(first):
-            return True  # what ended in the last step has left pages
+            return True  # requests that ended in the last step have left pages
         ends = [end for sequence in list(self._sequences.values()) for end in sequence.ends_at]
         left_s = min(ends, default=float("inf")) - self._clock()
         return self._sleep(timeout_s, left_s)
@@ -129,8 +129,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         return run.decode()
 
     def _close(self) -> None:
-        """Ends what is unfinished with CANCELLED (a last `step` returns the events) and closes the channel. Then no
-        peer can write any more and every page is free."""
+        """End what is unfinished with CANCELLED (a last `step` returns the events) and close the channel. After that no
+        peer can write, and every page is free."""
         self._take_inbox()
         for sequence in list(self._sequences.values()):
             self._end(sequence, FinishReason.CANCELLED)
@@ -162,7 +162,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 raise RequestError("request_id is missing; the Pairing gives one, or set it yourself")
             if request_id in self._sequences:
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
-            if not writers:  # nobody would ever say the last word on its room
+            if not writers:  # nobody would ever hand its room off
                 raise RequestError("writers is empty; name at least one prefill")
             request = check_request(request, [self.limits])
             processor = self._make_processor(request.sampling)
@@ -213,7 +213,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 self._lose(sequence, first_error(handoffs))
 
     def _admit(self, sequence: Sequence, handoffs: Seq[Handoff]) -> None:
-        """Every writer's part is here and verified: the pages are ours and the first token is out."""
+        """Take over the pages of a room whose parts have all landed and were verified, and emit the first token."""
         self._tables.adopt(sequence)
         sequence.committed(handoffs, self._clock())
         sequence.state = SequenceState.RUNNING
@@ -229,7 +229,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._append(sequence, first)
 
     def _lose(self, sequence: Sequence, error: PDInferError) -> None:
-        """The attempt brought no KV; its writers have stopped, so the pages are free. Only transfers are retried."""
+        """End an attempt that brought no KV. Its writers have stopped, so its pages are free. Only a failed transfer is
+        retried."""
         if not isinstance(error, TransferError | RequestError):
             self._tables.forget(sequence)
         self._tables.release(sequence)
@@ -241,8 +242,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     # -- pages ------------------------------------------------------------------------------------------------------
 
     def _grant(self) -> None:
-        """Grants pages down the line, every OLDEST_EVERY-th time to who has waited longest. The first who cannot have
-        them holds it, so no one starves; only those whose prefill is gone are passed over."""
+        """Grant pages in the order of the queue. The first sequence that cannot have them holds up the others, so none
+        starves. Only sequences whose prefill is gone are passed over."""
         for deserted in self._waiting.deserted():
             error = TransferError(f"its prefill has not been connected to this decode for {WRITER_GRACE_S:g} s")
             self._end(deserted, FinishReason.FAILED, error)
@@ -276,17 +277,17 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _tell_granted(self) -> None:
         untold, self._untold = self._untold, []
         for event in untold:
-            if (room := event.grant.room) in self._granted:  # else it was given up meanwhile
+            if (room := event.grant.room) in self._granted:  # otherwise it was given up meanwhile
                 (self._events if self._channel.expects(room) else self._untold).append(event)
 
     def _grow(self, sequence: Sequence) -> bool:
-        """Makes sure that the sequence's next token has a slot; retracts others or itself to that end. False when it
-        cannot run this step."""
+        """Make sure that the next token of the sequence has a slot. If needed, retract others or the sequence itself.
+        Return False when it cannot run in this step."""
         while not self._tables.extend(sequence):
             candidates = [running for running in self._running if not running.protected]
             victim = candidates[choose_victim([(c.request.priority, c.attempts, c.arrival) for c in candidates])]
             if victim is sequence and (self._granted or self._tables.num_orphans):
-                return False  # pages are on their way: whoever lands next may give way
+                return False  # pages are on their way: the sequence that lands next may give way
             self._retract(victim)
             if victim is sequence:
                 return False
@@ -299,7 +300,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._waiting.add(sequence)
 
     def _give_up(self, sequence: Sequence, error: PDInferError) -> None:
-        """Aborts an open room: its pages stay granted until the writers' last word."""
+        """Abort an open room. Its pages stay granted until its writers have stopped."""
         grant = self._tables.orphan(sequence)
         del self._granted[grant.room]
         self._channel.abort(grant, error)
@@ -340,7 +341,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
-        """What one step gave a sequence: all of it, or as far as its end."""
+        """Emit what one step gave a sequence, up to the token that ends it."""
         for counts in (sequence.drafted, self._drafted):
             counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
@@ -349,7 +350,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             self._tables.trim(sequence)
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:
-        """A new token is emitted, unless it could not be drawn; whether more may follow it."""
+        """Emit a new token, or fail the sequence if it could not be drawn. Return whether more tokens may follow."""
         if new.error is not None:
             self._fail(sequence, new.error)
             return False
@@ -365,8 +366,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         return reason is None
 
     def _fail(self, sequence: Sequence, error: PDInferError) -> None:
-        """Ends a request whose computation failed. What it leaves behind is used by nobody, unless the failure was the
-        request's own doing."""
+        """End a request whose computation failed. No other request may use what it leaves behind, unless the request
+        itself caused the failure."""
         if not isinstance(error, RequestError):
             self._tables.forget(sequence)
         self._end(sequence, FinishReason.FAILED, error)
@@ -379,7 +380,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         *,
         new: Drawn | None = None,
     ) -> None:
-        """The one final event, and everything the request held goes back."""
+        """Emit the one final event, and return everything that the request held."""
         self._events.append(sequence.event(new, finish_reason=reason, error=error))
         del self._sequences[sequence.request_id]
         if sequence.state is SequenceState.GRANTED and sequence.grant is not None:

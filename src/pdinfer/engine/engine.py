@@ -1,4 +1,4 @@
-"""What the two engines share: a model, an end of a channel, an inbox, and how a host waits for them."""
+"""What the two engines share: a model, one end of a channel, an inbox, and the way a host waits for them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,17 @@ _log = logging.getLogger("pdinfer")
 
 
 class Engine(Interruptible[Command], ABC, Generic[Command]):
-    """An engine over the pages of its `pool`, the channel's, which it alone uses; `close` also closes the channel.
+    """An engine over the pages of its channel's pool, which no other engine uses. `close` also closes the channel.
 
-    `logits_processors` are those that a request may name; give the engines of both roles the same ones.
+    A request may name any of `logits_processors`. Give the engines of both roles the same ones.
 
-    `submit`, `cancel` and `load` may be called from any thread; the rest from the one that steps.
+    `submit`, `cancel` and `load` may be called from any thread, everything else only from the thread that steps.
 
-    When the model's topology has several ranks, all of them make an engine with equal arguments, step it and wait for
-    it, each in its own process (`remote.serve` is such a loop). Requests go to the leader of an attention group; on
-    another rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost, also one whose
-    host has not stepped for as long as collectives may take. An engine that is closed on one rank closes on all.
+    When the model's topology has several ranks, each rank makes an engine with equal arguments in its own process,
+    steps it and waits for it (`remote.serve` is such a loop). Requests go to the leader of an attention group; on any
+    other rank `submit` and `cancel` raise RequestError. `step` raises RankLost once a rank is lost. A rank whose host
+    does not step for as long as a collective may take counts as lost. An engine that is closed on one rank closes on
+    all of them.
     """
 
     role = "engine"
@@ -90,6 +91,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self.experts = EngineExperts(self._rebalancing)
         self._model_runner = self.make_runner(model, self.pool.memory)
         self.ranks = self._join_ranks()
+        # `channel` is this rank's own end; requests go through `_channel`, which stands for all ranks of the group
         self._runner, self._channel = self.ranks.runner, self.ranks.channel
         self._events: list[Event] = []
         self.longest_warm_up_s = 0.0
@@ -103,7 +105,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         channel.notify(self._inbox.wake)
 
     def _join_ranks(self) -> Ranks:
-        """Takes this engine's place among its ranks, together with all of them."""
+        """Take this engine's place among its ranks. All ranks call it together."""
         groups = self.model.groups
         if groups.world.size == 1:
             return SingleRank(self.channel, self._model_runner, self._rebalancing)
@@ -119,7 +121,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         )
 
     def _shared_limits(self) -> dict[str, object]:
-        """What must be the same on all ranks for their steps and pages to fit together."""
+        """Return what must be the same on all ranks for their steps and pages to fit together."""
         limits = attrs.asdict(self.config, filter=lambda field, _: field.name not in ("trace", "num_threads"))
         return {
             **limits,
@@ -133,7 +135,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @staticmethod
     @abstractmethod
     def run_empty(runner: ModelRunner, agreement: Agreement, /) -> None:
-        """This role's step of the model without rows, as other ranks run it with some."""
+        """Run this role's step of the model without rows, while other ranks run it with some."""
 
     @property
     def closed(self) -> bool:
@@ -141,17 +143,17 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         return self._closed
 
     def make_runner(self, model: Model, memory: Memory) -> Runner:
-        """What runs this engine's steps; a simulator puts arithmetic in its place."""
+        """Make what runs this engine's steps. A simulator overrides it and puts arithmetic in its place."""
         return ModelRunner(model, memory, self._trace)
 
     @property
     def address(self) -> PeerAddress:
-        """How peers know this engine."""
+        """The address by which peers know this engine."""
         return self.channel.address
 
     @property
     def addresses(self) -> tuple[PeerAddress, ...]:
-        """Those of all ranks that have the same requests, the leader's first."""
+        """The addresses of all ranks that have the same requests, the leader's first."""
         return self.ranks.addresses
 
     @property
@@ -169,28 +171,28 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     @property
     @abstractmethod
     def num_unfinished(self) -> int:
-        """Requests this engine still has to do with."""
+        """How many requests this engine is not done with."""
 
     @property
     @abstractmethod
     def request_ids(self) -> list[str]:
-        """Requests that a `cancel` would end."""
+        """The ids of the requests that `cancel` would end."""
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens the channel to an engine of the other role; see `KVChannel.connect`."""
+        """Connect the channel to an engine of the other role; see `KVChannel.connect`."""
         self._channel.connect(peer, timeout_s=timeout_s)
 
     def disconnect(self, peer: PeerAddress) -> None:
-        """Closes the channel's link to a peer; what that one still owed settles ABORTED."""
+        """Close the channel's link to a peer. The rooms that the peer still owed settle as ABORTED."""
         self.channel.drop_peer(peer)
 
     def _put(self, command: Command | Cancel) -> None:
-        """Into the inbox, if this rank takes requests."""
+        """Put a command into the inbox. Raise RequestError on a rank that takes no requests."""
         self.ranks.check_leads()
         self._inbox.put(command)
 
     def cancel(self, request_id: str) -> None:
-        """Stops a request at the next step. Unknown or finished ids are ignored."""
+        """Stop a request at the next step. Unknown and finished ids are ignored."""
         self._put(Cancel(request_id))
 
     def stage_placement(self, placement: ExpertPlacement) -> None:
@@ -198,12 +200,12 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self.experts.stage(placement)
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls `listener`, from any thread, when a step would do something."""
+        """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
     def step(self) -> list[Event]:
-        """Does what can be done now and returns what came of it. Never waits, but for the other ranks, if there are
-        any: RankLost when one does not come."""
+        """Do what can be done now, and return the events that came of it. A step never waits, except for the other
+        ranks if there are any. Raise RankLost when one of them does not come."""
         try:
             self._begin_call()
             with using_threads(self.config.num_threads), span(self._trace, STEP):
@@ -227,21 +229,21 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._unfinished_call = False
             events, self._events = self._events, []
             return events
-        except BaseException:  # the caller has not got them
+        except BaseException:  # the caller did not get them
             self._events = events + self._events
             raise
 
     @abstractmethod
     def _step(self) -> None:
-        """One step, for which `step` has made everything ready; what came of it is in `_events`."""
+        """Run this role's part of a step and put the events into `_events`. `step` has prepared everything."""
 
     def warm_up(self) -> WarmUp:
-        """Runs every size of step once, so that no request pays for what happens at a first use, and tells what it ran.
+        """Run every size of step once, so that no request pays for a first use, and return what was run.
 
         All ranks call it together. It takes seconds. Call it from the thread that steps and before requests come, for
-        example before `remote.serve`. It uses free pages and gives them back, leaves the prefix cache as it is, counts
-        in no `load`, and forgets what was recorded of experts. Pages of the pool that it did not need are not touched.
-        Raises Overloaded when requests are unfinished or no page is free, RequestError when the engine is closed.
+        example before `remote.serve`. A warm-up borrows free pages, touches no others, leaves the prefix cache as it
+        is, counts in no `load`, and forgets what was recorded about experts. Raise Overloaded when requests are
+        unfinished or no page is free, RequestError when the engine is closed.
         """
         if self._closed:
             raise RequestError(f"the {self.role} engine is closed: it cannot be warmed up")
@@ -270,19 +272,19 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     @abstractmethod
     def _warm_up(self, run: WarmUpRun) -> Iterable[WarmUpStep]:
-        """The steps of this role."""
+        """Run the steps of this role's warm-up one by one."""
 
     @abstractmethod
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
 
     def _sleep(self, timeout_s: float, left_s: float = float("inf")) -> bool:
-        """Sleeps until something comes, or is due in `left_s` or with the other ranks; tells whether."""
+        """Sleep until something comes or is due, here in `left_s` or with the other ranks. Return whether it is."""
         left_s = min(left_s, self.ranks.due_in_s(), self.channel.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
     def drain(self, timeout_s: float) -> bool:
-        """Steps until nothing is unfinished or the time is over; the next `step` returns the events of these steps."""
+        """Step until nothing is unfinished or the time is over. The next `step` returns the events of these steps."""
         end = time.monotonic() + timeout_s
         events: list[Event] = []
         try:
@@ -294,8 +296,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         return not self.num_unfinished
 
     def close(self) -> None:
-        """Ends what is unfinished, closes the channel and writes the trace, if there is one; on all ranks, in their
-        next step. A second call does nothing."""
+        """End what is unfinished, close the channel, and write the trace if there is one. The other ranks do the same
+        in their next step. A second call does nothing."""
         if self._closed:
             return
         self.ranks.close(begin=self._begin_call, end=self._close)
@@ -307,10 +309,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
 
     @abstractmethod
     def _close(self) -> None:
-        """Ends what is unfinished and closes the channel."""
+        """End what is unfinished and close the channel."""
 
     def _make_processor(self, sampling: SamplingParams) -> LogitsProcessor | None:
-        """Makes the logits processor of a request that was checked; RequestError when that fails."""
+        """Make the logits processor of a request that was checked. Raise RequestError when that fails."""
         name = sampling.logits_processor
         if name is None:
             return None
@@ -318,7 +320,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             processor = self._factories[name](sampling.logits_processor_argument)
             if not callable(processor):
                 raise TypeError("its factory made no function")
-        except Exception as error:  # a host's own code, and what it says of the argument is for who sent it
+        except Exception as error:  # a host's own code; what it says about the argument is meant for the sender
             raise RequestError(
                 f"logits processor {name!r} does not take its argument: {type(error).__name__}: {str(error)[:200]}"
             ) from error
@@ -327,7 +329,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def _draw(
         self, sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], processor: LogitsProcessor | None
     ) -> Draw:
-        """What the token behind `output` depends on."""
+        """Return what the token after `output` depends on."""
         return Draw(
             sampling=sampling,
             prompt=prompt,
@@ -337,7 +339,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         )
 
     def _worked(self, num_tokens: int, since_s: float) -> None:
-        """Counts a model step that began at `since_s`."""
+        """Count a model step that began at `since_s`."""
         took_s = self._clock() - since_s
         self._num_tokens += num_tokens
         self._busy_s += took_s
@@ -345,12 +347,12 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             self._best_tokens_per_s = max(self._best_tokens_per_s, num_tokens / took_s)
 
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
-        """Counts a look into the prefix index for `num_tokens` tokens, of which the first `found` were there."""
+        """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""
         self._prefix_query_tokens += num_tokens
         self._prefix_hit_tokens += found
 
     def _common_load(self) -> dict[str, Any]:
-        """The fields of EngineLoad."""
+        """Return the fields of EngineLoad."""
         return {
             "address": self.address,
             "num_free_pages": self.pool.num_free,

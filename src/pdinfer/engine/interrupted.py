@@ -1,7 +1,7 @@
-"""How an engine goes on after a step that did not end: a host's Ctrl-C may hit any line of it.
+"""How an engine continues after a step that did not end: a host's Ctrl-C may interrupt it at any line.
 
-No line is made safe by itself. A step that begins finds that the one before did not end, and makes everything anew, so
-that whatever was half done is dropped as a whole: links, rooms, requests, page accounts, in this order.
+No single line is made safe. A step that finds the previous one unfinished rebuilds everything, and so drops as a whole
+whatever was half done: links, rooms, requests and page accounts, in this order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Command = TypeVar("Command")
 
 
 class Interruptible(OfOneProcess, Generic[Command]):
-    """The part of an engine that does so. `_arrived` are commands of the inbox that are not dealt with yet."""
+    """The part of an engine that recovers. `_arrived` holds the commands from the inbox that are not dealt with yet."""
 
     role: str
     channel: KVChannel
@@ -35,16 +35,16 @@ class Interruptible(OfOneProcess, Generic[Command]):
     ranks: Ranks
 
     def _begin_call(self) -> None:
-        """A call begins that changes what this engine has; it ends by taking `_unfinished_call` back. One before it
-        that did not end has left everything in doubt."""
+        """Begin a call that changes what this engine has. The call ends by clearing `_unfinished_call`; when an earlier
+        one did not, everything is in doubt and the engine recovers first."""
         if self._unfinished_call or self.channel.in_doubt:
             let_go()
             self._recover(PDInferError(f"a step of the {self.role} engine was interrupted"))
         self._unfinished_call = True
 
     def _recover(self, error: PDInferError) -> None:
-        """Ends all requests with `error`. When the links are closed nobody writes our pages any more, so these are
-        free. RankLost when there are other ranks, which cannot know of it."""
+        """End all requests with `error`. Once the links are closed no peer writes our pages any more, so the pages are
+        free. Raise RankLost when there are other ranks, because they cannot know about it."""
         self.ranks.leave(str(error))
         self.channel.recover()
         self._drop(error)
@@ -54,10 +54,10 @@ class Interruptible(OfOneProcess, Generic[Command]):
 
     @abstractmethod
     def _drop(self, error: PDInferError) -> None:
-        """Ends every request, without a look at what it holds."""
+        """End every request, whatever it holds."""
 
     def _arrivals_in_order(self) -> Iterator[Command | Cancel]:
-        """What the inbox has, each command remembered until it has been dealt with."""
+        """Yield the commands in the inbox. Each is remembered until it has been dealt with."""
         self._arrived.extend(self._inbox.take())
         while self._arrived:
             yield self._arrived[0]

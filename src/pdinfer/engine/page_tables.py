@@ -1,4 +1,4 @@
-"""The page side of a decode engine: what its sequences hold of the pool, and what nobody may have yet."""
+"""The pages of a decode engine: those that its sequences hold, and those that nobody may have yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pdinfer.types import PageGrant, PeerAddress
 
 
 class PageTables:
-    """Reserves, adopts, grows and returns the pages of sequences; which sequence, the engine decides.
+    """Reserves, adopts, extends and returns the pages of sequences. The engine decides for which sequence.
 
-    A sequence shares the known pages of its beginning with others and is granted the rest. Nobody writes a shared page:
-    only full ones are known, and what a sequence writes lies behind them. Granted pages of a room that was given up are
-    *orphans*: they stay granted until `settle`, since its writers may still be writing them.
+    A sequence shares the known pages of its beginning with others and is granted the rest. No shared page is ever
+    written: only full pages are known, and a sequence writes behind them. The granted pages of a room that was given up
+    are *orphans*. They stay granted until `settle`, since the writers of the room may still be writing them.
     """
 
     def __init__(self, pool: PagePool, config: EngineConfig) -> None:
@@ -34,12 +34,12 @@ class PageTables:
 
     @property
     def num_orphans(self) -> int:
-        """Rooms given up whose writers have not stopped yet."""
+        """How many rooms were given up and have writers that have not stopped yet."""
         return len(self._orphans)
 
     def belong(self, sequence: Sequence, *, shared: bool) -> None:
-        """Settles whose pages the sequence may find, before it reserves any: those that its writers, as they are now,
-        wrote. In a pool that is `shared` with them there are only our own."""
+        """Set whose pages the sequence may find: those that its current writers wrote. In a pool that is `shared` with
+        the writers there are only our own. Call it before the sequence reserves pages."""
         writers = () if shared else sequence.writers
         chain = self._pool.chain(sequence.request.cache_salt, writers=writers)
         if chain.root != sequence.chain.root:
@@ -47,7 +47,7 @@ class PageTables:
         sequence.extend_chain()
 
     def held(self, sequences: Iterable[Sequence]) -> Held:
-        """What these and the orphans hold of the pool."""
+        """Return the pages that these sequences and the orphans hold."""
         owned: list[int] = []
         granted = [page for pages in self._orphans.values() for page in pages]
         for sequence in sequences:
@@ -57,7 +57,7 @@ class PageTables:
         return owned, granted
 
     def may_reserve(self, sequence: Sequence, *, holding: Iterable[Sequence]) -> bool:
-        """Whether the pool has pages for the sequence's next attempt, beside those `holding` some, which will grow."""
+        """Return whether the pool has pages for the next attempt of the sequence. Those `holding` pages will grow."""
         known = self._known(sequence)
         in_use_anyway = len(known) - self._pool.num_unused(known)
         others = list(holding)
@@ -69,11 +69,11 @@ class PageTables:
         )
 
     def learn(self, *, num_retracted: int) -> None:
-        """A step is over that retracted so many sequences."""
+        """Learn from a step how many sequences it retracted."""
         self._growth_share = learn_growth(self._growth_share, num_retracted=num_retracted)
 
     def _expected_growth(self, sequences: Iterable[Sequence]) -> int:
-        """Pages that these are expected to need; what a protected one needs it has."""
+        """Return how many pages these sequences are expected to need. A protected sequence has all it needs."""
         if not self._growth_share:
             return 0
         owed = sum(sequence.max_tokens - sequence.num_tokens for sequence in sequences if not sequence.protected)
@@ -81,12 +81,12 @@ class PageTables:
 
     @property
     def _num_available(self) -> int:
-        """Pages that can be had without going beyond `max_total_tokens`; not positive when none can."""
+        """How many pages can be had without going beyond `max_total_tokens`; zero or less when there are none."""
         return self._pool.num_available - self._num_withheld
 
     def reserve(self, sequence: Sequence, room: bytes, destinations: tuple[PeerAddress, ...]) -> PageGrant:
-        """Takes the pages of an attempt: known ones and granted ones for what there is, owned ones for what it may grow
-        to."""
+        """Take the pages of an attempt: known and granted pages for its tokens so far, owned pages for those that may
+        follow."""
         layout = self._pool.layout
         reserved = sequence.tokens_to_reserve(self._max_attempts)
         sequence.protected = reserved == sequence.max_tokens
@@ -108,27 +108,27 @@ class PageTables:
         return sequence.grant
 
     def adopt(self, sequence: Sequence) -> None:
-        """The sequence's room has landed: its pages are ours."""
+        """Take over the granted pages of a sequence whose room has landed."""
         assert sequence.grant is not None
         self._pool.adopt(sequence.grant.pages)
         sequence.grant = None
 
     def keep(self, sequence: Sequence) -> None:
-        """Lets other sequences find the pages that are full. Call it when the model has run all tokens of the sequence,
-        to finite logits: then nobody writes these pages any more, and what they hold is good. With an MTP layer a page
-        is full one token later, since the layer's entry of a token needs the one behind it."""
+        """Let other sequences find the pages that are full. Call it when the model has run all tokens of the sequence
+        and its logits were finite: then nobody writes these pages any more, and their contents are good. With an MTP
+        layer a page is full one token later, since the layer's entry for a token needs the token after it."""
         full = sequence.chain.num_full(sequence.num_tokens)
         if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
             sequence.pages[:full] = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full])
 
     def forget(self, sequence: Sequence) -> None:
-        """What the sequence's pages hold is in doubt: nobody else shall find them."""
+        """Let no other sequence find these pages, because their contents are in doubt."""
         self._pool.forget(sequence.pages)
 
     def extend(self, sequence: Sequence, num_drafts: int = 0) -> bool:
-        """Makes sure that the sequence's next token has a slot, and the `num_drafts` behind it, the last of which is
-        the only one that may lack it; False when the pool has no page for it."""
+        """Make sure that the next token of the sequence and the `num_drafts` tokens after it have slots. Only the last
+        of them may lack one before the call. Return False when the pool has no page for it."""
         if self._pool.layout.num_pages(sequence.num_tokens + num_drafts) <= len(sequence.pages):
             return True
         if sequence.spare:
@@ -140,15 +140,15 @@ class PageTables:
         return True
 
     def extend_for_drafts(self, sequence: Sequence) -> int:
-        """How many tokens may be drafted behind the next one: none that could not be used, and none without a slot."""
+        """Return how many tokens may be drafted after the next one: those that could be used and have a slot."""
         if sequence.draft.state is None:
             return 0
         wanted = min(self._num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
         return next((count for count in range(wanted) if not self.extend(sequence, count + 1)), wanted)
 
     def trim(self, sequence: Sequence) -> None:
-        """Takes back pages that drafts needed and the sequence's next token does not, so that drafts never make the
-        pool any fuller for others."""
+        """Take back the pages that drafts needed and the next token of the sequence does not, so that drafts never
+        leave fewer pages to others."""
         needed = self._pool.layout.num_pages(sequence.num_tokens)
         if len(sequence.pages) > needed:
             surplus = sequence.pages[needed:]
@@ -159,7 +159,7 @@ class PageTables:
                 self._pool.release(surplus)
 
     def release(self, sequence: Sequence) -> None:
-        """Returns all pages of a sequence; those of a room only once its writers have stopped."""
+        """Return all pages of a sequence to the pool. If it has a room, the writers of the room must have stopped."""
         granted = () if sequence.grant is None else sequence.grant.pages
         self._pool.release(granted)
         self._pool.release(sequence.pages[: len(sequence.pages) - len(granted)])
@@ -167,7 +167,7 @@ class PageTables:
         sequence.pages, sequence.spare, sequence.grant, sequence.draft = [], [], None, Draft()
 
     def orphan(self, sequence: Sequence) -> PageGrant:
-        """The sequence's room is given up: returns the grant to abort, whose pages wait for `settle`."""
+        """Give up the room of a sequence, and return the grant to abort. Its pages wait for `settle`."""
         grant = sequence.grant
         assert grant is not None
         self._orphans[grant.room] = grant.pages
@@ -177,13 +177,13 @@ class PageTables:
         return grant
 
     def settle(self, room: bytes) -> bool:
-        """The room's writers have stopped. True when it was an orphan, whose pages are free now."""
+        """Note that the writers of a room have stopped. Return True if it was an orphan, whose pages are free now."""
         pages = self._orphans.pop(room, None)
         if pages is not None:
             self._pool.release(pages)
         return pages is not None
 
     def _known(self, sequence: Sequence) -> tuple[int, ...]:
-        """The pages that hold the sequence's beginning already, short of its last token: prefill must run that one to
-        draw the next, and its page with it, since a shared page is not written again."""
+        """Return the pages that already hold the beginning of the sequence, without the page of its last token. Prefill
+        must run that token to draw the next one, and it cannot run in a shared page, which is not written again."""
         return self._pool.find(sequence.chain.keys[: (sequence.num_tokens - 1) // self._pool.layout.page_size])

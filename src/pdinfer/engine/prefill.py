@@ -1,4 +1,4 @@
-"""The prefill engine: prompts in, latents pushed layer by layer, one hand-off each."""
+"""The prefill engine: prompts in, latents pushed layer by layer, one hand-off for each prompt."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
 
 FIRST = (False, -math.inf, False)
-"""Sorts before every class of prompts: (whether it is late, minus its priority, whether it has given no token)."""
+"""Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class PrefillEngine(Engine[SubmitPrefill]):
-    """Runs prompts in chunks over the pages of its `pool` and pushes each layer as it is finished.
+    """Runs prompts in chunks over the pages of its `pool`, and pushes each layer as soon as it is finished.
 
-    It ends no request: a prompt that fails or is cancelled here is an ABORTED hand-off, and decode decides.
+    It ends no request. A prompt that fails or is cancelled here becomes an ABORTED hand-off, and decode decides.
     """
 
     role = "prefill"
@@ -65,20 +65,20 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     @property
     def num_unfinished(self) -> int:
-        """Prompts without a hand-off, and hand-offs whose bytes have not all left."""
+        """How many prompts have no hand-off yet or have bytes that have not left."""
         return len(self._queue) + len(self._active) + len(self._sending) + len(self._inbox.peek())
 
     @property
     def request_ids(self) -> list[str]:
-        """Prompts without a hand-off."""
+        """The ids of the prompts without a hand-off."""
         return [prompt.request.request_id or "" for prompt in self._unfinished]
 
     def submit(self, request: Request, grant: PageGrant) -> None:
-        """Queues a prompt whose pages decode has granted."""
+        """Queue a prompt for which decode has granted pages."""
         self._put(SubmitPrefill(request, grant))
 
     def _step(self) -> None:
-        """Takes what came, runs one chunk, hands off what it finished. Tells nothing (see `DecodeEngine`)."""
+        """Take what came, run one chunk, and hand off what it finished. No events come of it (see `DecodeEngine`)."""
         if self._closed:
             return
         self._take_inbox()
@@ -92,7 +92,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             self._runner.idle()
 
     def load(self) -> PrefillLoad:
-        """What this engine has to do, counting what was submitted and not yet seen by a step."""
+        """Return what this engine has to do. That includes requests that no step has seen yet."""
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
         known = self._unfinished
         tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
@@ -104,7 +104,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._closed:
             return False
         return self._can_run() or self._sleep(timeout_s)
@@ -113,7 +113,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         return run.prefill()
 
     def _close(self) -> None:
-        """Aborts what is unfinished and closes the channel."""
+        """Abort what is unfinished and close the channel."""
         self._take_inbox()
         self._abort(self._unfinished, TransferError("the prefill engine was closed"))
         self._channel.drain(1.0)
@@ -173,8 +173,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
         return bool(self._active) or self._next() is not None
 
     def _next(self) -> Prompt | None:
-        """The prompt that may start now. One whose decode is full lets others pass; one that waits for pages does not,
-        or a long prompt would wait for ever."""
+        """Return the prompt that may start now. A prompt whose decode is full lets others pass. A prompt that waits for
+        pages does not, or a long prompt would wait for ever."""
         if len(self._active) >= self.config.max_running_requests:
             return None
         able = partial(filter, lambda prompt: not self._channel.is_full(prompt.grant), self._queue)
@@ -190,8 +190,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
         return num_new + self.pool.num_unused(known) <= self.pool.num_available - self._num_withheld
 
     def _known(self, prompt: Prompt) -> tuple[int, ...]:
-        """Pages that hold the prompt's beginning already, short of its last token: that one has to run for the next to
-        be drawn, and its page with it, since a shared page is not written again."""
+        """Return the pages that already hold the beginning of the prompt, without the page of its last token. That
+        token must run for the next one to be drawn, and it cannot run in a shared page, which is not written again."""
         return self.pool.find(prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size])
 
     def _admit(self) -> None:
@@ -206,8 +206,9 @@ class PrefillEngine(Engine[SubmitPrefill]):
                 self._finish(prompt, error=error)
 
     def _lay_out(self, prompt: Prompt) -> None:
-        """Gives the prompt its page table. In a pool shared with decode the known pages are those that decode did not
-        grant; it uses them, so they are still known, unless one of their users failed since: TransferError."""
+        """Give the prompt its page table. In a pool shared with decode, the known pages are those that decode did not
+        grant. Decode uses them, so they are still known unless one of their users has failed since; then raise
+        TransferError."""
         pool = self.pool
         size = pool.layout.page_size
         if self._channel.shares_pool(prompt.grant.destinations):
@@ -227,8 +228,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._looked_up(prompt.num_tokens, found=prompt.num_cached)
 
     def _plan(self) -> list[tuple[Prompt, int]]:
-        """The prompts of this step, and how many tokens of each. One that cannot meet its deadline gets what nobody
-        else needs; every OLDEST_EVERY-th chunk begins with who came first, if that has waited long."""
+        """Return the prompts of this step, each with its number of tokens. A prompt that cannot meet its deadline gets
+        what the others leave. Every OLDEST_EVERY-th chunk begins with the oldest prompt if that has waited long."""
         now, speed = self._clock(), self._best_tokens_per_s
         late = {
             prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
@@ -251,7 +252,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
 
     def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
-        """One chunk through the model; an exception ends the prompts in it and nothing else."""
+        """Run one chunk through the model. An exception ends the prompts in it and nothing else."""
         started = self._clock()
         try:
             self._compute(prompts, counts)
@@ -259,7 +260,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             raise
         except Exception as error:  # noqa: BLE001 - a failing chunk must not stop the engine
             _log.exception("a prefill step failed")
-            failed = [prompt for prompt in prompts if prompt in self._active]  # the others have had their last word
+            failed = [prompt for prompt in prompts if prompt in self._active]  # the others were handed off
             self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
         self._worked(sum(counts), started)
 
@@ -269,7 +270,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             start, stop = prompt.num_computed, prompt.num_computed + count
             tokens = prompt.request.tokens
             rows.append(Row(tokens[start:stop], start, prompt.pages, tokens[stop] if stop < len(tokens) else None))
-            # with what decode lacks of the tokens we had; none when it has more of them than we
+            # with the tokens that we had and decode lacks; empty when decode has more of them than we
             spans.append(range(prompt.num_pushed, max(prompt.num_pushed, stop)))
         self.ranks.announce(rows, [prompt.grant for prompt in prompts], spans)
         for layer, ready in self._runner.prefill(rows):
@@ -290,7 +291,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             self._hand_off(whole, [prompts[index] for index in whole])
 
     def _hand_off(self, rows: Sequence[int], prompts: Sequence[Prompt]) -> None:
-        """Draws the first token of each finished prompt: it travels in the hand-off."""
+        """Draw the first token of each finished prompt. It travels in the hand-off."""
         requests = [prompt.request for prompt in prompts]
         draws = [
             self._draw(request.sampling, request.prompt, request.output, prompt.processor)
@@ -302,12 +303,12 @@ class PrefillEngine(Engine[SubmitPrefill]):
             if first.error is None:
                 self._finish(prompt, first, state)
             elif isinstance(first.error, RequestError):
-                self._finish(prompt, error=first.error)  # its own doing: what was computed is good
+                self._finish(prompt, error=first.error)  # the request caused it: what was computed is good
             else:
                 self._fail([prompt], first.error)
 
     def _fail(self, prompts: Sequence[Prompt], error: PDInferError) -> None:
-        """Aborts prompts whose computation failed; what they leave behind is used by nobody."""
+        """Abort prompts whose computation failed. No other request may use what they leave behind."""
         for prompt in prompts:
             self.pool.forget(prompt.pages)
         self._abort(prompts, error)
@@ -320,7 +321,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         *,
         error: PDInferError | None = None,
     ) -> None:
-        """This prompt's last word; its pages return when nothing reads them any more."""
+        """Hand the prompt off. Its pages return when nothing reads them any more."""
         now = self._clock()
         started = prompt.started_at or now
         handoff = Handoff(

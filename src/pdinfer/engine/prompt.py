@@ -1,4 +1,4 @@
-"""One prompt inside a prefill engine: what it holds, and how far it got."""
+"""One prompt inside a prefill engine: what it holds and how far it has got."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ class Sending(Protocol):
 
 @attrs.define(eq=False)
 class Prompt:
-    """One accepted grant. `pages` is its page table: known pages of its beginning, then new ones, which are the grant's
-    own in a pool that both ends share. What is not the grant's is `held` until all is sent. `num_computed` tokens are
-    in the pages, the first `num_cached` of them from before; those up to `num_pushed` are at decode or on the way.
-    `keys` are those of its full pages."""
+    """One accepted grant.
+
+    `pages` is its page table: known pages of its beginning, then new ones. In a pool that both ends share, the new
+    ones are the grant's own. All other pages are `held` until everything is sent. The pages contain `num_computed`
+    tokens, the first `num_cached` of them from earlier requests. Tokens up to `num_pushed` are at decode or on the way.
+    `keys` are the keys of its full pages.
+    """
 
     request: Request
     grant: PageGrant
@@ -47,17 +50,17 @@ class Prompt:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far: all that has to be in the pages."""
+        """The number of tokens in the prompt and the output so far, all of which have to be in the pages."""
         return len(self.request.prompt) + len(self.request.output)
 
     @cached_property
     def deadline_at(self) -> float | None:
-        """By this engine's clock."""
+        """The deadline by this engine's clock."""
         return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
 
     @cached_property
     def order(self) -> tuple[int, bool, float, int]:
-        """Both lines are sorted by this: priority first, then who has given tokens already and whose reader waits for
-        the next, then deadline and age."""
+        """The sort key of waiting and of active prompts: priority first, then requests that have given tokens already,
+        whose readers wait for the next, then deadline and age."""
         is_new = not self.request.output
         return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival

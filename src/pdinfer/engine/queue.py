@@ -1,4 +1,4 @@
-"""Who waits for pages at decode, and whose turn it is."""
+"""Which sequences wait for pages at decode, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState
 
 
 class WaitingQueue:
-    """The sequences that wait for pages, in the order of their turns. A turn goes to one whose writers are connected,
-    which `has_writers` tells."""
+    """The sequences that wait for pages, in the order of their turns. A sequence has a turn only while its writers are
+    connected, which `has_writers` tells."""
 
     def __init__(self, has_writers: Callable[[Sequence], bool], clock: Callable[[], float]) -> None:
         self._has_writers = has_writers
@@ -25,7 +25,7 @@ class WaitingQueue:
         return len(self._sequences)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Those that wait now, whatever becomes of them meanwhile."""
+        """Iterate over the sequences that wait now. They may leave the queue meanwhile."""
         return iter(list(self._sequences))
 
     def add(self, sequence: Sequence) -> None:
@@ -34,23 +34,23 @@ class WaitingQueue:
         insort(self._sequences, sequence, key=lambda waiting: waiting.order)
 
     def next(self) -> Sequence | None:
-        """The sequence whose turn it is: every OLDEST_EVERY-th time the one that has waited longest."""
+        """Return the sequence whose turn it is: every OLDEST_EVERY-th time the one that has waited longest."""
         able, now = partial(filter, self._has_writers, self._sequences), self._clock()
         return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_turns, now=now) or next(able(), None)
 
     def take(self, sequence: Sequence) -> None:
-        """Removes a sequence that has had its turn."""
+        """Remove a sequence that has had its turn."""
         self._sequences.remove(sequence)
         self._num_turns += 1
 
     def discard(self, sequence: Sequence) -> None:
-        """Removes a sequence, if it waits, for another reason."""
+        """Remove a sequence for any other reason, if it waits."""
         if sequence in self._sequences:
             self._sequences.remove(sequence)
 
     def deserted(self) -> list[Sequence]:
-        """The sequences that have waited WRITER_GRACE_S for writers that are gone: their host was about to name other
-        ones, and never will."""
+        """Return the sequences whose writers have been gone for WRITER_GRACE_S. Their host should have named others by
+        then, and will not."""
         now = self._clock()
         return [s for s in self if s.missing_s(now, connected=self._has_writers(s)) >= WRITER_GRACE_S]
 

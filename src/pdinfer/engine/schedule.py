@@ -1,4 +1,5 @@
-"""Pure functions: who has the next turn, what runs in a step, and who gets pages. No engine, no tensor, no clock."""
+"""Pure functions that decide which request is next, what runs in a step, and which sequence gets pages. They know no
+engine, no tensor and no clock."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from pdinfer.errors import ConfigError
 T = TypeVar("T")
 
 PATIENCE_S = 30.0
-"""How long a request without a deadline, or with a later one, may be overtaken by urgent ones of its priority."""
+"""How long urgent requests may overtake one of the same priority that has a later deadline or none."""
 OLDEST_EVERY = 8
-"""Of so many turns one is for who has waited longest, whatever its priority, once that is more than PATIENCE_S."""
+"""One turn in this many goes to the request that has waited longest, whatever its priority, once it has waited for
+more than PATIENCE_S."""
 RESUME_TOKENS = 128
-"""What there must be room for, beyond its tokens, before a sequence that lost its KV comes back (less at its end): its
-prompt and output are computed and sent again for that."""
+"""How many tokens beyond its own a sequence that lost its KV must have room for before it comes back (fewer near its
+end). Its prompt and output are computed and sent again, so it should not lose them at once."""
 GROWTH_RAISE = 0.1
 GROWTH_DECAY = 1 / 512
 
@@ -25,15 +27,17 @@ GROWTH_DECAY = 1 / 512
 
 
 def due_at(submitted_at: float, deadline_at: float | None) -> float:
-    """When a request should have its turn, by the clock of its arguments: requests of one priority come in this order.
-    Its deadline, or PATIENCE_S after it came. Among those without a deadline that is age; one that has a deadline may
-    overtake, and nobody is overtaken by who came PATIENCE_S after it."""
+    """Return when a request is due, by the clock of the arguments: at its deadline, or PATIENCE_S after it came.
+
+    Requests of one priority are served in this order. Those without a deadline are therefore served by age. A request
+    with a deadline may overtake them, but none is overtaken by a request that came PATIENCE_S after it.
+    """
     patient_until = submitted_at + PATIENCE_S
     return patient_until if deadline_at is None else min(deadline_at, patient_until)
 
 
 def is_late(deadline_at: float | None, num_tokens: int, *, now: float, tokens_per_s: float) -> bool:
-    """Whether `num_tokens` cannot be computed before the deadline, even at `tokens_per_s`, the best speed seen so far
+    """Return whether `num_tokens` cannot be computed before the deadline even at `tokens_per_s`, the best speed so far
     (0 when none was measured)."""
     if deadline_at is None:
         return False
@@ -41,13 +45,14 @@ def is_late(deadline_at: float | None, num_tokens: int, *, now: float, tokens_pe
 
 
 def is_turn_of_oldest(num_turns: int) -> bool:
-    """Whether the turn behind so many others is one that goes by age alone. So priorities are kept in all other turns,
-    and who has waited for PATIENCE_S has its own after at most OLDEST_EVERY for each that has waited longer."""
+    """Return whether the turn after `num_turns` others goes by age alone. All other turns keep to the priorities. A
+    request that has waited for PATIENCE_S gets its turn after at most OLDEST_EVERY turns for each that has waited
+    longer."""
     return num_turns % OLDEST_EVERY == OLDEST_EVERY - 1
 
 
 def by_age(waiting: Iterable[T], since: Callable[[T], float], *, num_turns: int, now: float) -> T | None:
-    """Who has the next turn because it has waited longest; None when the turn goes by priority."""
+    """Return the one that has waited longest if the next turn goes by age, and None if it goes by priority."""
     if not is_turn_of_oldest(num_turns):
         return None
     return min((one for one in waiting if now - since(one) > PATIENCE_S), key=since, default=None)
@@ -57,12 +62,12 @@ def by_age(waiting: Iterable[T], since: Callable[[T], float], *, num_turns: int,
 
 
 def plan_chunk(remaining: Sequence[int], classes: Sequence[Hashable], *, chunk_size: int, max_tokens: int) -> list[int]:
-    """How many tokens of each prompt run this step, for prompts in order of preference; those of one class stand
-    together, and a class gets what those before it leave.
+    """Return how many tokens of each prompt run in this step. The prompts come in order of preference, those of one
+    class together. A class gets what the classes before it leave.
 
-    With a `chunk_size` the step has that many tokens, prompts may be cut, and within a class one half of the step goes
-    down the order and the other to the shortest. Without one (-1) prompts run whole, the first always, and beside it
-    the shortest that fit in `max_tokens` together with it.
+    With a `chunk_size` the step has that many tokens and prompts may be cut. Within a class one half of the step goes
+    to prompts in order and the other half to the shortest. Without one (-1) prompts run whole: the first always runs,
+    and beside it the shortest that fit into `max_tokens` together with it.
     """
     budget = max_tokens if chunk_size == -1 else chunk_size
     counts: list[int] = []
@@ -99,8 +104,8 @@ def _whole(remaining: Sequence[int], budget: int, *, at_least_one: bool) -> list
 
 
 def withheld_pages(num_pages: int, *, page_size: int, max_total_tokens: int | None) -> int:
-    """How many pages of a pool stay unused so that those in use hold at most `max_total_tokens`; ConfigError when that
-    leaves none."""
+    """Return how many pages of a pool must stay unused so that the others hold at most `max_total_tokens`. Raise
+    ConfigError when that leaves none."""
     if max_total_tokens is None:
         return 0
     if max_total_tokens < page_size:
@@ -111,21 +116,22 @@ def withheld_pages(num_pages: int, *, page_size: int, max_total_tokens: int | No
 
 
 def may_grant(needed: int, *, available: int, watermark: int, others: int) -> bool:
-    """Whether a sequence that needs `needed` pages, not counting those in use anyway, may have them: `watermark` of the
-    pages that are free or cached stay so for the growth of the `others` that hold pages; alone, a sequence may take
-    all."""
+    """Return whether a sequence may have the `needed` pages, not counting pages in use anyway. `watermark` of the free
+    and cached pages are kept for the growth of the `others` that hold pages. A sequence that is alone may take all."""
     return needed <= available - (watermark if others else 0)
 
 
 def learn_growth(share: float, *, num_retracted: int) -> float:
-    """The part of what running sequences may still generate for which pages are kept free, after a step that retracted
-    `num_retracted` of them: up by GROWTH_RAISE for each, else slowly down, so that batches fill again."""
+    """Return the new `share` after a step that retracted `num_retracted` sequences. For this share of the tokens that
+    running sequences may still generate, pages are kept free. It rises by GROWTH_RAISE for each retraction; otherwise
+    it falls slowly, so that batches fill again."""
     return min(1.0, share + GROWTH_RAISE * num_retracted) if num_retracted else max(0.0, share - GROWTH_DECAY)
 
 
 def choose_victim(sequences: Sequence[tuple[int, int, int]]) -> int:
-    """Index of the sequence to retract, of (priority, attempts, arrival) each: of the lowest priority, of those that
-    have had the fewest attempts, the one that arrived last. So nobody is retracted twice before all others once."""
+    """Return the index of the sequence to retract. Each is given as (priority, attempts, arrival). Among those of the
+    lowest priority, and then among those with the fewest attempts, it is the one that arrived last. So none is
+    retracted twice before all others were retracted once."""
     return min(range(len(sequences)), key=lambda i: (*sequences[i][:2], -sequences[i][2]))
 
 
@@ -133,9 +139,9 @@ def choose_victim(sequences: Sequence[tuple[int, int, int]]) -> int:
 
 
 def queueing_s(*stages: tuple[int, float]) -> float | None:
-    """Seconds until the last of a line has its turn, when each stage that the line goes through has to do so many
-    tokens first, at so many tokens per second: they work at the same time, so the slowest counts. None when a stage
-    that has tokens to do has not been measured."""
+    """Return the seconds until the last request in a queue has its turn. Each stage that the queue passes is given as
+    (tokens to process first, tokens per second). Stages work at the same time, so the slowest one counts. Return None
+    when a stage that has tokens to process has not been measured."""
     if any(num_tokens and not tokens_per_s for num_tokens, tokens_per_s in stages):
         return None
     return max((num_tokens / tokens_per_s for num_tokens, tokens_per_s in stages if num_tokens), default=0.0)

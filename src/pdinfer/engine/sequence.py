@@ -1,4 +1,4 @@
-"""One request inside a decode engine: what it has, what it holds and where it stands."""
+"""One request inside a decode engine: its tokens, its pages and its state."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from pdinfer.types import (
 )
 
 WRITER_GRACE_S = 30.0
-"""How long a request waits for a prefill that is not connected. Hosts learn of a lost one in less and name another one;
-a link that broke between two that live is dialled again, and this is how long that may take."""
+"""How long a request waits for a prefill that is not connected. Hosts notice a lost prefill sooner than that and name
+another one. A broken link between two live engines is dialled again, which may take this long."""
 
 
 class SequenceState(enum.Enum):
-    """WAITING holds no page; GRANTED holds pages that prefill may write; RUNNING owns pages with its whole context."""
+    """WAITING holds no page, GRANTED holds pages that prefill may write, RUNNING owns pages with its whole context."""
 
     WAITING = enum.auto()
     GRANTED = enum.auto()
@@ -45,10 +45,14 @@ class SequenceState(enum.Enum):
 
 @attrs.define(eq=False, kw_only=True)
 class Sequence:
-    """One request here. `pages` is its page table: while GRANTED owned pages that were known already, then the grant's;
-    while RUNNING all owned. `spare` are owned pages kept for its growth, and `protected` says that they are all it can
-    ever need. `missed_at` is when its writers were found to be gone. The cache holds every token but the last one of
-    `output`. `chain` has the keys by which its full pages are known. Of `output` the host has heard `num_told`."""
+    """One request at decode.
+
+    `pages` is its page table: while GRANTED, owned pages that were known already and then the grant's pages; while
+    RUNNING, owned pages only. `spare` holds owned pages that are kept for its growth; `protected` says that they are
+    all it can ever need. `missed_at` is when its writers were found to be gone. The cache holds every token except the
+    last one of `output`. `chain` has the keys by which its full pages are known. The host was told the first
+    `num_told` tokens of `output`.
+    """
 
     request_id: str
     request: Request
@@ -77,38 +81,38 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, bool, float, int]:
-        """The waiting line is sorted by this: priority first, then who comes back, here or from another decode, then
-        deadline and age."""
+        """The sort key of waiting sequences: priority first, then requests that come back, here or from another decode,
+        then deadline and age."""
         due = due_at(self.submitted_at, self.deadline_at)
         return -self.request.priority, not (self.attempts or self.request.output), due, self.arrival
 
     @cached_property
     def prompt(self) -> Seq[int]:
-        """The request's; packed where every step reads all of it, which takes long for a tuple of ints."""
+        """The prompt of the request. It is packed if every step reads all of it, which is slow for a tuple of ints."""
         penalized = self.request.sampling.repetition_penalty != 1
         return array("q", self.request.prompt) if penalized else self.request.prompt
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """The number of tokens in the prompt and the output so far."""
         return len(self.request.prompt) + len(self.output)
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output when it has run to its length."""
+        """The number of tokens in prompt and output once the request has run to its full length."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
 
     def extend_chain(self) -> None:
-        """Adds the keys of pages that are full by now."""
+        """Add the keys of the pages that are full by now."""
         if len(self.chain.keys) < self.chain.num_full(self.num_tokens):
             self.chain.extend((*self.request.prompt, *self.output))
 
     def granted(self, now: float) -> None:
-        """An attempt begins, and with it its part of the timeline."""
+        """Begin an attempt, and with it its part of the timeline."""
         self.timeline = Timeline(queued_s=0.0, granted_s=now - self.submitted_at)
 
     def committed(self, handoffs: Iterable[Handoff], now: float) -> None:
-        """The attempt's KV is whole; its hand-offs tell when it came, in seconds since the grant."""
+        """Note when the KV of an attempt came, now that it is complete. Hand-offs count seconds since the grant."""
         granted_s = self.timeline.granted_s or 0.0
         first = [granted_s + handoff.first_byte_s for handoff in handoffs if handoff.first_byte_s is not None]
         last = [granted_s + handoff.last_byte_s for handoff in handoffs if handoff.last_byte_s is not None]
@@ -120,8 +124,8 @@ class Sequence:
         )
 
     def first_token(self, handoffs: Seq[Handoff], vocab_size: int) -> Drawn:
-        """The token that a hand-off brings; what prefill found in its pages is noted unless the request is a resumed
-        one, which finds its own. TransferError for what cannot be so, whatever the hand-offs say."""
+        """Return the token that a hand-off brings. Note how much prefill found in its pages, unless the request was
+        resumed and found its own. Raise TransferError when the hand-offs say what cannot be true."""
         first = next((handoff for handoff in handoffs if handoff.token is not None), handoffs[0])
         ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
         if first.token is None or first.logprob is None or not all(0 <= token < vocab_size for token in ids):
@@ -137,16 +141,16 @@ class Sequence:
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
-        """Tokens the next grant makes room for: what there is, or at the last attempt all there can ever be."""
+        """Return how many tokens the next grant has room for: those so far, or at the last attempt all there can be."""
         return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
 
     def tokens_to_find(self, max_attempts: int) -> int:
-        """Tokens there must be room for at the next grant: one that comes back is not to be retracted again at once."""
+        """Return how many tokens need room before the next grant. A resumed request must not be retracted at once."""
         reserved = self.tokens_to_reserve(max_attempts)
         return min(self.max_tokens, reserved + RESUME_TOKENS) if self.attempts else reserved
 
     def missing_s(self, now: float, *, connected: bool) -> float:
-        """For how long its writers have been gone, counted from when that was first asked."""
+        """Return how long its writers have been gone, counted from the first call that found them gone."""
         if connected:
             self.missed_at = None
         elif self.missed_at is None:
@@ -155,12 +159,12 @@ class Sequence:
 
     @property
     def ends_at(self) -> list[float]:
-        """When, if nothing happens, it ends."""
+        """The times at which it ends if nothing happens before."""
         missed_until = None if self.missed_at is None else self.missed_at + WRITER_GRACE_S
         return [end for end in (self.deadline_at, missed_until) if end is not None]
 
     def ends_with(self, token: int, eos_token_ids: tuple[int, ...]) -> FinishReason | None:
-        """Whether `token`, just appended, is the last one."""
+        """Return the reason to end if `token`, just appended, is the last one; None if more may follow."""
         sampling = self.request.sampling
         if token in sampling.stop_token_ids or (not sampling.ignore_eos and token in eos_token_ids):
             return FinishReason.STOP
@@ -173,7 +177,7 @@ class Sequence:
         finish_reason: FinishReason | None = None,
         error: PDInferError | None = None,
     ) -> TokenEvent:
-        """What to tell the host: a new token (already appended), the end, or both. The end carries the usage."""
+        """Make the event for the host: a new token (already appended), the end, or both. The end carries the usage."""
         return TokenEvent(
             request_id=self.request_id,
             token=new.token if new else None,
@@ -207,8 +211,9 @@ def ends_of(
     events: Iterable[Event],
     error: PDInferError,
 ) -> list[Event]:
-    """What to tell a host of which nobody knows how far the last step came: `events` of it, but no grant, whose room is
-    gone, and one end for each of `sequences` and of the requests that `arrived`, unless it was told already."""
+    """Return what to tell a host after a step that stopped at an unknown point: the `events` of that step except for
+    grants, whose rooms are gone, and one end for each of `sequences` and for each request that `arrived`, unless its
+    end was told already."""
     told: list[Event] = [event for event in events if not isinstance(event, Granted)]
     tokens = [event for event in told if isinstance(event, TokenEvent)]
     ended = {event.request_id for event in told if isinstance(event, Refused)}

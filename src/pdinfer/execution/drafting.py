@@ -1,8 +1,8 @@
-"""Speculative decoding's first half: the MTP layer proposes tokens, which one step of the model then checks.
+"""The first half of speculative decoding: the MTP layer proposes tokens, which one step of the model then checks.
 
-The cache entry that the layer writes for a position depends on the token behind it and on the model's own state there.
-So it is written one step late, when the model has accepted the token and computed the state; what drafting left in the
-pages meanwhile, computed from the layer's own states, is overwritten.
+The cache entry that the layer writes for a position depends on the next token and on the model's own state there. So it
+is written one step late, once the model has accepted the token and computed the state. It overwrites what drafting left
+in the pages meanwhile, which was computed from the layer's own states.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState
 
 STATE, STATE_VERSION = "mtp.hidden", 1
-"""What a hand-off brings for drafting: the model's state, after its final norm, of the last token that prefill ran."""
+"""What a hand-off brings for drafting: the model's state, after its final norm, at the last token that prefill ran."""
 
 MAX_NEWEST = 4
-"""The most positions whose entries are not written yet: those that one step may accept."""
+"""The maximum number of positions whose entries are not written yet, which is how many one step may accept."""
 
 _log = logging.getLogger("pdinfer")
 
 Sampler = Callable[[Tensor, Sequence[Draw]], list[Drawn]]
-"""`sample`, or what gives the same tokens on several ranks."""
+"""`sample`, or a sampler that gives the same tokens on several ranks."""
 
 
 @attrs.define(eq=False)
 class Draft:
-    """One sequence's part in drafting. `num_tokens` is how many tokens may be proposed in this step; `state` is the
-    runner's: None when nothing can be proposed, because the hand-off brought nothing to begin with."""
+    """The part of one sequence in drafting. `num_tokens` is how many tokens may be proposed in this step. The runner
+    keeps `state`, which is None when nothing can be proposed because the hand-off brought no state to begin with."""
 
     num_tokens: int = 0
     state: Tensor | None = None
@@ -48,21 +48,21 @@ class Draft:
 
 @attrs.define
 class DraftCounts:
-    """How many tokens were drafted, and how many of them were the model's own. Of an engine also `accept_length`, the
-    tokens that each sequence got in the last step, on average."""
+    """How many tokens were drafted and how many of them the model accepted. For an engine, `accept_length` is how many
+    tokens a sequence got in the last step on average."""
 
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accept_length: float = 0.0
 
     def add(self, num_drafted: int, *, num_accepted: int) -> None:
-        """A step has checked its drafts."""
+        """Count the drafts that a step has checked."""
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
 
 
 def check_drafter(model: Model, num_draft_tokens: int) -> None:
-    """Raises ConfigError when tokens shall be drafted and the model has nothing to do it with."""
+    """Raise ConfigError when tokens are to be drafted and the model was loaded without the layer that drafts."""
     if num_draft_tokens and model.mtp is None:
         raise ConfigError(
             f"num_draft_tokens is {num_draft_tokens} and the model was loaded without the MTP layer that drafts: load "
@@ -71,9 +71,9 @@ def check_drafter(model: Model, num_draft_tokens: int) -> None:
 
 
 class Drafter:
-    """Proposes tokens with the MTP layer of `model`, whose cache it keeps.
+    """Proposes tokens with the MTP layer of `model`, and keeps the cache of that layer.
 
-    A draft's `state` here is [1..4, D]: the model's states, after its final norm, of the newest positions, those whose
+    The `state` of a draft is [1..4, D] here: the model's states, after its final norm, at the newest positions, whose
     cache entries are not written yet.
     """
 
@@ -90,9 +90,12 @@ class Drafter:
     def propose(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], num_passes: int = 0
     ) -> list[list[int]]:
-        """Up to `num_tokens` tokens behind each row of one token, drawn as the model's own will be: with the same
-        parameters, seed and position, so that noise moves both alike. Brings the layer's cache up to date. One device
-        sync per token drafted. The layer runs `num_passes` times or more, as on other ranks: at last without rows."""
+        """Propose up to `num_tokens` tokens after each row of one token, and bring the cache of the layer up to date.
+
+        They are drawn as the model's own tokens will be, with the same parameters, seed and position, so that noise
+        moves both alike. The layer runs at least `num_passes` times, as on other ranks, in the end without rows. Syncs
+        the device once per drafted token.
+        """
         self._num_passes = 0
         proposed = self._propose(rows, draws, drafts)
         while self._num_passes < num_passes:
@@ -137,25 +140,25 @@ class Drafter:
 
 
 def num_passes(drafts: Sequence[Draft]) -> int:
-    """How often the layer runs at most to propose tokens for these: once where none may be, for its cache."""
+    """Return how often the layer runs at most for these drafts. A draft of no tokens needs one run for the cache."""
     return max((max(1, draft.num_tokens) for draft in drafts if draft.state is not None), default=0)
 
 
 def after(draw: Draw, tokens: Sequence[int]) -> Draw:
-    """How to draw once `tokens` follow."""
+    """Return `draw` as it is once `tokens` follow."""
     return attrs.evolve(draw, output=[*draw.output, *tokens]) if tokens else draw
 
 
 def pack_state(state_D: Tensor) -> NamedState:
-    """A position's state as it travels."""
+    """Pack the state of one position for a hand-off."""
     data = state_D.contiguous().cpu().view(torch.uint8).numpy().tobytes()
     dtype = str(state_D.dtype).removeprefix("torch.")
     return NamedState(name=STATE, version=STATE_VERSION, dtype=dtype, shape=tuple(state_D.shape), data=data)
 
 
 def unpack_state(states: Sequence[NamedState], size: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The state [1, size] among what a peer sent; None when it is not there, or is none of this version and model:
-    decoding then goes on without drafts."""
+    """Return the state [1, size] among those that a peer sent. Return None when it is missing or does not fit this
+    version and model; then the request is decoded without drafts."""
     found = next((state for state in states if state.name == STATE), None)
     if found is None:
         return None

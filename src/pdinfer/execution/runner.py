@@ -1,4 +1,4 @@
-"""One step of a model over the pages of one pool: rows in, tokens out. All that the engines know of tensors."""
+"""One step of a model over the pages of one pool: rows in, tokens out. Engines know no more of tensors than this."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ from pdinfer.trace import Trace, mark, span
 from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
-"""Returns once what was computed may be read by the host; None when that is so already."""
+"""Returns once the host may read what was computed. None means that it already may."""
 
 
 class Runner(Protocol):
-    """What an engine runs its steps with."""
+    """What runs the steps of an engine."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
-        """Runs the rows' tokens layer by layer; each layer is yielded when its latents are in the pages, or will be
-        once `ready` returns."""
+        """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be
+        there when `ready` returns."""
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        """Draws a token behind these rows of the prefill that was just run to its end."""
+        """Draw the next token for each of these rows of the prefill that was just run to its end."""
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
-        """What decode needs beside the pages to go on behind these rows of the prefill that was just run to its end."""
+        """Return what decode needs beside the pages to continue these rows of the prefill that was just run."""
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
-        """A sequence's part in drafting, from what came with its pages."""
+        """Make the part of a sequence in drafting from the states that came with its pages."""
 
     def idle(self) -> None:
-        """A step without rows, which others may have."""
+        """Run a step without rows, while other ranks may have some."""
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
-        """Runs one token per row and draws the next one of each, and those behind it as far as the drafts were right:
-        at most `num_tokens` more. The pages of a row have slots for so many."""
+        """Run one token per row. For each row draw the next token and, as far as its drafts were right, those after it:
+        at most the draft's `num_tokens` more. The pages of a row have slots for that many."""
 
 
 class ModelRunner:
-    """Runs a `Model` in the pages of `memory`; raises ConfigError when that holds no tensors. `trace` is told which
-    part of a step runs."""
+    """Runs a `Model` in the pages of `memory`. Raises ConfigError when the memory holds no tensors. `trace` is told
+    which part of a step runs."""
 
     def __init__(self, model: Model, memory: Memory, trace: Trace | None = None) -> None:
         if not isinstance(memory, PageMemory):
@@ -64,17 +64,17 @@ class ModelRunner:
 
     @property
     def drafts(self) -> bool:
-        """Whether it proposes tokens."""
+        """Whether it drafts tokens."""
         return self._drafter is not None
 
     def sample_with(self, sampler: Sampler) -> None:
-        """Has `sampler` draw what `decode` draws, drafts and tokens."""
+        """Draw with `sampler` whatever `decode` draws, both drafts and tokens."""
         self._sample = sampler
         if self._drafter is not None:
             self._drafter.sample = sampler
 
     def idle(self) -> None:
-        """Nothing to do: there are no others."""
+        """Do nothing: there are no other ranks."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         mark(self._trace, "batch")
@@ -87,7 +87,7 @@ class ModelRunner:
         state_TD = model.norm(hidden_TD)
         self._last_BD = batch.last_of(state_TD)
         if model.mtp is not None:
-            # behind a prompt's last token there is none yet: its entry, made here with a stand-in, is decode's to write
+            # no token follows the last one of a prompt yet: its entry is made with a stand-in, and decode overwrites it
             model.mtp(state_TD, batch.shifted(), self._view, self._trace)
             yield model.mtp.layer, _event(model.device)
         model.experts.end_step()
@@ -110,14 +110,14 @@ class ModelRunner:
         return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
 
     def forward(self, rows: Sequence[Row]) -> None:
-        """The part of `decode` that leaves something in the pages, where nothing is drafted."""
+        """Run the part of `decode` that writes to the pages when nothing is drafted."""
         self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
         self._model.experts.end_step()
 
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
     ) -> list[list[Drawn]]:
-        """As the Protocol says. The MTP layer runs at least `num_passes` times, as on other ranks."""
+        """Run a step as `Runner.decode` says. The MTP layer runs at least `num_passes` times, as on other ranks."""
         model = self._model
         proposed: list[list[int]] = [[] for _ in rows]
         if self._drafter is not None:
@@ -158,10 +158,10 @@ class ModelRunner:
 
 @contextlib.contextmanager
 def using_threads(num_threads: int | None) -> Iterator[None]:
-    """Has torch's ops of this thread use so many threads; afterwards as many as before. None changes nothing.
+    """Let torch's ops in this thread use `num_threads` threads, and afterwards as many as before. None changes nothing.
 
-    torch keeps the number per thread that calls it, and a thread that uses torch for the first time takes the number
-    set last anywhere (ATen/ParallelOpenMP.cpp).
+    torch keeps the number for each calling thread. A thread that uses torch for the first time takes the number that
+    was set last in any thread (ATen/ParallelOpenMP.cpp).
     """
     if num_threads is None:
         yield
@@ -175,7 +175,7 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
 
 
 def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
-    """The model's own tokens, as long as each was drawn behind tokens of its own; nothing follows an error."""
+    """Return the tokens that were drawn after tokens of the model's own. None follows an error."""
     right = 0
     while right < len(proposed) and drawn[right].error is None and drawn[right].token == proposed[right]:
         right += 1
@@ -183,7 +183,7 @@ def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
 
 
 def _event(device: torch.device) -> Ready:
-    """What to call before reading what was computed so far; None when the device is never behind the host."""
+    """Return what to call before reading what was computed so far, or None if the device never lags behind the host."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]

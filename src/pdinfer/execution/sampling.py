@@ -1,13 +1,14 @@
-"""Logits to tokens. A token depends on its row and its `Draw` (the request's parameters, its tokens so far): on
-nothing else, so batch, engine and re-prefill do not change it.
+"""From logits to tokens. A token depends only on its row and its `Draw` (the request's parameters and its tokens so
+far), so batch, engine and re-prefill do not change it.
 
-What a request asks for is applied in the order of vLLM's sampler: logit bias; repetition, frequency and presence
-penalties; `min_new_tokens`; its logits processor. Greedy takes the largest of what is left. Otherwise follow the
-temperature, then top_k, top_p and min_p, in the order of SGLang's. Log-probabilities are of the raw logits.
+The parameters of a request are applied in the order of vLLM's sampler: logit bias; repetition, frequency and presence
+penalties; `min_new_tokens`; the logits processor. Greedy decoding takes the largest logit that is left. Otherwise the
+temperature follows, then top_k, top_p and min_p, in the order of SGLang's sampler. Log-probabilities are those of the
+raw logits.
 
-Drawing is Gumbel-max: every token id gets noise that is a hash of (seed, position, id), and the largest sum of logit
-and noise wins. Rounding in the logits can only change a token where the two best sums are as close as the rounding,
-however large the vocabulary; a draw from the cumulative distribution would have a border for every token.
+Drawing uses the Gumbel-max trick: every token id gets noise that is a hash of (seed, position, id), and the largest sum
+of logit and noise wins. Rounding in the logits can change a token only where the two best sums are as close as the
+rounding, however large the vocabulary is. A draw from the cumulative distribution would have a border at every token.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from pdinfer.types import SamplingParams
 _log = logging.getLogger("pdinfer")
 
 LogitsProcessor = Callable[[tuple[int, ...], tuple[int, ...], Tensor], Tensor]
-"""`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token, -inf for a
-token that must not come. It may change its argument in place, and must be a pure function of all three: prefill asks it
-for the first token and decode for the others, and after a re-prefill again. `output` may be a guess of speculative
-decoding; where that is wrong, what the processor returns or raises is not used."""
+"""`(prompt, output, logits_V) -> logits_V`: changes the float32 [vocab] logits of one request's next token. Tokens that
+must not come get -inf. It may change its argument in place. It must be a pure function of all three arguments:
+prefill calls it for the first token, decode for the others, and both again after a re-prefill. `output` may be a guess
+of speculative decoding. If the guess is wrong, what the processor returns or raises is not used."""
 LogitsProcessorFactory = Callable[[str], LogitsProcessor]
-"""Makes a request's processor from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
+"""Makes the processor of a request from its `SamplingParams.logits_processor_argument`, once per engine and attempt."""
 
 
 @attrs.frozen(kw_only=True)
 class Draw:
-    """What a row's next token depends on beside its logits: the request's parameters and its tokens so far.
-    `eos_token_ids` are the model's."""
+    """What the next token of a row depends on beside its logits: the request's parameters and its tokens so far.
+    `eos_token_ids` are those of the model."""
 
     sampling: SamplingParams
     prompt: Sequence[int]
@@ -62,7 +63,7 @@ class Draw:
 
     @property
     def penalizes(self) -> bool:
-        """Whether a token's logit depends on how often it came."""
+        """Whether the logit of a token depends on how often the token came."""
         sampling = self.sampling
         return sampling.repetition_penalty != 1 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
@@ -74,8 +75,8 @@ class Draw:
 
 @attrs.frozen(kw_only=True)
 class Drawn:
-    """A token, the log-softmax of the raw logits at it and at the best others; with an `error` the token means
-    nothing."""
+    """A token, and the log-softmax of the raw logits at this token and at the best ones. With an `error` the token is
+    meaningless."""
 
     token: int
     logprob: float
@@ -84,7 +85,7 @@ class Drawn:
 
 
 def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """[B, vocab] float32 standard Gumbel noise, a function of (seed, position, token id) alone.
+    """Return [B, vocab] float32 standard Gumbel noise, which depends on (seed, position, token id) alone.
 
     Seed and position become two 32-bit keys (SplitMix64: Steele, Lea, Flood 2014), which enter an integer hash of the
     token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector).
@@ -95,7 +96,7 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
     x_BV = (x_BV ^ (x_BV >> 16 & 0xFFFF)) * 0x7FEB352D ^ second_B1
     x_BV = (x_BV ^ (x_BV >> 15 & 0x1FFFF)) * _LOWBIAS_2
     x_BV = x_BV ^ (x_BV >> 16 & 0xFFFF)
-    # winners have small u, and small ints become floats exactly: the resolution is where it decides
+    # winners have small u, and small ints become floats exactly: the resolution is fine where it decides
     uniform_BV = (x_BV & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return uniform_BV.neg_().log1p_().neg_().log_().neg_()
 
@@ -107,7 +108,7 @@ _GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:
-    """[B, 2] words: 64 well mixed bits for each (seed, position)."""
+    """Return [B, 2] words: 64 well mixed bits for each (seed, position)."""
     with np.errstate(over="ignore"):
         state = _mix(np.asarray(seeds, dtype=np.uint64)) + _GOLDEN_64 * np.asarray(positions, dtype=np.uint64)
         return _mix(state + _GOLDEN_64).view(np.uint32).reshape(-1, 2)
@@ -120,12 +121,12 @@ def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int
 
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """Draws one token per row of float32 `logits_BV`, which stay as they are.
+    """Draw one token per row of float32 `logits_BV`, which is not changed.
 
-    A row fails alone, with its error in `Drawn`: PDInferError when one of its logits is NaN or +inf, wherever and
-    whatever the request does about it, or all are -inf; RequestError for a logits processor that raises, when no token
-    is left to draw, or when the processor brought back one whose logit is -inf, which is a token that cannot come.
-    Reading the result on the host syncs the device.
+    A row fails alone, with its error in `Drawn`. It is a PDInferError when any of its raw logits is NaN or +inf, even
+    if the request masks it, or when all are -inf. It is a RequestError when the logits processor raises, when no token
+    is left to draw, or when the processor allowed a token whose raw logit is -inf. Reading the result on the host syncs
+    the device.
     """
     if not draws:
         return []
@@ -143,7 +144,7 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     numbers = zip(tokens_B.tolist(), logprobs_B.tolist(), normalizers_B.tolist(), strict=True)
     for row, (token, logprob, normalizer) in enumerate(numbers):
         error = errors.get(row)
-        if not math.isfinite(normalizer):  # so it is as soon as one logit is NaN or +inf
+        if not math.isfinite(normalizer):  # one logit that is NaN or +inf makes it so
             error = PDInferError("the model's logits are not finite")
         elif error is None and not math.isfinite(logprob):
             error = RequestError(f"its logits processor allowed token {token}, whose logit is -inf in the model")
@@ -152,13 +153,14 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
 
 
 def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw]) -> dict[int, TopLogprobs]:
-    """By row, as many of the best tokens as it asks for and can come, the smaller id first among equals."""
+    """Return by row as many of the best tokens as it asks for, without those that cannot come. Of equal tokens the one
+    with the smaller id comes first."""
     wanted = {row: count for row, draw in enumerate(draws) if (count := draw.sampling.logprobs)}
     if not wanted:
         return {}
     rows = torch.tensor(list(wanted), device=logits_BV.device)
     some_BV, vocab = logits_BV[rows], logits_BV.shape[1]
-    # each as one integer, so that no two are equal: the logit's bits, ordered as floats are, and then the id
+    # each becomes one integer, so that no two are equal: the bits of the logit, ordered as floats, and then the id
     bits_BV = (some_BV + 0.0).view(torch.int32)
     ordered_BV = (bits_BV ^ (bits_BV >> 31 & 0x7FFFFFFF)).long() << 32
     keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device)
@@ -173,8 +175,8 @@ def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw
 
 
 def _change(logits_BV: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, dict[int, PDInferError]]:
-    """The logits as greedy takes its token from them, the same tensor where no row asks for a change; and what went
-    wrong, by row."""
+    """Return the logits from which greedy decoding takes its token, and the errors by row. The logits are the same
+    tensor if no row asks for a change."""
     rows = [row for row, draw in enumerate(draws) if draw.changes_logits]
     if not rows:
         return logits_BV, {}
@@ -209,9 +211,12 @@ def _add_bias(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _penalize(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
-    """Repetition (Keskar et al. 2019, section 4.1, and as Hugging Face has it for negative logits): those of tokens in
-    prompt or output are divided by the penalty when positive, else multiplied. Frequency and presence (OpenAI's API):
-    subtracted once per time that the token is in the output, and once when it is there at all."""
+    """Apply the penalties in place.
+
+    Repetition (Keskar et al. 2019, section 4.1, with negative logits as in Hugging Face): the logits of tokens in
+    prompt or output are divided by the penalty when positive, otherwise multiplied. Frequency and presence (OpenAI's
+    API): subtracted once for each time that the token is in the output, and once if it is there at all.
+    """
     if not any(draw.penalizes for draw in draws):
         return
     params = [draw.sampling for draw in draws]
@@ -236,7 +241,7 @@ def _forbid(logits_BV: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def _process(logits_BV: Tensor, draws: Sequence[Draw]) -> dict[int, PDInferError]:
-    """Runs each row's processor; what it raises is that row's error."""
+    """Run the processor of each row. What it raises becomes the error of that row."""
     errors: dict[int, PDInferError] = {}
     for row, draw in enumerate(draws):
         if draw.processor is None:
@@ -261,14 +266,14 @@ def _of_shape(changed: object, logits_V: Tensor) -> Tensor:
 
 
 def _places(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(row, id) of every token of every row, as an index into [B, vocab]."""
+    """Return the (row, id) of every token of every row as an index into [B, vocab]."""
     ids = [np.asarray(row, dtype=np.int64) for row in tokens]
     rows = np.repeat(np.arange(len(ids)), [len(row) for row in ids])
     return torch.from_numpy(rows).to(device), torch.from_numpy(np.concatenate(ids)).to(device)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    """[B, 1] of the dtype and on the device of `like`."""
+    """Return the values as [B, 1], with the dtype and on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
 
 
@@ -288,7 +293,7 @@ def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _keep_top(scaled_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """top_k, then top_p of what is left; tokens tied with the last one kept are kept too."""
+    """Apply top_k, and then top_p to what is left. Tokens tied with the last one that is kept are kept too."""
     vocab = scaled_BV.shape[1]
     ordered_BV = scaled_BV.sort(-1, descending=True).values
     top_k = torch.tensor([param.top_k or vocab for param in params], device=scaled_BV.device).clamp_(max=vocab)

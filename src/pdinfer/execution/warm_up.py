@@ -1,7 +1,7 @@
-"""Warm-up: every size of step once, so that no request pays for what happens at a first use.
+"""Warm-up: every size of step runs once, so that no request pays for a first use.
 
-That is compilation, the caches that libraries keep per shape, and weights that the system has mapped but not read. The
-steps run on free pages, which are given back: nothing is evicted for them, and nobody finds what they wrote.
+A first use compiles, fills the caches that libraries keep per shape, and reads weights that the system has only mapped.
+The steps run on free pages and give them back. They evict nothing, and no request finds what they wrote.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pdinfer.types import RequestLimits, SamplingParams
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
-"""Decode is warmed up to this batch size: beyond it one more sequence changes little."""
+"""The largest batch size at which decode is warmed up. Beyond it one more sequence changes little."""
 
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
@@ -29,8 +29,8 @@ _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
 
 @attrs.frozen(kw_only=True)
 class WarmUpStep:
-    """One step of a warm-up: `kind` "prefill" of `size` tokens, or "decode" of `size` sequences, or "draft", the same
-    with drafts. `seconds` is how long this first time took."""
+    """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences) or "draft" (`size`
+    sequences with drafts). `seconds` is how long this first time took."""
 
     kind: str
     size: int
@@ -39,24 +39,24 @@ class WarmUpStep:
 
 @attrs.frozen(kw_only=True)
 class WarmUp:
-    """What a warm-up ran, in order."""
+    """The steps that a warm-up ran, in order."""
 
     steps: tuple[WarmUpStep, ...]
 
     @property
     def seconds(self) -> float:
-        """How long all of it took."""
+        """How long all steps took."""
         return sum(step.seconds for step in self.steps)
 
     @property
     def longest_s(self) -> float:
-        """How long its longest step took."""
+        """How long the longest step took."""
         return max((step.seconds for step in self.steps), default=0.0)
 
 
 @attrs.frozen(kw_only=True)
 class WarmUpRun:
-    """What a warm-up runs with."""
+    """A warm-up of one engine."""
 
     runner: Runner
     pool: PagePool
@@ -65,7 +65,7 @@ class WarmUpRun:
     clock: Callable[[], float]
 
     def prefill(self) -> Iterator[WarmUpStep]:
-        """A small prompt, and as long a chunk as steps have. Overloaded when no page is free."""
+        """Run a small prompt and a chunk as long as steps allow. Raise Overloaded when no page is free."""
         pool = self.pool
         self._check_free(1)
         chunk = self.config.chunked_prefill_size
@@ -83,8 +83,8 @@ class WarmUpRun:
                 pool.release(pages)
 
     def decode(self) -> Iterator[WarmUpStep]:
-        """Batches of 1, 2, 4, … sequences up to as many as may run, without drafts and with. Overloaded when no
-        sequence fits into the free pages."""
+        """Run batches of 1, 2, 4, … sequences, up to as many as may run, without drafts and with them. Raise Overloaded
+        when no sequence fits into the free pages."""
         pool, num_drafts = self.pool, self.config.num_draft_tokens
         num_pages = pool.layout.num_pages(2 + num_drafts)
         self._check_free(num_pages)
@@ -118,7 +118,7 @@ class WarmUpRun:
             pass
 
     def _token(self, at: int) -> int:
-        """Different ones, so that they go to different experts."""
+        """Return a token id. Different positions get different ids, so that they go to different experts."""
         return at * 7919 % self.limits.vocab_size
 
     def _check_free(self, num_pages: int) -> None:
@@ -130,5 +130,5 @@ class WarmUpRun:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """1, 2, 4, 8, … below `most`, and `most`."""
+    """Return 1, 2, 4, 8, … below `most`, and `most` itself."""
     return [*(1 << power for power in range((most - 1).bit_length())), most]

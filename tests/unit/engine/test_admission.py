@@ -34,7 +34,7 @@ LARGEST_MESSAGE = 400
 
 
 def request(**values: Any) -> Request:
-    """A good request of 3 + 8 tokens, with `values` put where they belong."""
+    """Return a good request of 3 + 8 tokens, with `values` put where they belong."""
     sampling = {name: value for name, value in values.items() if name in SAMPLING_FIELDS}
     others = {name: value for name, value in values.items() if name not in SAMPLING_FIELDS}
     good = {"prompt": (1, 2, 3), "sampling": SamplingParams(**{"max_new_tokens": 8, **sampling})}
@@ -42,7 +42,7 @@ def request(**values: Any) -> Request:
 
 
 def rows(row: str, field: str, limit: str, *values: object) -> list[Any]:
-    """One parameter set per value; `limit` is what the message says of the rule."""
+    """Return one parameter set per value. `limit` is what the message says about the rule."""
     return [pytest.param(field, value, limit, id=f"{row}-{field}-{index}") for index, value in enumerate(values)]
 
 
@@ -221,7 +221,7 @@ def test_each_engine_alone_refuses_what_it_cannot_hold(limit: RequestLimits) -> 
 
 
 def test_a_default_may_be_written_as_an_int() -> None:
-    """JSON has no 0.0: clients send `presence_penalty: 0`."""
+    """JSON has no 0.0, so clients send `presence_penalty: 0`."""
     sampling = SamplingParams(presence_penalty=0, frequency_penalty=0, repetition_penalty=1, temperature=1, top_p=1)
     check_request(Request(prompt=(1,), sampling=sampling), [])
 
@@ -235,12 +235,12 @@ def test_a_logits_processor_has_to_be_known_to_both_engines() -> None:
         check_request(named, [knows, DECODE])
 
 
-# -- how often a prompt is looked at -----------------------------------------------------------------------------------
+# -- how often a prompt is scanned -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What was looked at id by id, and how many ids."""
+    """Record what was scanned, and how many ids it had."""
     seen: list[tuple[str, int]] = []
     scan = admission._scan
 
@@ -252,7 +252,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
-def test_a_prompt_that_this_process_has_looked_at_is_not_looked_at_again(scans: list[tuple[str, int]]) -> None:
+def test_a_prompt_that_this_process_has_scanned_is_not_scanned_again(scans: list[tuple[str, int]]) -> None:
     checked = check_request(request(), [PREFILL])
     assert checked == request()
     assert type(checked.prompt) is CheckedTokens
@@ -276,7 +276,7 @@ def test_a_mark_does_not_travel() -> None:
     assert {type(part) for part in parts} == {tuple}
 
 
-def test_a_long_prompt_is_looked_at_once_by_a_pairing_and_its_engines(scans: list[tuple[str, int]]) -> None:
+def test_a_long_prompt_is_scanned_once_by_a_pairing_and_its_engines(scans: list[tuple[str, int]]) -> None:
     """Three doors in one process: the Pairing's, and those of decode and of prefill."""
     long = 100_000
     model = random_model(tiny_config("v3", max_position_embeddings=2 * long))

@@ -1,4 +1,4 @@
-"""DecodeEngine when a step goes wrong: who ends, who goes on, and that every page returns."""
+"""DecodeEngine when a step goes wrong: which requests end, which go on, and that every page returns."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def test_a_step_that_fails_ends_its_batch_and_the_engine_goes_on(
 
 @attrs.frozen
 class Bench:
-    """A decode engine, and the end that writes to it."""
+    """A decode engine, and the channel end that writes to it."""
 
     decode: pd.DecodeEngine
     prefill: KVChannel
     clock: VirtualClock
 
     def submit(self, request: pd.Request) -> list[pd.types.Event]:
-        """What the next step says to it."""
+        """Submit a request, and return the events of the next step."""
         self.decode.submit(request, writers=(self.prefill.address,))
         return self.decode.step()
 
     def hand_off(self, grant: pd.PageGrant, **more: Any) -> list[pd.types.Event]:
-        """Bytes, whatever they are, and the last word; what decode says to it."""
+        """Send some bytes and a hand-off, and return what decode says to it."""
         handoff = Handoff(room=grant.room, writer=self.prefill.address, status=HandoffStatus.LANDED, **more)
         pool = self.prefill.pool
         pages = pool.own(pool.layout.num_pages(grant.tokens.stop))

@@ -22,7 +22,7 @@ def two_threads() -> Iterator[None]:
 
 
 def watch_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of threads at each draw of tokens: of the first by prefill, of the others by decode."""
+    """Return the number of threads at each draw of tokens: the first by prefill, the others by decode."""
     seen = []
     head = pd.Model.head
 

@@ -1,4 +1,4 @@
-"""Who may have pages, and pages for drafts: only those that nobody else needs, and back after the step."""
+"""Which sequences may have pages. Drafts get only those that nobody else needs, and return them after the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tables_of(num_pages: int, **more: int) -> tuple[PagePool, PageTables]:
 
 
 def waiting(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, attempts: int = 0) -> Sequence:
-    """A sequence that holds nothing."""
+    """Return a sequence that holds nothing."""
     sequence = running(pool, num_tokens, max_tokens=max_tokens)
     pool.release(sequence.pages)
     sequence.state, sequence.pages, sequence.attempts = SequenceState.WAITING, [], attempts
@@ -90,7 +90,7 @@ def test_the_line_goes_by_priority_return_deadline_and_age() -> None:
 
 
 def running(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, protected: bool = False) -> Sequence:
-    """A sequence with pages for its next token, and if it is protected with all it can need."""
+    """Return a sequence with pages for its next token, or with all it can ever need if it is protected."""
     held = list(pool.own(pool.layout.num_pages(num_tokens)))
     spare = list(pool.own(pool.layout.num_pages(max_tokens) - len(held))) if protected else []
     return Sequence(
@@ -180,7 +180,7 @@ def test_what_is_kept_to_draft_from_goes_with_the_pages() -> None:
 
 
 def test_pages_of_a_room_that_was_given_up_wait_for_its_writers() -> None:
-    """And whoever comes meanwhile leaves the watermark, as if the room were in use."""
+    """A sequence that comes meanwhile leaves the watermark free, as if the room were in use."""
     pool, tables = tables_of(32)
     sequence = waiting(pool, 4)
     grant = tables.reserve(sequence, b"r" * 16, ())

@@ -1,4 +1,4 @@
-"""PrefillEngine by hand: what a failing step, a wrong grant, a cancel and a full window do."""
+"""PrefillEngine driven by hand: what a failing step, a wrong grant, a cancel and a full window do."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ SMALL = pd.CacheConfig(page_size=4, num_pages=16)
 
 @attrs.frozen
 class Bench:
-    """A prefill engine, and decode's end of its channel in our hands."""
+    """A prefill engine, and decode's end of its channel, which the test holds."""
 
     prefill: pd.PrefillEngine
     decode: KVChannel
     hub: LoopbackHub
 
     def grant(self, num_tokens: int = len(PROMPT), room: bytes = b"r" * 16) -> pd.PageGrant:
-        """Pages for that many tokens, expected by decode's end."""
+        """Grant pages for that many tokens, which decode's end expects."""
         pool = self.decode.pool
         pages = pool.grant(pool.layout.num_pages(num_tokens))
         grant = pd.PageGrant(
@@ -48,7 +48,7 @@ class Bench:
         return grant
 
     def run(self, steps: int = 8) -> list[Handoff]:
-        """Steps, and what decode's end heard."""
+        """Run some steps, and return what decode's end heard."""
         for _ in range(steps):
             assert self.prefill.step() == []
         return self.decode.poll()
@@ -56,7 +56,7 @@ class Bench:
 
 @contextlib.contextmanager
 def made(clock: Callable[[], float] = time.monotonic) -> Iterator[Bench]:
-    """A bench at whose end nothing is held."""
+    """Yield a bench, and check afterwards that the engine holds no page."""
     hub = LoopbackHub()
     ours, theirs = (KVChannel(pd.PagePool(MODEL, SMALL), LoopbackTransport(hub)) for _ in range(2))
     prefill = pd.PrefillEngine(MODEL, ours, pd.EngineConfig(chunked_prefill_size=8, send_window_bytes=1), clock=clock)
@@ -89,7 +89,7 @@ def test_a_prompt_lands_with_the_best_token(bench: Bench) -> None:
 
 
 def test_a_step_that_fails_ends_its_prompts_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when it fails after the hand-off of one of them."""
+    """This also holds when it fails after one of them was handed off."""
     bench.prefill.submit(request(), bench.grant())
     runner = bench.prefill.ranks.runner
 
@@ -148,7 +148,7 @@ def test_a_cancel_is_an_aborted_hand_off(bench: Bench, num_steps: int) -> None:
 
 
 def test_a_full_decode_holds_its_own_prompts_and_no_others(bench: Bench) -> None:
-    """And they go on as soon as the bytes have left."""
+    """They go on as soon as the bytes have left."""
     prefill, ours = bench.prefill, bench.prefill.channel
     full, held, free = bench.grant(room=b"f" * 16), bench.grant(room=b"h" * 16), pd.PagePool(MODEL, SMALL)
     pages = ours.pool.own(5)
@@ -187,7 +187,7 @@ def test_a_prompt_that_waits_for_pages_is_not_overtaken(bench: Bench) -> None:
 
 
 def submit(bench: Bench, name: str, num_tokens: int, **more: object) -> None:
-    """A prompt of that many tokens, with its name as its room."""
+    """Submit a prompt of that many tokens, with its name as its room."""
     asked = attrs.evolve(request(**more), request_id=name, prompt=PROMPT[:num_tokens])
     bench.prefill.submit(asked, bench.grant(num_tokens, name.encode() * 16))
 

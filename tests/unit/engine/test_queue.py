@@ -1,4 +1,4 @@
-"""Whose turn it is to get pages at decode: by order, now and then by age, and never without writers."""
+"""Which sequence gets pages next at decode: by order, now and then by age, and never without writers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bench:
         return sequence
 
     def turn(self) -> str:
-        """The id of the sequence whose turn it is; it waits again at once."""
+        """Return the id of the sequence whose turn it is, and let it wait again at once."""
         sequence = self.queue.next()
         assert sequence is not None
         self.queue.take(sequence)

@@ -1,4 +1,4 @@
-"""Who has the next turn, what runs in a step, and who gets pages."""
+"""Which request is next, what runs in a step, and which sequence gets pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSED = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 300)), max_size=1
 
 
 def split(classed: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Lengths, and their classes."""
+    """Return the lengths and their classes."""
     return [length for _, length in classed], [kind for kind, _ in classed]
 
 
@@ -51,7 +51,7 @@ def test_the_first_in_line_gets_half_of_a_chunk_or_all_it_needs(remaining: list[
 
 
 def steps_until_done(index: int, remaining: list[int], chunk_size: int, newcomers: Iterator[int]) -> int:
-    """Steps until a prompt is computed while one more joins the queue at each."""
+    """Return the number of steps until a prompt is computed while one more joins the queue at each step."""
     remaining = list(remaining)
     for number in count(1):
         remaining.append(next(newcomers))
@@ -68,7 +68,7 @@ def steps_until_done(index: int, remaining: list[int], chunk_size: int, newcomer
 def test_nobody_waits_longer_than_for_those_before_it_at_half_speed(
     remaining: list[int], chunk_size: int, newcomers: list[int], data: st.DataObject
 ) -> None:
-    """However many shorter ones keep coming."""
+    """It does not matter how many shorter ones keep coming."""
     index = data.draw(st.integers(0, len(remaining) - 1))
     steps = steps_until_done(index, remaining, chunk_size, cycle(newcomers))
     half = chunk_size - chunk_size // 2

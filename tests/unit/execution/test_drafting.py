@@ -1,4 +1,4 @@
-"""How often the MTP layer runs: as often on every rank, whatever each has to draft."""
+"""The MTP layer runs equally often on every rank, whatever each has to draft."""
 
 from __future__ import annotations
 

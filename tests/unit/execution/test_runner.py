@@ -1,4 +1,4 @@
-"""What a step leaves behind beside its tokens, and which drafts count as the model's own."""
+"""What a step leaves behind beside its tokens, and which drafts count as accepted."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def random_logits(rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
 
 
 def at(position: int, param: SamplingParams) -> Draw:
-    """The draw of the token at `position`."""
+    """Return the draw of the token at `position`."""
     return Draw(sampling=param, prompt=range(position), output=())
 
 
@@ -48,7 +48,7 @@ def draw(logits_V: Tensor, param: SamplingParams, position: int = 0) -> int:
 
 
 def drawn_set(logits_V: Tensor, param: SamplingParams, draws: int = 2000) -> set[int]:
-    """All tokens that come up over many positions."""
+    """Return all tokens that come up over many positions."""
     return set(tokens_of(logits_V.expand(draws, -1), [param] * draws, range(draws)))
 
 
@@ -90,7 +90,7 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
 def test_gumbel_noise_is_the_documented_hash(seed: int, position: int) -> None:
-    """So every device draws the same tokens, and every release."""
+    """So every device and every release draws the same tokens."""
     noise = gumbel_noise([seed], [position], VOCAB, CPU)[0]
     expected = [plain_noise(seed, position, token) for token in range(VOCAB)]
     assert noise.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
@@ -407,7 +407,7 @@ def test_the_order_is_bias_then_penalties_then_forbidden_then_processor() -> Non
 
 
 def only(*allowed: int) -> LogitsProcessor:
-    """A processor that allows these tokens."""
+    """Return a processor that allows only these tokens."""
 
     def processor(prompt: tuple[int, ...], output: tuple[int, ...], logits_V: Tensor) -> Tensor:
         masked = torch.full_like(logits_V, -math.inf)

@@ -1,4 +1,4 @@
-"""A warm-up runs every size of step, says so, and leaves everything else as it was."""
+"""A warm-up runs every size of step, reports them, and leaves everything else as it was."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = tuple(range(2, 15))
 def engines(
     model: pd.Model = MODEL, *, num_pages: int = 64, page_size: int = 4, **config: Any
 ) -> Iterator[tuple[pd.PrefillEngine, pd.DecodeEngine, pd.Pairing]]:
-    """A pair over one pool."""
+    """Yield a pair of engines over one pool."""
     pool = pd.PagePool(model, pd.CacheConfig(page_size=page_size, num_pages=num_pages))
     prefill_end, decode_end = pd.KVChannel.loopback(pool, pool)
     chosen = pd.EngineConfig(**config)
@@ -37,7 +37,7 @@ def engines(
 
 
 def serve(pairing: pd.Pairing) -> tuple[list[int | None], int]:
-    """The tokens behind PROMPT, and how many tokens of it were cached."""
+    """Return the tokens after PROMPT, and how many tokens of PROMPT were cached."""
     sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True)
     events = list(pairing.generate([pd.Request(prompt=PROMPT, sampling=sampling)]))
     assert events[-1].usage is not None
@@ -49,7 +49,7 @@ def ran(report: WarmUp) -> list[tuple[str, int]]:
 
 
 def watch_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens go through the model at a time."""
+    """Record how many tokens go through the model at a time."""
     seen = []
     stream = pd.Model.stream_layers
 
@@ -124,7 +124,7 @@ def test_nothing_else_changes(model: pd.Model) -> None:
 
 @pytest.fixture(scope="module")
 def recording(tmp_path_factory: pytest.TempPathFactory) -> pd.Model:
-    """A model that counts which experts are chosen."""
+    """Return a model that counts which experts are chosen."""
     folder = tmp_path_factory.mktemp("recording")
     write_checkpoint(folder, tiny_config_dict("v3"))
     return pd.load_model(folder, experts=pd.ExpertConfig(expert_distribution_recorder_mode="stat"))

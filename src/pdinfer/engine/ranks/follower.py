@@ -1,7 +1,7 @@
 """A follower: a rank that does with its channel and its pages what the leader of its attention group did.
 
-It decides nothing, so it cannot decide otherwise: no request, clock or random number reaches it. What its own channel
-sees, and the leader's cannot, it reports.
+It decides nothing, so it can never disagree: no request, clock or random number reaches it. It reports what only its
+own channel can see.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from pdinfer.parallel.slices import even_slices
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, SamplingParams
 
 LOOK_S = 0.05
-"""How often it looks which links are open."""
+"""The interval at which it looks which links are open."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class Follower:
-    """One follower's part in the steps of its group."""
+    """The part of one follower in the steps of its group."""
 
     def __init__(self, runner: ModelRunner, channel: KVChannel, lockstep: Lockstep, run_empty: RunEmpty) -> None:
         self._runner = runner
@@ -52,7 +52,7 @@ class Follower:
         self._looked_at = float("-inf")
 
     def step(self, *, is_closing: bool = False) -> None:
-        """Reports what is new here, takes orders, runs the model with the others."""
+        """Report what is new here, take orders, and run the model with the others."""
         self._report()
         agreement = self._lockstep.agree(is_closing=is_closing)
         if agreement is None:
@@ -102,7 +102,7 @@ class Follower:
             case say.Expect(grant):
                 self._expect(grant.unpack())
             case say.Abort(room, error):
-                if room in self._grants:  # else it has settled meanwhile
+                if room in self._grants:  # otherwise it has settled meanwhile
                     self._channel.abort(self._grants[room], error)
             case say.Accept(grant):
                 self._accept(grant.unpack())
@@ -114,7 +114,7 @@ class Follower:
                 self._drafts.pop(number, None)
 
     def _expect(self, grant: PageGrant) -> None:
-        # pages change hands in the leader's pool alone, so ours stay of generation 0
+        # only the leader's pool lets pages change hands, so ours stay at generation 0
         grant = attrs.evolve(grant, generations=self._channel.pool.generations(grant.pages))
         self._grants[grant.room] = grant
         self._channel.expect(grant)
@@ -129,7 +129,7 @@ class Follower:
             self._lockstep.tell(say.Stopped(grant.room, error))
 
     def _finish(self, grant: PageGrant, error: PDInferError | None) -> None:
-        """This rank's last word: its share has left, or will not come."""
+        """Hand off the share of this rank: it has left, or with an `error` it will not come."""
         self._refused.discard(grant.room)
         status = HandoffStatus.LANDED if error is None else HandoffStatus.ABORTED
         handoff = Handoff(room=grant.room, writer=self._channel.address, status=status, error=error)
@@ -162,7 +162,7 @@ class Follower:
 
 
 class SharedSampler:
-    """Draws on the leader, and gives its tokens to the followers: drafts are the input of what all ranks run next."""
+    """Draws on the leader and gives its tokens to the followers: drafts are the input of what all ranks run next."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

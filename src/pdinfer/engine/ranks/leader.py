@@ -1,8 +1,8 @@
-"""The leader of an attention group: its engine acts through these, and its followers are told to do the same.
+"""The channel and the runner of a leader: its engine acts through them, and its followers are told to do the same.
 
-An engine acts through a channel and a runner. Only the leader's engine decides; what it does travels as orders with the
-next agreement (`lockstep`), and what followers report is added to what its own channel says. Page ids in orders are the
-leader's, whose pool accounts for the pages of all ranks of the group.
+Only the engine of the leader decides. What it does travels as orders with the next agreement (`lockstep`), and what
+followers report is added to what its own channel says. Page ids in orders are the leader's, whose pool accounts for the
+pages of all ranks of the group.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from pdinfer.parallel.slices import even_slices
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, PeerKey, peer_key
 
 RunEmpty = Callable[[ModelRunner, Agreement], None]
-"""A role's step of the model without rows: as many collectives as with some."""
+"""Runs a role's step of the model without rows. It has as many collectives as a step with rows."""
 
 
 def empty_prefill(runner: ModelRunner, _: Agreement) -> None:
-    """Prefill's."""
+    """Run prefill's step without rows."""
     for _layer in runner.prefill([]):
         pass
 
 
 def empty_decode(runner: ModelRunner, agreement: Agreement) -> None:
-    """Decode's."""
+    """Run decode's step without rows."""
     runner.decode([], [], [], num_passes=agreement.num_passes)
 
 
 class RankRunner:
-    """Runs every step of a model together with all ranks, and tells followers, if there are any, what to run. What
-    they report goes to `channel`."""
+    """Runs every step of a model together with all ranks. It tells followers, if there are any, what to run. Their
+    reports go to `channel`."""
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class RankRunner:
         self._num_drafts = 0
 
     def idle(self, *, is_closing: bool = False) -> None:
-        """Takes part in what others run."""
+        """Take part in what other ranks run."""
         agreement = self._agree(is_closing=is_closing)
         if agreement is not None and agreement.runs:
             with self._lockstep.together():
                 self._run_empty(self._runner, agreement)
 
     def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """The next prefill runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
+        """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
         if self._has_followers:
             packed = [say.PackedRow.of(row) for row in rows]
             self._lockstep.tell(say.Prefill(packed, [grant.room for grant in grants], list(tokens)))
@@ -116,7 +116,7 @@ class RankRunner:
 
 @attrs.define
 class _Sent:
-    """A hand-off on its way: `done` when neither this rank nor a follower reads its pages any more."""
+    """A hand-off on its way. It is `done` when neither this rank nor a follower reads its pages any more."""
 
     own: Transfer
     waits_for: int
@@ -127,8 +127,8 @@ class _Sent:
 
 
 class RankChannel:
-    """The ends of an attention group's ranks as one: every rank is linked to every peer, and each writes an equal share
-    of the tokens. A room has landed when it has on all ranks."""
+    """The channel ends of all ranks in an attention group, used as one. Every rank is linked to every peer, and each
+    writes an equal share of the tokens. A room has landed once it has landed on all ranks."""
 
     def __init__(self, channel: KVChannel, lockstep: Lockstep) -> None:
         self._channel = channel
@@ -143,7 +143,7 @@ class RankChannel:
         self._sent: dict[bytes, _Sent] = {}
 
     def hear(self, rank: int, message: say.Message) -> None:
-        """Takes a follower's report."""
+        """Take a follower's report."""
         match message:
             case say.Linked(peers):
                 self._links[rank] = frozenset(map(peer_key, peers))
@@ -162,7 +162,7 @@ class RankChannel:
     # -- links ------------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """As of a KVChannel. Followers go on dialling until they are through; `connected` tells."""
+        """Connect as a KVChannel does. Followers go on dialling until they are connected, which `connected` tells."""
         self._channel.connect(peer, timeout_s=timeout_s)
         self._lockstep.tell(say.Connect(peer))
 
@@ -172,7 +172,7 @@ class RankChannel:
         return len(linked) == self._num_followers and self._channel.connected(peer)
 
     def close(self) -> None:
-        """As of a KVChannel; followers close theirs, so neither rooms nor pages wait for them any more."""
+        """Close as a KVChannel does. Followers close their own channels, so no room or page waits for them any more."""
         self._channel.close()
         self._num_followers = 0
         for sent in self._sent.values():
@@ -180,7 +180,7 @@ class RankChannel:
         self._sent.clear()
 
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
-        """Never: decode's pages are on other ranks too."""
+        """Return False: the pages of decode are on other ranks too."""
         return False
 
     # -- decode's side ----------------------------------------------------------------------------------------------
@@ -190,8 +190,8 @@ class RankChannel:
         self._lockstep.tell(say.Expect(PackedGrant.of(grant)))
 
     def expects(self, room: bytes) -> bool:
-        """Whether all ranks expect the room. A writer that hears of it before may be done, and its link lost, before a
-        follower that was held up listens for its word: that room would never settle."""
+        """Return whether all ranks expect the room. If a writer heard of the room earlier, it might finish and lose its
+        link before a slow follower listens for its hand-off, and the room would never settle."""
         return self._num_expecting[room] >= self._num_followers
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
@@ -199,7 +199,7 @@ class RankChannel:
         self._lockstep.tell(say.Abort(grant.room, error))
 
     def poll(self) -> list[Handoff]:
-        """The hand-offs of rooms that are settled on every rank; ABORTED when they are on one."""
+        """Return the hand-offs of rooms that are settled on every rank. A room is ABORTED if it is so on one rank."""
         for handoff in self._channel.poll():
             self._handoffs.setdefault(handoff.room, []).append(handoff)
         settled = [room for room in self._handoffs if len(self._settled.get(room, ())) >= self._num_followers]
@@ -228,7 +228,7 @@ class RankChannel:
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
     ) -> None:
-        """Sends this rank's share; followers send theirs, as the order to run these tokens told them."""
+        """Push this rank's share. Followers push theirs, as the order to run these tokens told them to."""
         for share in even_slices(tokens, self._size)[0]:
             self._channel.push(grant, layers=layers, tokens=share, pages=pages, ready=ready)
 

@@ -1,12 +1,12 @@
-"""Ranks move together: one small collective before each step of the model, in which all learn what all are about to do.
+"""Ranks move together: before each step of the model, all learn in one small collective what all are about to do.
 
-    rank 0   has rows ─ notify ─►│        │ model, with its rows   │ agree … nobody has rows: wait
+    rank 0   has rows ─ notify ─►│        │ model, with its rows   │ agree … no rank has rows: wait
     rank 1   sleeps ── wakes ───►│ agree  │ model, with none       │ agree …
     rank 2   sleeps ── wakes ───►│        │ model, with none       │ agree …
 
-A rank whose last agreement was idle takes part in the next one when it has something itself, when it is notified, or
-every BEAT_S: so a lost notification costs no more than that, and a rank that died is noticed without any work. Between
-agreements a rank decides alone; what must be the same on all ranks is decided from what the agreement says.
+After an idle agreement, a rank takes part in the next one when it has work itself, when it is notified, or after
+BEAT_S. So a lost notification costs no more than that, and a rank that died is noticed even without work. Between
+agreements each rank decides alone. What must be the same on all ranks is decided from the agreement alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Group, Groups
 
 BEAT_S = 0.1
-"""How often ranks agree when nobody has work."""
+"""The interval at which ranks agree when none has work."""
 
 
 @attrs.frozen(kw_only=True)
@@ -56,7 +56,7 @@ class Agreement:
 
     @property
     def runs(self) -> bool:
-        """Whether the model runs: on all ranks, or on none."""
+        """Whether the model runs. It runs on all ranks or on none."""
         return any(status.num_rows for status in self.statuses)
 
     @property
@@ -66,7 +66,7 @@ class Agreement:
 
 
 class Lockstep:
-    """One rank's part in the common sequence of steps; made by all ranks together. `rebalancing` does its part in each
+    """One rank's part in the common sequence of steps. All ranks make it together. `rebalancing` does its part in each
     agreement. `wake` is called from any thread when a step would do something. Once `lost` is set, every `agree` raises
     it."""
 
@@ -92,12 +92,13 @@ class Lockstep:
         self._wakeup = Wakeup(groups.world, self._hear)
 
     def tell(self, message: Message) -> None:
-        """With the next agreement: to the followers if this is the leader, else to the leader. Any thread."""
+        """Send a message with the next agreement, from the leader to its followers or from a follower to its leader.
+        Any thread may call it."""
         self._outbox.put(message)
         self._wake()
 
     def due_in_s(self) -> float:
-        """When to take part in an agreement though this rank has no rows; 0 for now."""
+        """Return in how many seconds to take part in an agreement although this rank has no rows; 0 for now."""
         if self._is_active or self._notified == self._number or self._outbox.peek() or self.lost is not None:
             return 0.0
         if self._rebalancing.has_news:
@@ -105,8 +106,8 @@ class Lockstep:
         return max(0.0, self._agreed_at + BEAT_S - self.clock())
 
     def agree(self, *, num_rows: int = 0, num_passes: int = 0, is_closing: bool = False) -> Agreement | None:
-        """Meets all ranks; None, without a collective, when this one has nothing to say and is not due. Raises RankLost
-        when one does not come within the groups' deadline."""
+        """Meet all ranks and return what all agreed on. Return None, without a collective, when this rank has nothing
+        to say and is not due. Raise RankLost when a rank does not come within the deadline of the groups."""
         if self.lost is not None:
             raise self.lost
         if not (num_rows or is_closing) and self.due_in_s():
@@ -138,8 +139,8 @@ class Lockstep:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around what all ranks do in the same way. A rank that leaves it early cannot catch up with the others and
-        does not go on: what it raised becomes a RankLost."""
+        """Enclose what all ranks do in the same way. A rank that leaves it early cannot catch up with the others and
+        has to stop: what it raised becomes a RankLost."""
         try:
             yield
         except RankLost as error:
@@ -156,7 +157,7 @@ class Lockstep:
             raise
 
     def close(self) -> None:
-        """Hears no more. A second call does nothing."""
+        """Stop listening to notifications. A second call does nothing."""
         self._wakeup.close()
 
     def _hear(self, number: int) -> None:
@@ -174,8 +175,8 @@ class Lockstep:
             )
 
     def _exchange(self, data: bytes, statuses: Sequence[RankStatus]) -> tuple[tuple[int, Message], ...]:
-        """In the attention group: the leader's orders to all, and the followers' reports to the leader. No collective
-        where there are none."""
+        """Send the leader's orders to all ranks of the attention group, and the followers' reports to the leader. Where
+        there are none, there is no collective."""
         group = self.groups.attention
         if group.size == 1:
             return ()
@@ -203,13 +204,13 @@ _FIELDS = tuple(field.name for field in attrs.fields(RankStatus))
 
 
 def gather_bytes(group: Group, data: bytes) -> list[bytes]:
-    """What each rank of the group has to say, in rank order; for what is said once."""
+    """Return the `data` of every rank of the group, in rank order. Meant for data that is exchanged only once."""
     counts = group.all_gather(torch.tensor([len(data)])).tolist()
     return [_bytes(part) for part in torch.split(group.all_gather_rows(_tensor(data), counts), counts)]
 
 
 def compare(world: Group, limits: Mapping[str, object]) -> None:
-    """Raises ConfigError, on every rank, for the first of `limits` that is not the same on all."""
+    """Raise ConfigError, on every rank, for the first of `limits` that is not the same on all."""
     everybody = [msgspec.msgpack.decode(data) for data in gather_bytes(world, msgspec.msgpack.encode(limits))]
     for name in sorted({name for theirs in everybody for name in theirs}):
         values = [theirs.get(name) for theirs in everybody]

@@ -1,7 +1,7 @@
 """What the leader of an attention group and its followers tell each other, as bytes in a collective.
 
-Orders say what the leader did: a follower does the same with its own channel and pages. Reports say what only a
-follower can know. Neither asks for an answer.
+Orders say what the leader did; a follower does the same with its own channel and pages. Reports say what only a
+follower can know. Neither is answered.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pdinfer.model.batch import Row
 from pdinfer.types import NamedState, PeerAddress
 
 VERSION = 2
-"""Of what is said here: the same on all ranks of an engine, which is checked when it is made."""
+"""The version of these messages. All ranks of an engine must have the same, which is checked when it is made."""
 
 
 class Connect(msgspec.Struct, tag="connect"):
-    """Order: dial this peer, and go on until it answers."""
+    """Order: dial this peer until it answers."""
 
     peer: PeerAddress
 
 
 class Expect(msgspec.Struct, tag="expect"):
-    """Order (decode): the grant's writers may write it."""
+    """Order (decode): let the writers of the grant write it."""
 
     grant: wire.PackedGrant
 
@@ -41,13 +41,13 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class Accept(msgspec.Struct, tag="accept"):
-    """Order (prefill): take on the grant."""
+    """Order (prefill): accept the grant."""
 
     grant: wire.PackedGrant
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """Order (prefill): say the last word on the room, LANDED without an `error`."""
+    """Order (prefill): hand the room off, LANDED unless there is an `error`."""
 
     room: Room
     error: PDInferError | None
@@ -74,7 +74,7 @@ class PackedRow(msgspec.Struct):
 
 
 class Prefill(msgspec.Struct, tag="prefill"):
-    """Order: run these rows, and of each push `tokens` of every layer into its room."""
+    """Order: run these rows, and after every layer push `tokens` of each into its room."""
 
     rows: Annotated[list[PackedRow], MANY]
     rooms: list[Room]
@@ -86,8 +86,8 @@ class Prefill(msgspec.Struct, tag="prefill"):
 
 
 class Decode(msgspec.Struct, tag="decode"):
-    """Order: run these rows. Where tokens are drafted, for each row the number of its draft (None: it has none), how
-    many tokens may be drafted, and the newest tokens of its output."""
+    """Order: run these rows. Where tokens are drafted, each row also has the number of its draft (None if it has none),
+    how many tokens may be drafted, and the newest tokens of its output."""
 
     rows: Annotated[list[PackedRow], MANY]
     drafts: list[Count | None] = []
@@ -105,46 +105,46 @@ class Decode(msgspec.Struct, tag="decode"):
 
 
 class KeepDraft(msgspec.Struct, tag="keep_draft"):
-    """Order: from now on `number` is the draft that begins with these states."""
+    """Order: keep the draft that begins with these states as `number`."""
 
     number: Count
     states: Annotated[list[NamedState], FEW]
 
 
 class DropDraft(msgspec.Struct, tag="drop_draft"):
-    """Order: the draft is not needed any more."""
+    """Order: forget a draft that is no longer needed."""
 
     number: Count
 
 
 class Expecting(msgspec.Struct, tag="expecting"):
-    """Report (decode): the room is expected here too."""
+    """Report (decode): this rank expects the room too."""
 
     room: Room
 
 
 class Settled(msgspec.Struct, tag="settled"):
-    """Report (decode): every writer of the room has stopped here; without an `error` its pages are whole."""
+    """Report (decode): every writer of the room has stopped here. Without an `error` its pages are complete."""
 
     room: Room
     error: PDInferError | None
 
 
 class Stopped(msgspec.Struct, tag="stopped"):
-    """Report (prefill): a decode does not want the room any more, or cannot be reached from here."""
+    """Report (prefill): a decode no longer wants the room, or cannot be reached from here."""
 
     room: Room
     error: PDInferError
 
 
 class Sent(msgspec.Struct, tag="sent"):
-    """Report (prefill): nothing reads the pages of a finished room any more."""
+    """Report (prefill): nothing here reads the pages of a finished room any more."""
 
     room: Room
 
 
 class Linked(msgspec.Struct, tag="linked"):
-    """Report: the peers this rank has open links to, whenever they change."""
+    """Report: the peers to which this rank has open links, sent whenever they change."""
 
     peers: Annotated[list[PeerAddress], MANY]
 
@@ -158,12 +158,12 @@ _decoder: msgspec.msgpack.Decoder[list[Message]] = msgspec.msgpack.Decoder(list[
 
 
 def encode(messages: Sequence[Message]) -> bytes:
-    """Several messages, in order."""
+    """Encode several messages in order."""
     return _encoder.encode(messages)
 
 
 def decode(data: bytes) -> list[Message]:
-    """The inverse; TransferError for bytes that are no messages, though another rank of the same program made them."""
+    """Decode messages. Raise TransferError for other bytes, although a rank of the same program sent them."""
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,7 +1,7 @@
-"""An engine among the ranks of its world: who leads and who follows, and how all begin, step and close together.
+"""An engine among the ranks of its world: which rank leads, which follow, and how all step and close together.
 
-The first rank of an attention group *leads*: its engine is the one that decides, through a channel and a runner that
-have the followers do the same. One rank alone is the smallest world: it leads, and nobody follows.
+The first rank of an attention group *leads*. Its engine decides, and acts through a channel and a runner that make the
+followers do the same. A single rank is the smallest world: it leads, and nobody follows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _log = logging.getLogger("pdinfer")
 
 
 class Ranks(ABC):
-    """One engine's place among its ranks.
+    """The place of one engine among its ranks.
 
-    `channel` and `runner` are what the engine acts through, `addresses` those of its group's ranks, the leader's first.
-    `follower` is what a rank does that takes no requests; None on a leader.
+    The engine acts through `channel` and `runner`. `addresses` are those of all ranks of its attention group, the
+    leader's first. `follower` does the work of a rank that takes no requests; it is None on a leader.
     """
 
     channel: KVChannel | RankChannel
@@ -48,36 +48,36 @@ class Ranks(ABC):
 
     @abstractmethod
     def check_leads(self) -> None:
-        """Raises RequestError on a rank that takes no requests."""
+        """Raise RequestError on a rank that takes no requests."""
 
     @abstractmethod
     def step(self, lead: Callable[[], None]) -> None:
-        """One step: `lead` where requests are taken, else what the leader of the group does. Raises RankLost."""
+        """Run one step: `lead` on a leader, and on a follower what its leader does. Raise RankLost."""
 
     @abstractmethod
     def announce(self, rows: Sequence[Row], grants: Sequence[PageGrant], tokens: Sequence[range]) -> None:
-        """The next prefill runs `rows`, and behind each layer `tokens` of each are pushed into its grant."""
+        """Tell followers to run `rows` in the next prefill, and to push `tokens` of each into its grant by layer."""
 
     @abstractmethod
     def due_in_s(self) -> float:
-        """When to step because of the other ranks or of experts that move; 0 for now, infinity for never."""
+        """Return in how many seconds to step because of other ranks or experts that move; infinity for never."""
 
     @abstractmethod
     def propagate(self, error: Exception) -> None:
-        """A step ended with `error`: raises it again where other ranks cannot know of it."""
+        """Raise again the `error` that ended a step, if there are other ranks, because they cannot know about it."""
 
     @abstractmethod
     def leave(self, reason: str) -> None:
-        """This rank drops what it has: raises RankLost, now and in every later step, where others cannot know of it."""
+        """Let this rank drop what it has. If there are other ranks, raise RankLost, now and in every later step."""
 
     @abstractmethod
     def close(self, *, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        """Closes with the other ranks: `begin` makes up for a step that did not end, where there is a way, and `end`
-        closes what a leader has."""
+        """Close together with the other ranks. `begin` recovers from a step that did not end, which only a single rank
+        can, and `end` closes what a leader has."""
 
 
 class SingleRank(Ranks):
-    """The only rank: what it says all say, and nobody else has to know."""
+    """The only rank. What it says is agreed at once, and nobody else has to be told."""
 
     are_closing = False
 
@@ -113,8 +113,8 @@ class SingleRank(Ranks):
 
 
 class SeveralRanks(Ranks):
-    """One of several; made by all of them together. `limits` must be the same on all, or each raises ConfigError. The
-    `inbox` is woken, from any thread, when a step would do something."""
+    """One of several ranks. All of them make it together. `limits` must be the same on all ranks, or each raises
+    ConfigError. The `inbox` is woken, from any thread, when a step would do something."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class SeveralRanks(Ranks):
         self._closed = True
 
     def _agree_to_close(self) -> None:
-        """Has the others close too in their next step, unless that is agreed already or they are lost."""
+        """Make the others close in their next step, unless that was agreed already or they are lost."""
         if self._lockstep.closing or self._lockstep.lost is not None:
             return
         if self.follower is not None:

@@ -1,4 +1,4 @@
-"""How a rank that sleeps is woken: its own inbox is empty, and another rank has work."""
+"""How one rank wakes the others: they sleep on empty inboxes while it has work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATAGRAM = struct.Struct(f"<{SECRET_BYTES}sq")
 """The secret of the rank that is woken, and a number."""
 LOOPBACK = "127.0.0.1"
 ANYWHERE = ("10.255.255.255", 9)
-"""Asked for the way there, a host tells the address it has in its network; nothing is sent."""
+"""A socket connected to this address shows which address the host has in its network. Nothing is sent."""
 
 
 class Wakeup(OfOneProcess):
@@ -55,13 +55,13 @@ class Wakeup(OfOneProcess):
         self._thread.start()
 
     def notify(self, number: int) -> None:
-        """Sends `number` to all others; never blocks."""
+        """Send `number` to all other ranks. Never block."""
         for address, secret in self._others:
-            with contextlib.suppress(OSError):  # whoever does not hear it looks by himself
+            with contextlib.suppress(OSError):  # a rank that does not hear it looks by itself
                 self._socket.sendto(DATAGRAM.pack(secret, number), address)
 
     def close(self) -> None:
-        """Ends the thread. A second call does nothing."""
+        """End the thread. A second call does nothing."""
         if not self._closing:
             self._closing = True
             self._socket.sendto(b"", self.address)
@@ -70,7 +70,7 @@ class Wakeup(OfOneProcess):
 
     def _listen(self) -> None:
         while not self._closing:
-            with contextlib.suppress(OSError):  # a peer's closed port is told here
+            with contextlib.suppress(OSError):  # the system reports a peer's closed port here
                 data = self._socket.recv(64)
                 if len(data) == DATAGRAM.size:
                     secret, number = DATAGRAM.unpack(data)
@@ -83,7 +83,7 @@ def _number(address: str) -> int:
 
 
 def _own_address() -> str:
-    """Where other hosts reach this one; loopback on a host without a network."""
+    """Return the address at which other hosts reach this one, or loopback on a host without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(ANYWHERE)

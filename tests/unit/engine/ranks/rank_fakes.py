@@ -1,4 +1,4 @@
-"""A group of ranks seen from one of them, alone in a test: what the others say is ours to write."""
+"""One rank of a group, alone in a test. The test writes what the other ranks say."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def handoff(room: bytes = b"r" * 16, status: HandoffStatus = LANDED, error: Exce
 
 
 def agreement(*heard: tuple[int, say.Message], num_rows: int = 0, num_passes: int = 0) -> Agreement:
-    """One in which some rank has so many rows and passes."""
+    """Return an agreement in which one rank has this many rows and passes."""
     return Agreement(
         (RankStatus(number=0), RankStatus(number=0, num_rows=num_rows, num_passes=num_passes)), tuple(heard)
     )
@@ -53,7 +53,7 @@ def agreement(*heard: tuple[int, say.Message], num_rows: int = 0, num_passes: in
 
 @attrs.define(eq=False)
 class FakeLockstep:
-    """Keeps what is told and what is said of oneself; `next` are the agreements to come, None for not due."""
+    """Keeps what is told and what the rank says of itself. `next` holds the agreements to come, None when not due."""
 
     groups: Groups
     told: list[say.Message] = attrs.field(factory=list)
@@ -64,7 +64,7 @@ class FakeLockstep:
 
     @classmethod
     def of(cls, rank: int) -> FakeLockstep:
-        """That of a rank of the group."""
+        """Make the lockstep of one rank of the group."""
         return cls(attrs.evolve(Groups.single(), attention=Group("attention", tuple(range(SIZE)), rank)))
 
     def tell(self, message: say.Message) -> None:
@@ -80,14 +80,14 @@ class FakeLockstep:
         yield
 
     def take(self) -> list[say.Message]:
-        """What was told since the last call."""
+        """Return what was told since the last call."""
         told, self.told = self.told, []
         return told
 
 
 @attrs.define(eq=False)
 class FakePool:
-    """Every page is of the generation 0, as a follower's are."""
+    """A pool in which every page is of generation 0, as in a follower's."""
 
     def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
         return (0,) * len(pages)
@@ -95,7 +95,7 @@ class FakePool:
 
 @attrs.define(eq=False)
 class FakeChannel:
-    """Keeps what it is asked to do; `handoffs` and `stops` are what comes next, `sent` what `finish` gave."""
+    """Keeps what it is asked to do. `handoffs` and `stops` come next; `sent` holds what `finish` returned."""
 
     address: PeerAddress = PREFILL
     calls: list[tuple[Any, ...]] = attrs.field(factory=list)
@@ -157,18 +157,18 @@ class FakeChannel:
         self.calls.append(("close",))
 
     def take(self) -> list[tuple[Any, ...]]:
-        """What it was asked since the last call."""
+        """Return what it was asked since the last call."""
         calls, self.calls = self.calls, []
         return calls
 
 
 def ready() -> None:
-    """What a runner may give with a layer."""
+    """Stand in for what a runner may yield with a layer."""
 
 
 @attrs.define(eq=False)
 class FakeRunner:
-    """Keeps what it is asked to run; a prefill has two layers."""
+    """Keeps what it is asked to run. A prefill has two layers."""
 
     drafts: bool = False
     calls: list[tuple[Any, ...]] = attrs.field(factory=list)

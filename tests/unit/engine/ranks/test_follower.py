@@ -55,7 +55,7 @@ class Following:
         self.emptied.append(agreed)
 
     def step(self, *orders: say.Message, num_rows: int = 0, num_passes: int = 0) -> list[say.Message]:
-        """One with these orders, and what was reported in it."""
+        """Run a step with these orders, and return what was reported in it."""
         heard = [(0, order) for order in orders]
         self.lockstep.next = [agreement(*heard, num_rows=num_rows, num_passes=num_passes)]
         self.follower.step()
@@ -226,7 +226,7 @@ def test_drafts_are_those_of_their_numbers() -> None:
 
 
 def test_all_ranks_go_on_with_the_tokens_that_the_leader_drew() -> None:
-    """A row that cannot be drawn from is an error on all of them."""
+    """A row from which no token can be drawn is an error on all ranks."""
     groups = groups_of(tp_size=3)
     logits_BV = 30 * torch.randn(3, 11, generator=torch.Generator().manual_seed(0))  # more than the noise
     logits_BV[1] = float("nan")

@@ -1,4 +1,4 @@
-"""What a leader does is done with its own channel and told to the followers; what followers see counts."""
+"""A leader does things with its own channel and tells its followers; what the followers see counts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STATE = NamedState(name="s", version=1, dtype="float32", shape=(1,), data=b"\0" 
 
 
 class Leader:
-    """The ends of a group of three, and a runner with them."""
+    """The channel and the runner of the leader in a group of three."""
 
     def __init__(self, *, drafts: bool = False) -> None:
         self.channel, self.lockstep, self.runner = FakeChannel(), FakeLockstep.of(0), FakeRunner(drafts)
@@ -83,7 +83,7 @@ def test_pages_are_read_until_this_rank_has_sent_them() -> None:
 
 
 def test_behind_the_close_nobody_is_waited_for() -> None:
-    """Followers close their channels too; then nothing reads their pages."""
+    """Followers close their channels too, and then nothing reads their pages."""
     leader = Leader()
     sent = leader.ends.finish(GRANT, handoff())
     leader.channel.sent[0].complete(None)
@@ -152,7 +152,7 @@ def test_what_is_decided_is_done_and_told_in_order() -> None:
 
 
 def test_a_room_is_expected_when_every_rank_has_said_so() -> None:
-    """Else a writer may be done, and its link lost, before a follower that was held up listens for its word."""
+    """Otherwise a writer might finish and lose its link before a slow follower listens for its hand-off."""
     leader = Leader()
     leader.ends.expect(GRANT)
     assert not leader.ends.expects(ROOM)

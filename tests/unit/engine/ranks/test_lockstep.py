@@ -1,4 +1,4 @@
-"""Ranks agree before each step: what everybody learns, who is woken, and what happens when one cannot go on."""
+"""Ranks agree before each step: what each learns, which are woken, and what happens when one cannot go on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_experts() -> Rebalancing:
 
 @contextmanager
 def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threading.Event]]]:
-    """One per rank, and an event for each that tells when it was woken; all have met once and found no work."""
+    """Yield a lockstep per rank, and an event per rank that is set when it is woken. All met once and had no work."""
     woken = [threading.Event() for _ in groups]
     made = on_ranks(groups, lambda one: Lockstep(one, no_experts(), woken[one.world.rank].set))
     with ExitStack() as stack:
@@ -47,7 +47,7 @@ def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threa
 
 
 def meet(lockstep: Lockstep, **status: int) -> Agreement:
-    """The next agreement, once this rank is due."""
+    """Return the next agreement once this rank is due."""
     while (agreement := lockstep.agree(**status)) is None:  # type: ignore[arg-type]
         time.sleep(min(0.01, lockstep.due_in_s()))
     return agreement
@@ -164,7 +164,7 @@ def test_a_rank_that_left_a_common_step_says_so_ever_after() -> None:
 
 
 def test_a_rank_that_is_lost_to_a_collective_is_lost_ever_after() -> None:
-    """The first reason is kept, and nobody is waited for again."""
+    """The first reason is kept, and no rank is waited for again."""
     groups = groups_of(dp_size=2)
     with locksteps(groups) as (made, _):
         abandon(groups)

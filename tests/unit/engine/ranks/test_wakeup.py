@@ -1,4 +1,4 @@
-"""How ranks wake each other: who can reach one that sleeps, and whose notifications count."""
+"""Ranks wake each other: who can reach a rank that sleeps, and whose notifications count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 20.0
 
 @contextmanager
 def wakeups(groups: list[Groups]) -> Iterator[tuple[list[Wakeup], list[queue.Queue[int]]]]:
-    """One per rank, and what each heard."""
+    """Yield a wakeup per rank, and what each of them heard."""
     heard: list[queue.Queue[int]] = [queue.Queue() for _ in groups]
     made = on_ranks(groups, lambda one: Wakeup(one.world, heard[one.world.rank].put))
     with ExitStack() as stack:
@@ -44,7 +44,7 @@ def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
 
 
 def test_between_hosts_it_listens_on_the_address_that_the_others_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hosts that are two loopback addresses."""
+    """Two loopback addresses stand for two hosts."""
     addresses = iter(["127.0.0.2", "127.0.0.3"])
     monkeypatch.setattr(wakeup, "_own_address", lambda: next(addresses))
     with wakeups(groups_of(dp_size=2)) as (made, heard):
