@@ -344,7 +344,7 @@ def static_but(change: Change) -> Change:
         (
             static_but(swap(f"{QUERY}.deq_scale", torch.full((24,), 1 << 40))),
             STATIC,
-            "{1}: tensor {q}.deq_scale holds integers that are no float32's bits",
+            "{1}: tensor {q}.deq_scale holds integers that are not the bits of a float32",
         ),
         (
             swap("model.norm.weight", torch.ones(150, dtype=torch.int8)),
