@@ -69,7 +69,7 @@ _AXK1 = attrs.evolve(_V3, architectures=("AXK1ForCausalLM",), moe_output_norm=Tr
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        # norm_topk_prob: the first code of V2 then drops routed_scaling_factor, transformers ignores the field.
+        # With norm_topk_prob the first code of V2 drops routed_scaling_factor, and transformers ignores the field.
         "deepseek_v2": Family(
             architectures=("DeepseekV2ForCausalLM",),
             scoring_func=ScoringFunc.SOFTMAX,

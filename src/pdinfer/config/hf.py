@@ -293,7 +293,7 @@ def _indexer_types(raw: Mapping[str, object]) -> tuple[IndexerType, ...]:
     from `index_skip_topk_offset - 1` on, every `index_topk_freq`-th is full, and all before are. Without any of them,
     every layer is full."""
     num_layers = raw.get("num_hidden_layers")
-    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig says what is wrong with it
+    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig refuses others
     given, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
     if given is None and isinstance(pattern, str):
         given = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]

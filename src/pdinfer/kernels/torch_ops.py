@@ -74,7 +74,7 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
 
 def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     """Return exact sums of int8 products."""
-    # CUDA's integer product wants aligned shapes; that of torch 2.13 for CPUs leaves sums of one product unwritten.
+    # CUDA's integer product needs aligned shapes, and that of torch 2.13 for CPUs does not write sums of one product.
     if x_TI.device.type != "cpu" or x_TI.shape[1] == 1:
         return reference.int8_sums(x_TI, numbers_OI)
     return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
@@ -259,7 +259,7 @@ def _absorbed(q_latent_THC: Tensor, q_rope_THR: Tensor, cached_TSW: Tensor, none
     """Compute the attention of each token over cached rows of its own, except where `none_TS`. Changes these rows."""
     if not none_TS.numel():
         return torch.full_like(q_latent_THC, torch.nan)
-    # unused slots may hold NaN of an earlier owner, and 0 * NaN is NaN
+    # unused slots may hold an earlier owner's NaN, and 0 * NaN is NaN
     cached_TSW = cached_TSW.masked_fill_(none_TS[..., None], 0)
     q_THW = torch.cat((q_latent_THC, q_rope_THR), -1)
     scores_THS = torch.bmm(q_THW, cached_TSW.transpose(1, 2)).float().mul_(scale)
@@ -286,7 +286,9 @@ def index_topk(
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing makes three times as much again of the scores
+        block = max(
+            1, SCORE_BLOCK_BYTES // (16 * context)
+        )  # choosing takes three times the scores' memory on top
         for start in range(0, num_queries, block):
             part = slice(first + start, first + min(start + block, num_queries))
             own = context - num_queries + start  # the position of the first of these queries

@@ -283,9 +283,9 @@ def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:
 
 def e4m3_to_float(numbers: Tensor) -> Tensor:
     """Return float8_e4m3fn as float32, exactly and NaN as NaN, in a fresh tensor."""
-    # Moved to the place of float16's exponent and mantissa they are 2^8 too small. Above these is a copy of the sign
-    # now, and must be 0; but for NaN, seven ones, where one more carries into that bit: there 1 makes it float16's NaN.
-    # Torch converts a CPU's e4m3 one by one; this is several times as fast.
+    # In the place of float16's exponent and mantissa the values are 2^8 too small. The bit above them then holds a copy
+    # of the sign and must become 0. Only for NaN, which is seven ones, adding one carries into that bit, and a 1 there
+    # makes it float16's NaN. Torch converts e4m3 one by one on a CPU; this is several times as fast.
     bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     bits ^= (bits + 0x80).bitwise_and_(0x4000)
     return bits.view(torch.float16).float().mul_(256)

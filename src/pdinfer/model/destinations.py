@@ -141,8 +141,8 @@ class Destinations:
             blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
             raise ConfigError(
                 f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
-                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
-                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
+                f"{'columns' if shard.axis else 'rows'} are not a multiple of {shard.size * unit}; use a smaller "
+                "tp_size or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
             )
 
     def _format(self, names: Sequence[str]) -> type:
