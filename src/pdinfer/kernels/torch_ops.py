@@ -286,9 +286,7 @@ def index_topk(
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        block = max(
-            1, SCORE_BLOCK_BYTES // (16 * context)
-        )  # choosing takes three times the scores' memory on top
+        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing takes three times the scores' memory on top
         for start in range(0, num_queries, block):
             part = slice(first + start, first + min(start + block, num_queries))
             own = context - num_queries + start  # the position of the first of these queries
