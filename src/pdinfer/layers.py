@@ -1,4 +1,4 @@
-"""The smallest parts: where weights come from, linear maps, norms, the gated MLP and rotary angles."""
+"""The smallest parts of a model: where weights come from, linear maps, norms, the gated MLP and rotary angles."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from pdinfer.trace import Trace, mark
 
 
 class WeightSource(Protocol):
-    """Where a part gets its tensors when it is built. Every tensor a model has is asked for by its checkpoint name, so
-    that building on a device without memory ("meta") lists what a checkpoint must hold."""
+    """The source of a part's tensors when it is built. A part asks for every tensor by its checkpoint name, so building
+    a model on a device without memory ("meta") lists what a checkpoint must hold."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
-        """The tensor called `name`, in the model's dtype unless `dtype` says otherwise. `shape` is that of the whole;
-        the tensor is the part that `shard` keeps of it."""
+        """Return the tensor called `name`, in the model's dtype unless `dtype` says otherwise. `shape` is that of the
+        whole tensor; the result is the part that `shard` keeps."""
 
     def find(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor | None:
-        """As `take`, or None where a tensor called `name` is neither promised nor there."""
+        """Return what `take` returns, or None where there is no tensor called `name`."""
 
     def weight(self, names: Sequence[str], rows: int, columns: int, shard: Shard = WHOLE) -> Weight:
-        """The matrices [rows, columns] called `names`, or the part of each that `shard` keeps, one below the other, in
-        the format the source holds them in."""
+        """Return the matrices [rows, columns] called `names`, or the part of each that `shard` keeps, one below the
+        other, in the format that the source holds them in."""
 
     def format(self, name: str) -> type:
-        """The class of `Weight` that `weight` would hold this matrix in."""
+        """Return the class of `Weight` that `weight` would hold this matrix in."""
 
     def stack(self, names: Sequence[Sequence[str]], rows: int, columns: int) -> Weight:
-        """The same for every expert: a stack with as many as there are lists of names."""
+        """Return such a weight for every expert: a stack with one for each list of names."""
 
 
 @attrs.frozen
 class Linear:
-    """x @ weight.T, weight [out, in] in any format. Only what was quantized together with a bias has one."""
+    """x @ weight.T, with a weight [out, in] in any format. It has a bias only where one was quantized with the
+    weight."""
 
     weight: Weight
     op: Callable[[Tensor, Any], Tensor]
@@ -65,8 +66,8 @@ class Linear:
 
 @attrs.frozen
 class RowParallelLinear:
-    """A linear map of inputs whose channels are divided over `group`: each rank has the columns of the weight for its
-    channels (rows, in Megatron's transposed view, hence the name), and the products are summed."""
+    """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
+    channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
 
     linear: Linear
     group: Group
@@ -77,8 +78,8 @@ class RowParallelLinear:
 
 @attrs.frozen
 class GatheredLinear:
-    """The same for a format that scales each token over all of its channels, which no rank has: the inputs are
-    gathered, each rank makes a part of the outputs, and these are gathered too."""
+    """A linear map of divided inputs in a format that scales each token over all of its channels, which no rank has.
+    The inputs are gathered, each rank computes a part of the outputs, and these are gathered too."""
 
     linear: Linear
     group: Group
@@ -90,7 +91,7 @@ class GatheredLinear:
 def row_parallel(
     source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops, group: Group
 ) -> Callable[[Tensor], Tensor]:
-    """The map from inputs divided over `group` to whole outputs on each of its ranks."""
+    """Build the map from inputs divided over `group` to whole outputs on each of its ranks."""
     if source.format(f"{name}.weight") is Int8Dynamic:
         linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size))
         return linear if group.size == 1 else GatheredLinear(linear, group)
@@ -100,7 +101,7 @@ def row_parallel(
 
 @attrs.frozen
 class RMSNorm:
-    """Root-mean-square norm over the last axis, and the bias that INT8 checkpoints may add to tame outliers."""
+    """A root-mean-square norm over the last axis, with the bias that INT8 checkpoints may add to tame outliers."""
 
     weight_D: Tensor
     eps: float
@@ -118,7 +119,7 @@ class RMSNorm:
 
 @attrs.frozen
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)); gate and up are one matrix, gate rows first."""
+    """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first."""
 
     gate_up: Linear
     down: Callable[[Tensor], Tensor]
@@ -128,7 +129,7 @@ class GatedMLP:
     def build(
         cls, source: WeightSource, name: str, hidden_size: int, intermediate_size: int, ops: Ops, group: Group = ALONE
     ) -> GatedMLP:
-        """The intermediate channels are divided over `group`."""
+        """Ask `source` for the three matrices. The intermediate channels are divided over `group`."""
         names = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
         shard = Shard(group.rank, group.size)
         gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size, shard), ops)
@@ -141,7 +142,7 @@ class GatedMLP:
 
 @attrs.frozen
 class Rotary:
-    """Angles of the rotary embedding: position * inv_frequency, with YaRN's amplitude folded into cos and sin."""
+    """The angles of the rotary embedding: position * inv_frequency. Cos and sin include YaRN's amplitude."""
 
     inv_frequency_F: Tensor
     amplitude: float
@@ -152,6 +153,6 @@ class Rotary:
         return cls(frequencies.to(device), config.rope_attention_factor)
 
     def __call__(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos_TF, sin_TF), float32, F = qk_rope_head_dim / 2."""
+        """Return (cos_TF, sin_TF), float32, F = qk_rope_head_dim / 2."""
         angle_TF = positions_T[:, None].float() * self.inv_frequency_F
         return angle_TF.cos() * self.amplitude, angle_TF.sin() * self.amplitude

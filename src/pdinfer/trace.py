@@ -1,19 +1,19 @@
-"""A profile on demand: what the steps of an engine spend their time on, for https://ui.perfetto.dev or chrome://tracing.
+"""A profile on demand: where the steps of an engine spend their time, for https://ui.perfetto.dev or chrome://tracing.
 
-A file per engine, and in it one track, on which steps are spans and their parts lie side by side:
+Each engine writes a file with one track. On it a step is a span, and its parts lie side by side:
 
     step  schedule │ batch │ embed │ attention │ mlp │ attention │ router │ experts │ … │ head │ sample │ emit
-                                                                   (in prefill a push behind every layer)
+                                                                   (in prefill a push after every layer)
 
 - schedule: what came, what landed, who may run; batch: the index tensors; push: pages given to the channel; emit:
-  events, hand-offs, pages returned. These four, and what lies between parts, are the host's time: a span's `host_us`.
+  events, hand-offs, pages returned. These four, and the gaps between parts, are the host's time: a span's `host_us`.
 - embed, attention (with both norms of the layer, and the indexer), router, experts (dispatch, routed and shared ones,
-  combine), mlp (of a dense layer), head (final norm, logits) and sample are the model's.
-- "draft" is a span of its own inside a step, with parts of the MTP layer; "warm_up" is one instead of a step.
+  combine), mlp (of a dense layer), head (final norm, logits) and sample are the model's time.
+- "draft" is a span of its own inside a step, with parts of the MTP layer. "warm_up" is a span instead of a step.
 
-Times are those of the host. On a CUDA device ops run behind it: a part then lasts as long as its work took to launch,
-and what waits for the device (the counts that experts need, sample) shows the rest. With CUDA_LAUNCH_BLOCKING=1 in the
-environment the host waits for every op, and all is slower.
+Times are those of the host. On a CUDA device ops run behind it. A part then lasts as long as the launch of its work,
+and only parts that wait for the device (the counts that experts need, sample) show the rest. With
+CUDA_LAUNCH_BLOCKING=1 in the environment the host waits for every op, and everything is slower.
 
 The format is Google's "Trace Event Format", as a JSON object: complete events ("X"), counters ("C"), metadata ("M").
 """
@@ -36,9 +36,10 @@ from pdinfer.errors import ConfigError
 STEP = "step"
 HOST_PARTS = frozenset({"schedule", "batch", "push", "emit"})
 MAX_EVENTS = 1 << 18
-"""Spans and parts that are kept, the newest: those of about 3000 steps of a model of 27 layers, in about 80 MB."""
+"""The most spans and parts that are kept. The newest stay: those of about 3000 steps of a model of 27 layers, in about
+80 MB."""
 IDLE_NS = 100_000
-"""A span in which no model ran and that was shorter is left out: a host that polls would fill the file with them."""
+"""A shorter span in which no model ran is left out, because a host that polls would fill the file with them."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -52,7 +53,8 @@ class _Event:
 
 
 class Trace:
-    """The newest MAX_EVENTS spans and parts of one engine, in memory until `write`. Used from the thread that steps."""
+    """The newest MAX_EVENTS spans and parts of one engine, held in memory until `write`. Only the thread that steps
+    uses it."""
 
     def __init__(
         self,
@@ -73,8 +75,8 @@ class Trace:
 
     @classmethod
     def in_folder(cls, folder: str | os.PathLike[str], role: str, engine_id: bytes) -> Trace:
-        """The trace of one engine, which will be `folder/<role>-<its id>.json`. Makes the folder; ConfigError when that
-        is impossible."""
+        """Return the trace of one engine, which will be `folder/<role>-<its id>.json`. Makes the folder, and raises
+        ConfigError when that is impossible."""
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -83,14 +85,14 @@ class Trace:
         return cls(Path(folder) / f"{role}-{short}.json", f"{role} {short}", int(short, 16))
 
     def mark(self, name: str, **values: int) -> None:
-        """From now on the innermost open span is at `name`; what it was at before ends."""
+        """Mark that the innermost open span is at `name` from now on. The part it was at ends."""
         now = self._clock_ns()
         self._end_part(now)
         self._part = (name, now, values)
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A span around what is done inside; ends the part it begins in."""
+        """Open a span around what is done inside, and end the part that it begins in."""
         start = self._clock_ns()
         self._end_part(start)
         model_before = self._model_ns
@@ -115,8 +117,7 @@ class Trace:
                 self._model_ns += now - start
 
     def write(self) -> None:
-        """Writes the file anew. One that cannot be written is logged, not raised: it is the engine that is being
-        closed."""
+        """Write the file anew. A failure is logged and not raised, because the engine is being closed."""
         try:
             with self.file.open("w", encoding="utf-8") as file:
                 file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
@@ -126,7 +127,8 @@ class Trace:
             _log.error("a trace could not be written: %s", error)
 
     def _json_events(self) -> Iterator[dict[str, object]]:
-        """Times in microseconds of the machine's monotonic clock, so that files of several engines fit together."""
+        """Yield the events as JSON objects. Times are microseconds of the machine's monotonic clock, so that files of
+        several engines fit together."""
         track = {"pid": os.getpid(), "tid": self._track}
         yield {"name": "process_name", "ph": "M", **track, "args": {"name": f"pdinfer {track['pid']}"}}
         yield {"name": "thread_name", "ph": "M", **track, "args": {"name": self._name}}
@@ -138,11 +140,11 @@ class Trace:
 
 
 def mark(trace: Trace | None, name: str, **values: int) -> None:
-    """Mark where a step is (`Trace.mark`); nothing without a trace."""
+    """Mark where a step is (`Trace.mark`). Does nothing without a trace."""
     if trace is not None:
         trace.mark(name, **values)
 
 
 def span(trace: Trace | None, name: str) -> contextlib.AbstractContextManager[None]:
-    """`trace.span(name)`; nothing without a trace."""
+    """Open `trace.span(name)`. Does nothing without a trace."""
     return contextlib.nullcontext() if trace is None else trace.span(name)

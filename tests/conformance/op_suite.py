@@ -40,7 +40,7 @@ def for_every_provider(test: Any) -> Any:
 
 
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
-    """The op as `provider` does it; skips the test where it cannot run or does not offer it."""
+    """Return the op of `provider`. Skips the test where the provider cannot run or does not offer it."""
     try:
         return getattr(resolve_ops(torch.device(device), dtype, forced={name: provider}).ops, name)
     except BackendUnavailable as error:
@@ -52,7 +52,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "cpu") -> FP8Blocks:
-    """Numbers [..., parts * rows, columns] for a shape (..., rows, columns), and scales far from one another."""
+    """Return numbers [..., parts * rows, columns] for a shape (..., rows, columns), with scales far from one
+    another."""
     *lead, rows, columns = shape
     numbers = draw(*lead, parts * rows, columns, seed=1) * 100
     scale = draw(*lead, parts * math.ceil(rows / 128), math.ceil(columns / 128), seed=2).exp() * 0.01 * columns**-0.5
@@ -87,13 +88,13 @@ def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> I
 
 
 def assert_turned(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Two products and their sum, of numbers no larger than the head is long."""
+    """Assert equality but for two products and their sum, of numbers no larger than the head is long."""
     assert_within(got, exact, 2 * gamma(3) * exact.norm(dim=-1, keepdim=True), dtype)
 
 
 @attrs.frozen
 class Attention:
-    """Inputs of both attention ops: sequences whose pages lie anywhere, every slot that is not theirs a NaN."""
+    """Inputs of both attention ops: sequences whose pages lie anywhere, and NaN in every slot that is not theirs."""
 
     dtype: torch.dtype
     heads: int
@@ -104,7 +105,7 @@ class Attention:
 
     @property
     def owned(self) -> list[list[int]]:
-        """The pages of each sequence: those of all sequences shuffled, one page left out."""
+        """The pages of each sequence. Those of all sequences are shuffled, and one page is left out."""
         sizes = [-(-context // self.page_size) for context in self.contexts]
         shuffled = torch.randperm(sum(sizes) + 1, generator=torch.Generator().manual_seed(3)).tolist()
         return [[shuffled.pop() for _ in range(size)] for size in sizes]
@@ -128,7 +129,7 @@ class Attention:
 
     @property
     def of_prefill(self) -> tuple[Tensor, Tensor]:
-        """Queries and kv_b."""
+        """The queries and kv_b."""
         latent, rope, nope, v = self.dims
         q = draw(sum(self.query_lens), self.heads, nope + rope).to(self.dtype)
         return q, (draw(self.heads * (nope + v), latent, seed=1) * latent**-0.5).to(self.dtype)
@@ -159,7 +160,7 @@ class Attention:
         return result
 
     def unpacked(self) -> Tensor:
-        """What the pages are worth, in float64."""
+        """The values of the pages in float64."""
         return self.pages.double()
 
     def exact(self, name: str) -> Tensor:
@@ -167,7 +168,7 @@ class Attention:
         return (self.prefill if name == "mla_prefill" else self.decode)(op, self.unpacked(), Tensor.double)
 
     def error(self, name: str) -> Tensor:
-        """How far from it a result may be."""
+        """Return how far from the exact result a result may be."""
         latent, _, nope, v = self.dims
         prefill, pages, first, errors = name == "mla_prefill", self.unpacked(), 0, []
         q_THQ = self.of_prefill[0].double() if prefill else torch.cat(self.of_decode, -1).double()
@@ -196,12 +197,12 @@ class Attention:
 
 
 def contexts_of(page_size: int, count: int) -> tuple[int, ...]:
-    """Lengths on both sides of the borders of pages."""
+    """Return lengths on both sides of the borders of pages."""
     return (page_size + 1, 1, page_size, max(1, 3 * page_size - 1), 2 * page_size)[:count]
 
 
 def query_lens_of(contexts: Sequence[int]) -> tuple[int, ...]:
-    """A whole prompt, a single token, and chunks behind what is cached already."""
+    """Return the query lengths of a whole prompt, a single token, and chunks after what is cached already."""
     wanted = (contexts[0], 1, 1, 4, contexts[-1] // 2 + 1) if contexts else ()
     return tuple(min(context, want) for context, want in zip(contexts, wanted, strict=False))
 

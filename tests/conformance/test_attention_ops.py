@@ -62,7 +62,7 @@ def test_attention(
 def test_long_contexts_are_decoded_in_parts(
     provider: str, device: str, dtype: torch.dtype, part_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Native ones; their parts have maxima of their own. Lengths on both sides of the borders of parts."""
+    """Native decode joins parts that have maxima of their own. Lengths lie on both sides of the borders of parts."""
     monkeypatch.setattr(native, "PART_TOKENS", part_tokens)
     contexts = (1500, 1, 1024, 1025, 2100) if part_tokens == 1024 else (150, 31, 32, 33, 320)
     Attention(dtype, 2, 16, contexts, (1,) * 5, (32, 32, 34, 64)).check("mla_decode", provider, device)
@@ -73,7 +73,7 @@ def test_long_contexts_are_decoded_in_parts(
 def test_native_prefill_expands_a_context_piece_by_piece(
     keys: int, page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pieces end with a page; before, within and behind the queries' own positions."""
+    """Pieces end with a page: before, within and after the queries' own positions."""
     monkeypatch.setattr(native, "KEYS", keys)
     case = Attention(torch.bfloat16, 2, page_size, (150, 33, 64, 97), (150, 20, 1, 60), (32, 32, 34, 64))
     case.check("mla_prefill", "native")
@@ -95,6 +95,6 @@ def test_attention_does_not_see_other_sequences(provider: str, device: str, dtyp
 def test_the_size_of_a_block_of_scores_changes_nothing(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of one query, of a number that does not divide the queries, and of all of them."""
+    """The blocks hold one query, a number that does not divide the queries, or all of them."""
     monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", block_bytes)
     Attention(dtype, 3, 16, (40, 33), (40, 20)).check("mla_prefill", "torch")

@@ -1,4 +1,4 @@
-"""What native kernels cannot read they leave to torch: other dtypes, and elements that lie apart."""
+"""Native kernels leave to torch what they cannot read: other dtypes, and elements that lie apart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ OTHER_DTYPES: dict[str, Any] = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", OTHER_DTYPES)
 def test_native_ops_leave_other_dtypes_to_torch(name: str, dtype: torch.dtype) -> None:
-    """They would read their bits as bfloat16."""
+    """Otherwise they would read their bits as bfloat16."""
     if name in ("linear", "grouped_mlp") and dtype == torch.float32:
         pytest.skip("native has such products: test_a_router_stays_float32")
     inputs = OTHER_DTYPES[name](dtype)
@@ -60,7 +60,7 @@ def test_native_norm_takes_a_weight_of_another_dtype_from_torch() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "rms_norm", "gated_silu", "rotate", "heads_in", "heads_out"])
 def test_native_ops_read_strided_rows(name: str) -> None:
-    """Rows that lie apart, and elements that do."""
+    """Rows may lie apart, and so may elements."""
     op = op_of("native", name, "cpu", torch.bfloat16)
     x, *rest = OTHER_DTYPES[name](torch.bfloat16)
     wide = torch.cat((x, torch.full_like(x, torch.nan)), -1)

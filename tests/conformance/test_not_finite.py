@@ -37,14 +37,15 @@ Run = Callable[..., Tensor]
 
 
 def put(x: Tensor, at: tuple[int, ...], bad: float) -> Tensor:
-    """A copy with one bad element."""
+    """Return a copy with one bad element."""
     x = x.clone()
     x[at] = bad
     return x
 
 
 def assert_lost(run: Callable[[], Tensor], run_bad: Callable[[], Tensor], rows: set[int]) -> None:
-    """With the bad value the rows (of the first axis) in `rows` are not finite, and the others as without it."""
+    """Assert that the rows (of the first axis) in `rows` are not finite, and that the others are as without the bad
+    value."""
     good, got = run(), run_bad()
     assert good.isfinite().all()
     assert {row for row in range(len(got)) if not got[row].isfinite().all()} == rows
@@ -169,7 +170,7 @@ def test_a_row_or_a_weight_of_an_expert_stays_so(provider: str, dtype: torch.dty
 def test_a_router_with_a_logit_that_is_not_finite_weighs_nothing(
     provider: str, bad: float, groups: int, rule: str
 ) -> None:
-    """Wherever the expert stands, chosen or not; the experts it names can be counted."""
+    """This holds wherever the expert stands, chosen or not. The experts it names can still be counted."""
     op = op_of(provider, "route", "cpu", torch.bfloat16)
     bias = draw(16, seed=3) * 0.1 if rule == "biased" else None
     run = partial(
@@ -246,7 +247,7 @@ class Cached:
         return op(*queries, pages, self.table, torch.tensor(self.contexts), scale=0.25)
 
     def sparse(self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor]) -> Tensor:
-        """Everything is chosen."""
+        """Attend with everything chosen."""
         at = torch.arange(40).expand(3, -1)
         selected = torch.where(at < torch.tensor(self.contexts)[:, None], at, -1)
         op = op_of(provider, "mla_sparse", "cpu", self.dtype)
@@ -272,7 +273,7 @@ every_page_format = pytest.mark.parametrize("packed", [False, True], ids=["plain
 
 
 def readers(case: Cached, slot: int) -> set[int]:
-    """The sequences that read a slot."""
+    """Return the sequences that read a slot."""
     return {row for row, context in enumerate(case.contexts) if slot in {case.slot(row, at) for at in range(context)}}
 
 
@@ -284,7 +285,8 @@ def readers(case: Cached, slot: int) -> set[int]:
 def test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it(
     provider: str, dtype: torch.dtype, bad: float, form: str, packed: bool
 ) -> None:
-    """In its latent or its rotated key; at both ends of a context and of its blocks; shared or not; in every head."""
+    """The bad value is in the latent or the rotated key, at both ends of a context and of its blocks, in shared rows
+    and others, and in every head."""
     case = Cached(dtype, packed)
     run, queries = getattr(case, form), case.queries(3)
     good = run(provider, case.pages(), queries)
@@ -320,7 +322,7 @@ def test_a_query_that_is_not_finite_is_lost_alone(provider: str, dtype: torch.dt
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("position", [0, 21, 39])
 def test_a_score_that_overflows_is_seen(provider: str, dtype: torch.dtype, form: str, sign: int, position: int) -> None:
-    """All products of one sign, so that the sum overflows in any order."""
+    """All products have one sign, so that the sum overflows in any order."""
     case = Cached(dtype)
     run, (q_latent, q_rope) = getattr(case, form), case.queries(3)
     q_rope[0] = 2e19
@@ -356,7 +358,7 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
 def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
     provider: str, dtype: torch.dtype, bad: float, small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one block of context or in many; the other prompt of the batch feels nothing."""
+    """The context is one block or many. The other prompt of the batch feels nothing."""
     if small:
         monkeypatch.setattr(native, "KEYS", 32)
         monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", 1)
@@ -386,7 +388,7 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
 def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
     provider: str, dtype: torch.dtype, bad: float, packed: bool
 ) -> None:
-    """And attention to nothing is NaN. Tokens before a bad key, and other sequences, choose what they chose."""
+    """Attention to nothing is NaN. Tokens before a bad key, and other sequences, choose what they chose."""
     index_topk = op_of(provider, "index_topk", "cpu", dtype)
     kind = torch.uint8 if packed else dtype
     rows, q, weights = draw(5 * 8, 16).to(dtype), draw(9, 2, 16).to(dtype), draw(9, 2)
@@ -442,7 +444,7 @@ def test_what_is_stored_and_read_again_stays_so(provider: str, dtype: torch.dtyp
 
 
 def codes() -> Iterator[tuple[int, bool]]:
-    """Every e4m3 byte, and whether it is NaN."""
+    """Return every e4m3 byte, and whether it is NaN."""
     return ((code, code & 0x7F == 0x7F) for code in range(256))
 
 

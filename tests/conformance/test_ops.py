@@ -95,7 +95,7 @@ def test_grouped_mlp(
 def test_products_of_heads(
     provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int, outs: int
 ) -> None:
-    """Views of larger tensors, as in models."""
+    """The inputs are views of larger tensors, as in models."""
     x, weight = draw(rows, heads, width + 3).to(dtype), (draw(heads, width + 8, outs, seed=1) * width**-0.5).to(dtype)
     got = op_of(provider, "heads_in", device, dtype)(x.to(device)[..., :width], weight.to(device)[:, :width])
     assert_heads(got, reference.heads_in, x[..., :width], weight[:, :width], dtype)
@@ -138,7 +138,7 @@ def test_rows_of_experts(provider: str, device: str, dtype: torch.dtype, tokens:
 @every_device
 @pytest.mark.parametrize("width", [32, 45, 167])
 def test_a_router_stays_float32(provider: str, device: str, width: int) -> None:
-    """Also in a model whose other products are bfloat16."""
+    """This holds also in a model whose other products are bfloat16."""
     x, weight = draw(3, width), draw(8, width, seed=1)
     got = op_of(provider, "linear", device, torch.bfloat16)(x.to(device), weight.to(device))
     x, weight = x.double(), weight.double()

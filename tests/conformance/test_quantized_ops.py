@@ -31,7 +31,7 @@ from tests.rounding import (
 
 
 def outliers(rows: int, columns: int) -> Tensor:
-    """Activations of several sizes; a token of zeros; a token that no format holds without a scale."""
+    """Return activations of several sizes, with a token of zeros and a token that no format holds without a scale."""
     x = draw(rows, columns)
     x[:1] *= 1000
     x[1:2] = 0
@@ -74,7 +74,7 @@ def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
 
 
 def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
-    """What activations and weights are worth, element by element of the scales, in float64."""
+    """Return the values of activations and weights, element by element of the scales, in float64."""
     rows, columns = weight.numbers.shape
     worth, numbers = weight.numbers.double(), x.double().clone()
     of_part = math.ceil(rows // weight.parts / 128)

@@ -24,7 +24,7 @@ from tests.rounding import (
 
 @attrs.frozen
 class Routing:
-    """One routing rule; `bias` is added to random biases, None means the rule has none."""
+    """One routing rule. `bias` is added to random biases; None means that the rule has no biases."""
 
     name: str
     sigmoid: bool
@@ -43,7 +43,8 @@ class Routing:
         return None if self.bias is None else draw(self.experts, seed=5) * 0.15 * (not self.even) + self.bias
 
     def expected(self, logits: Sequence[float]) -> list[tuple[int, float]]:
-        """(id, weight) of each chosen expert of one token, best first, by the rule's definition in plain floats."""
+        """Return (id, weight) of each chosen expert of one token, best first, by the rule's definition in plain
+        floats."""
         if self.sigmoid:
             scores = [1 / (1 + math.exp(-logit)) for logit in logits]
         else:
@@ -115,7 +116,8 @@ def check_routing(provider: str, device: str, rule: Routing, logits: Tensor) -> 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("values", ["few", "large", "nothing"])
 def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Routing, values: str) -> None:
-    """Logits of few values, or of sizes whose sigmoids are all 1 or all but 0, or all 0; biases that are equal too."""
+    """The logits have few values, or sizes whose sigmoids are all 1 or nearly all 0, or are all 0. The biases are equal
+    too."""
     drawn = torch.randint(-1, 2, (200, rule.experts), generator=torch.Generator().manual_seed(4)).float()
     logits = {"few": drawn, "large": draw(200, rule.experts) * 40, "nothing": torch.full((1, rule.experts), -200.0)}[
         values

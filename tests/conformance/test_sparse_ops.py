@@ -46,7 +46,7 @@ def test_layer_norm(provider: str, device: str, dtype: torch.dtype, rows: int, w
 @for_every_provider
 @pytest.mark.parametrize(("rows", "heads", "width"), [*product((0, 1, 5), (1, 3), (2, 6, 8))])
 def test_rotate_halves(provider: str, device: str, dtype: torch.dtype, rows: int, heads: int, width: int) -> None:
-    """Pairs (i, i + R/2) are turned like neighbours that were brought together and apart again."""
+    """Pairs (i, i + R/2) turn like neighbours that were brought together and apart again."""
     x = draw(rows, heads, width).to(dtype)
     angles = draw(rows, width // 2, seed=1) * 100
     together = x.view(rows, heads, 2, width // 2).transpose(-1, -2).reshape(x.shape)
@@ -82,7 +82,7 @@ def test_rows_are_stored(
 
 @attrs.frozen
 class PackedAttention(Attention):
-    """The same over packed pages; what is not a sequence's own is NaN."""
+    """Inputs of both attention ops over packed pages. What belongs to no sequence is NaN."""
 
     @property
     def pages(self) -> Tensor:
@@ -114,7 +114,7 @@ def test_attention_over_packed_pages(
 def test_a_long_context_is_attended_to_in_blocks(
     dtype: torch.dtype, kind: type[Attention], score_bytes: int, context_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of one page and of two, behind and within the queries' own; of one query, a few and all."""
+    """The blocks are one page or two, after and within the queries' own, and hold one query, a few or all."""
     monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", score_bytes)
     monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", context_bytes)
     dims = (128, 6, 12, 10) if kind is PackedAttention else (16, 6, 12, 10)
@@ -173,7 +173,7 @@ class Choice:
         ).cpu()
 
     def expected(self) -> list[list[int]]:
-        """Position by position, in plain ints; a sort by (score down, position up)."""
+        """Return the choice position by position, in plain ints: a sort by (score down, position up)."""
         width = min(self.top_k, max(self.contexts, default=0))
         (q, weights), rows, token = self.queries, [], 0
         for row, (context, num_queries) in enumerate(zip(self.contexts, self.query_lens, strict=True)):
@@ -253,7 +253,7 @@ class Sparse:
 
     @property
     def cached(self) -> list[Tensor]:
-        """Of each sequence [context, width]: NaN where nobody reads."""
+        """The cached rows of each sequence [context, width], with NaN where nobody reads."""
         read: list[set[int]] = [set() for _ in self.contexts]
         for row, positions in zip(self.sequences, self.selected.tolist(), strict=True):
             read[row] |= {position for position in positions if position >= 0}
@@ -283,7 +283,7 @@ class Sparse:
         return op_of(provider, "mla_sparse", device)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Softmax over the chosen rows, token by token, in float64; and how far from it a result may be."""
+        """Return the softmax over the chosen rows, token by token, in float64, and how far from it a result may be."""
         q_latent, q_rope = self.queries
         out = torch.full(q_latent.shape, torch.nan, dtype=torch.float64)
         error = torch.zeros_like(out)

@@ -14,7 +14,7 @@ import torch
 import pdinfer as pd
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.kv.view import KVView
-from pdinfer.model import load as weights
+from pdinfer.model import load_plan
 from pdinfer.model import model as model_module
 from pdinfer.model.batch import Batch, Row
 from pdinfer.parallel import groups as groups_module
@@ -76,7 +76,7 @@ def load_at_own_pace(folder: str, sizes: dict[str, int]) -> list[int]:
             return super()._all_are_done(done)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weights, "InTouch", Told)
+        patch.setattr(load_plan, "InTouch", Told)
         load(folder, sizes, progress=lambda done, total: tensors.append(done))
     return [len(rounds), len(tensors)]
 

@@ -191,7 +191,7 @@ def test_parts_of_blocks_are_refused_with_the_sizes(ranks: Ranks, tmp_path: Path
         assert outcome.error == "ConfigError"
         told = "model.layers.0.self_attn.o_proj.weight [128, 256] cannot be divided between 4 ranks in whole FP8 blocks"
         assert outcome.message.startswith(told), outcome.message
-        assert "256 columns are no multiple of 512; use a smaller tp_size" in outcome.message
+        assert "256 columns are not a multiple of 512; use a smaller tp_size" in outcome.message
 
 
 def test_ranks_that_read_different_weights_are_refused(ranks: Ranks, folders: dict[str, str], tmp_path: Path) -> None:

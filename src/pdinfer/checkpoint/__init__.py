@@ -1,5 +1,4 @@
-"""The files of a model folder, read without trust and written shard by shard; how a model uses them is `model`'s
-business.
+"""The files of a model folder, read without trust and written shard by shard. `model` decides how they become a model.
 
     reader.py     tensors by name
     header.py     the header of a safetensors file

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, parsed strictly: which tensors the file holds and which bytes are whose.
+"""The header of a safetensors file, parsed strictly: which tensors the file holds, and which bytes belong to each.
 
 A file is 8 bytes of header length (little-endian), the header (a JSON object, padded with spaces), and the data. Each
 entry is `"name": {"dtype": ..., "shape": [...], "data_offsets": [begin, end]}`; `__metadata__` is the one exception.
@@ -47,7 +47,7 @@ _ENTRY = json.JSONDecoder(object_pairs_hook=list)
 
 @attrs.frozen(kw_only=True)
 class TensorInfo:
-    """Where one tensor lies: `num_bytes` bytes from byte `offset` of `file`, row-major and little-endian."""
+    """The place of one tensor: `num_bytes` bytes from byte `offset` of `file`, row-major and little-endian."""
 
     name: str
     dtype: torch.dtype
@@ -59,7 +59,8 @@ class TensorInfo:
 
 @attrs.frozen(kw_only=True)
 class HeaderSource:
-    """The file a header came from: its name in the folder, its path for messages, where its data starts and how long.
+    """The file a header came from: its name in the folder, its path for messages, and where its data starts and how
+    long it is.
 
     `data_start` and `data_bytes` are in bytes.
     """
@@ -71,7 +72,8 @@ class HeaderSource:
 
 
 def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
-    """The length of the header that the first 8 bytes of a file of `file_bytes` announce. Raises CheckpointError."""
+    """Return the length of the header that the first 8 bytes of a file of `file_bytes` announce. Raises
+    CheckpointError."""
     if file_bytes < 8 or len(prefix) < 8:
         raise CheckpointError(f"{source} is {file_bytes} bytes long: too short for a safetensors file (at least 8)")
     length = int.from_bytes(prefix[:8], "little")
@@ -84,7 +86,7 @@ def header_bytes(prefix: bytes, file_bytes: int, source: str) -> int:
 
 
 def parse_header(header: bytes, source: HeaderSource) -> dict[str, TensorInfo]:
-    """The tensors of one file by name, in the order of their data.
+    """Return the tensors of one file by name, in the order of their data.
 
     Raises CheckpointError with the position or the tensor at fault.
     """
@@ -113,7 +115,7 @@ def parse_header(header: bytes, source: HeaderSource) -> dict[str, TensorInfo]:
 
 
 def _parse_entries(text: str, source: HeaderSource) -> dict[str, TensorInfo]:
-    """Entry by entry, so that a hostile header costs no more memory than the entries that were right so far."""
+    """Parse entry by entry, so that a hostile header costs no more memory than the entries before its fault."""
     if not text.startswith("{"):
         raise CheckpointError(f"header of {source.path} must start with {{ at position 0, got {clip(text[:1])}")
     tensors: dict[str, TensorInfo] = {}
@@ -150,7 +152,7 @@ def _parse_entries(text: str, source: HeaderSource) -> dict[str, TensorInfo]:
 
 
 def _name(text: str, position: int, source: HeaderSource) -> tuple[str, int]:
-    """The key at `position` and the position of its value."""
+    """Return the key at `position` and the position of its value."""
     end = string_end(text, position + 1)
     try:
         name = json.loads(text[position:end]) if end - position <= MAX_ENTRY_CHARACTERS else None
@@ -168,7 +170,7 @@ def _name(text: str, position: int, source: HeaderSource) -> tuple[str, int]:
 
 
 def _skip_metadata(text: str, position: int, source: HeaderSource) -> int:
-    """The position after `__metadata__`, an object of strings that nothing here uses."""
+    """Return the position after `__metadata__`, an object of strings that nothing here uses."""
     end = position
     while not text.startswith("}", end):
         end = string_end(text, end + 1) if text.startswith('"', end) else end + 1
@@ -184,7 +186,8 @@ def _skip_metadata(text: str, position: int, source: HeaderSource) -> int:
 
 
 def _tensor(entry: str, position: int, name: str, source: HeaderSource) -> TensorInfo:
-    """The TensorInfo of one entry, which lies within the data; overlaps show when all are put in order."""
+    """Return the TensorInfo of one entry, checked to lie within the data. Overlaps show when all entries are put in
+    order."""
     what = f"{source.path}: tensor {clip(name)}"
     try:
         pairs = _ENTRY.decode(entry)

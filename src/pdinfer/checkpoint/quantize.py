@@ -1,7 +1,7 @@
-"""Makes a quantized checkpoint of one in floats, shard by shard: FP8 blocks, or INT8 as modelslim writes it.
+"""Makes a quantized checkpoint from one in floats, shard by shard: FP8 blocks, or INT8 as modelslim writes it.
 
-What is quantized follows the published checkpoints: the linear maps of attention and MLPs, not embedding, head, norms,
-routers. INT8 leaves kv_b_proj, indexers and the layers after the last (MTP) as they are.
+The choice of tensors follows the published checkpoints: the linear maps of attention and MLPs are quantized, but not
+embedding, head, norms and routers. INT8 leaves kv_b_proj, indexers and the layers after the last (MTP) as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_COPIED_BYTES = 64 << 20
 
 @attrs.frozen
 class Recipe:
-    """What becomes of each tensor, under which names of files and with which marks in config.json."""
+    """What becomes of each tensor, the names of the files, and the marks in config.json."""
 
     stem: str
     config_fields: Mapping[str, object]
@@ -53,13 +53,13 @@ def quantize_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     trusted_roots: Sequence[AnyPath] = (),
 ) -> None:
-    """Writes the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
+    """Write the float checkpoint in the folder `checkpoint` to the new or empty folder `destination`, quantized.
 
-    `scheme` "fp8": e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
-    "w8a8_dynamic": int8 with a float32 scale per row, and quant_model_description.json. Memory: one shard, at most
-    `max_shard_bytes` of float tensors (or one tensor). Small files beside the weights are copied; config.json comes
-    last, so that a folder that was not finished cannot be loaded. `progress(done_bytes, total_bytes)` is of the
-    source. `trusted_roots` as for `load_model`. Raises ConfigError and CheckpointError.
+    `scheme` "fp8" is e4m3 with a float32 scale per block of 128 x 128, a power of two if `scale_fmt` is "ue8m0".
+    "w8a8_dynamic" is int8 with a float32 scale per row, and a quant_model_description.json. Memory holds one shard,
+    which is at most `max_shard_bytes` of float tensors, or one tensor. Small files beside the weights are copied.
+    config.json comes last, so that an unfinished folder cannot be loaded. `progress(done_bytes, total_bytes)` counts
+    bytes of the source. `trusted_roots` is as for `load_model`. Raises ConfigError and CheckpointError.
     """
     source, target = Path(checkpoint), Path(destination)
     config = ModelConfig.from_checkpoint(source, trusted_roots=trusted_roots)
@@ -92,7 +92,8 @@ def quantize_checkpoint(
 
 
 def quantized_names(scheme: str, config: ModelConfig) -> Callable[[str], bool]:
-    """Which tensors a checkpoint of that scheme holds quantized, by name. Raises ConfigError for another scheme."""
+    """Return whether a checkpoint of that scheme holds a tensor quantized, as a function of its name. Raises
+    ConfigError for another scheme."""
     return _recipe(scheme, None, config).chosen
 
 
@@ -157,7 +158,7 @@ def _make_empty(target: Path) -> None:
 
 
 def _shards(files: Checkpoint, max_bytes: int) -> Iterator[list[TensorInfo]]:
-    """The tensors in the order of their files, cut where `max_bytes` would be exceeded."""
+    """Yield the tensors in the order of their files, cut where `max_bytes` would be exceeded."""
     shard: list[TensorInfo] = []
     size = 0
     for info in files.in_file_order(files.tensors):
@@ -179,7 +180,7 @@ def _converted(files: Checkpoint, info: TensorInfo, recipe: Recipe) -> dict[str,
 
 
 def _description(weight_map: Mapping[str, str]) -> dict[str, object]:
-    """A scheme for every tensor; a matrix's scale and offset have its own."""
+    """Return a scheme for every tensor. The scale and offset of a matrix have their own entries."""
     schemes = {}
     for name in weight_map:
         weight = name.removesuffix("_scale").removesuffix("_offset")
@@ -188,7 +189,7 @@ def _description(weight_map: Mapping[str, str]) -> dict[str, object]:
 
 
 def _copy_the_rest(source: Path, target: Path, trusted_roots: Sequence[AnyPath]) -> None:
-    """Tokenizer, generation config and the like: small files next to the weights."""
+    """Copy the small files next to the weights: tokenizer, generation config and the like."""
     names = {path.name for pattern in COPIED for path in source.glob(pattern)}
     for name in sorted(names):
         if name != "config.json" and not name.endswith(".safetensors.index.json"):

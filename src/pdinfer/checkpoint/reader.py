@@ -1,8 +1,8 @@
 """The tensors of a model folder by name, read from safetensors files without trusting them and without knowing models.
 
-Everything a header says is checked against the file's size before anything is allocated. Reading copies with `preadv`
-instead of mapping, so a file cut short later is an error and not a SIGBUS. Other formats are refused by name and never
-opened. Format: https://huggingface.co/docs/safetensors, "Format".
+Everything a header says is checked against the size of the file before anything is allocated. Reading copies with
+`preadv` instead of mapping, so that a file which is cut short later is an error and not a SIGBUS. Other formats are
+refused by name and never opened. Format: https://huggingface.co/docs/safetensors, "Format".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Prefixes = tuple[tuple[str, str], ...]
 
 
 def renamed(name: str, prefixes: Prefixes) -> str:
-    """`name` with the first of the prefixes it starts with replaced: (in the file, here)."""
+    """Return `name` with the first prefix that it starts with replaced. Prefixes are pairs (in the file, here)."""
     for stored, here in prefixes:
         if name.startswith(stored):
             return here + name.removeprefix(stored)
@@ -47,11 +47,12 @@ def renamed(name: str, prefixes: Prefixes) -> str:
 
 
 class Checkpoint:
-    """An open model folder. `tensors` are those the index names, or all of a single file; reading needs no lock.
+    """An open model folder. `tensors` are those that the index names, or all tensors of a single file. Reading needs no
+    lock.
 
-    A context manager: `close` closes the files. `unlisted` are the names of tensors the index does not name; they are
-    checked like the others and never read. `prefixes` are what names begin with in the files and here. `trusted_roots`
-    are the folders beside this one in which links may end.
+    A context manager: `close` closes the files. `unlisted` are the names of tensors that the index does not name; they
+    are checked like the others and never read. `prefixes` are pairs of what names begin with in the files and here.
+    `trusted_roots` are folders besides this one in which links may end.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class Checkpoint:
         return cls(path.parent, descriptors, tensors)
 
     def read(self, info: TensorInfo, rows: range | None = None) -> torch.Tensor:
-        """A fresh CPU tensor with the bytes of `info`, or of these rows of its first axis: no others are read. Raises
-        CheckpointError where the file has become shorter."""
+        """Return a fresh CPU tensor with the bytes of `info`, or of these rows of its first axis; no others are read.
+        Raises CheckpointError where the file has become shorter."""
         path = self.folder / info.file
         descriptor = self._descriptor(info)
         if os.fstat(descriptor).st_size < info.offset + info.num_bytes:
@@ -129,7 +130,8 @@ class Checkpoint:
         return buffer.view(info.dtype).view(shape)
 
     def in_file_order(self, names: Iterable[str]) -> Iterator[TensorInfo]:
-        """Those tensors, in the order they lie on disk. Raises CheckpointError that lists the names not there."""
+        """Return those tensors in the order they lie on disk. Raises CheckpointError with the names that are not
+        there."""
         wanted = list(names)
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
@@ -137,9 +139,10 @@ class Checkpoint:
         return iter(sorted((self.tensors[name] for name in wanted), key=lambda info: (info.file, info.offset)))
 
     def sample_digest(self) -> bytes:
-        """32 bytes that tell one set of weights from another: SHA-256 of names, dtypes, shapes and first kilobytes.
+        """Return 32 bytes that tell one set of weights from another: SHA-256 of names, dtypes, shapes and first
+        kilobytes.
 
-        A cheap identity, not a proof: weights that differ only later in their tensors have the same digest.
+        This is a cheap identity, not a proof: weights that differ only later in their tensors have the same digest.
         """
         digest = hashlib.sha256(b"pdinfer weights 1\n")
         for name, info in sorted(self.tensors.items()):
@@ -150,7 +153,7 @@ class Checkpoint:
         return digest.digest()
 
     def close(self) -> None:
-        """Close the files. `tensors` stays; reading raises CheckpointError. May be called again."""
+        """Close the files. `tensors` stays, and reading then raises CheckpointError. May be called again."""
         _close_all(self._descriptors)
 
     def __enter__(self) -> Checkpoint:
@@ -175,13 +178,13 @@ def _close_all(descriptors: dict[str, int]) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    """ "3: 'a', 'b', 'c'", at most 10 of them by name."""
+    """Return "3: 'a', 'b', 'c'", with at most 10 of them by name."""
     rest = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
     return f"{len(names)}: {', '.join(clip(name) for name in names[:SHOWN_NAMES])}{rest}"
 
 
 def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the files to open and, where there is an index, the file of each tensor."""
+    """Return the names of the files to open and, where there is an index, the file of each tensor."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as failure:
@@ -213,7 +216,7 @@ def _find_weights(folder: Path, roots: tuple[AnyPath, ...]) -> tuple[list[str], 
 
 
 def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:
-    """The `weight_map` of an index: file by tensor name. `metadata` is advisory and ignored."""
+    """Return the `weight_map` of an index: file by tensor name. `metadata` is advisory and ignored."""
     index = read_json(path, max_bytes=MAX_INDEX_BYTES, error=CheckpointError, trusted_roots=roots)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not 0 < len(weight_map) <= MAX_TENSORS:
@@ -228,7 +231,7 @@ def _read_index(path: Path, roots: tuple[AnyPath, ...]) -> dict[str, str]:
 
 
 def _match_index(folder: Path, weight_map: Mapping[str, str], found: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors that the index names, each checked to lie in the file the index says."""
+    """Return the tensors that the index names, each checked to lie in the file that the index says."""
     lost = [name for name, file in weight_map.items() if name not in found or found[name].file != file]
     if lost:
         raise CheckpointError(f"{folder} lacks tensors in the files where its index puts them, {_listed(sorted(lost))}")

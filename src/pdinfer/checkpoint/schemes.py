@@ -1,8 +1,8 @@
 """How each matrix of a model folder is stored, and its value once read and checked.
 
 FP8 is known by the `weight_scale_inv` beside a weight, never by its name. INT8 is known by the description file that
-modelslim writes (`quant_model_description*.json`: a scheme per tensor; one it does not mention is FLOAT). A weight and
-what belongs to it may lie in different files.
+modelslim writes (`quant_model_description*.json`, with a scheme per tensor; a tensor it does not mention is FLOAT). A
+weight and the tensors that belong to it may lie in different files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INTS = (torch.int8, torch.int32, torch.int64)
 
 
 class Scheme(enum.Enum):
-    """How a matrix is stored; INT8 schemes have modelslim's names."""
+    """How a matrix is stored. INT8 schemes have modelslim's names."""
 
     FLOAT = "FLOAT"
     FP8_BLOCKS = "FP8"
@@ -51,14 +51,15 @@ class Scheme(enum.Enum):
 
 @attrs.frozen
 class Companion:
-    """A tensor that belongs to a weight [O, I]: what its name ends in instead of "weight", and how it may look."""
+    """A tensor that belongs to a weight [O, I]: what its name ends in instead of "weight", and which dtypes and shapes
+    it may have."""
 
     suffix: str
     dtypes: tuple[torch.dtype, ...]
     per: str = "row"
 
     def shapes(self, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-        """The shapes it may have, the usual one first."""
+        """Return the shapes it may have, the usual one first."""
         if self.per == "block":
             return ((math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)),)
         return ((rows, 1), (rows,)) if self.per == "row" else ((1,), (), (1, 1))
@@ -105,7 +106,7 @@ class StoredWeights:
 
     @classmethod
     def survey(cls, files: Checkpoint, *, ue8m0: bool = False, check_finite: bool = True) -> StoredWeights:
-        """Reads the description file, if there is one; its names are those in the files. Raises CheckpointError."""
+        """Read the description file, if there is one; its names are those in the files. Raises CheckpointError."""
         paths = sorted(files.folder.glob(DESCRIPTION))
         if len(paths) > 1:
             raise CheckpointError(f"{files.folder} holds {len(paths)} {DESCRIPTION}; keep the one that is meant")
@@ -119,7 +120,8 @@ class StoredWeights:
         return cls(files, ue8m0, check_finite, described, path)
 
     def scheme(self, name: str) -> Scheme:
-        """How the tensor `name` is stored; FLOAT where there is none of that name. Raises CheckpointError."""
+        """Return how the tensor `name` is stored, which is FLOAT where there is none of that name. Raises
+        CheckpointError."""
         described = self.description.get(name, "FLOAT")
         try:
             scheme = Scheme(described)
@@ -133,19 +135,19 @@ class StoredWeights:
         return scheme
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
         return name in self.files.tensors
 
     def parts(self, name: str) -> list[str]:
-        """The names of the tensors that a matrix is stored in, its numbers first."""
+        """Return the names of the tensors that a matrix is stored in, its numbers first."""
         return [name, *self._companions(name)]
 
     def infos(self, name: str) -> list[TensorInfo]:
-        """These tensors."""
+        """Return the tensors that a matrix is stored in, its numbers first."""
         return [self.files.tensors[part] for part in self.parts(name)]
 
     def complaints(self, name: str, shape: tuple[int, ...]) -> Iterator[str]:
-        """What keeps the tensor `name`, which is there, from being read as one of `shape`."""
+        """Yield what keeps the tensor `name`, which is there, from being read as one of `shape`."""
         info, scheme = self.files.tensors[name], self.scheme(name)
         if info.shape != shape:
             yield f"{name} is {list(info.shape)} in {info.file}, the config says {list(shape)}"
@@ -169,8 +171,8 @@ class StoredWeights:
                 yield f"{part} is {found.dtype} in {found.file}, supported are {_names(companion.dtypes)}"
 
     def read(self, name: str, shard: Shard = WHOLE) -> Stored:
-        """The matrix, or any other tensor, `name` on the CPU as it is stored, or a part of it. Of rows no others are
-        read; columns are cut out of the whole. Raises CheckpointError for bad values."""
+        """Return the matrix, or any other tensor, `name` as it is stored, or a part of it, on the CPU. Rows outside the
+        part are not read; columns are cut out of the whole. Raises CheckpointError for bad values."""
         if shard.size > 1 and shard.axis:
             return columns_of(self._rows(name, WHOLE), shard)
         return self._rows(name, shard)
@@ -223,7 +225,9 @@ class StoredWeights:
             tensor = tensor.view(torch.float8_e8m0fnu).float()
         elif info.dtype == torch.int64 and info.name.endswith("deq_scale"):
             if bool((tensor != tensor.to(torch.int32)).any()):
-                raise CheckpointError(f"{info.file}: tensor {info.name} holds integers that are no float32's bits")
+                raise CheckpointError(
+                    f"{info.file}: tensor {info.name} holds integers that are not the bits of a float32"
+                )
             tensor = tensor.to(torch.int32).view(torch.float32)
         if self.check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
@@ -233,7 +237,7 @@ class StoredWeights:
     def _positive(self, name: str, suffix: str, companions: Mapping[str, Tensor]) -> Tensor:
         tensor = companions[suffix].float()
         if self.check_finite and bool((tensor <= 0).any()):
-            raise self._bad(name, suffix, "zero or negative, which no scale is")
+            raise self._bad(name, suffix, "zero or negative, which a scale cannot be")
         return tensor
 
     def _bad(self, name: str, suffix: str, problem: str) -> CheckpointError:

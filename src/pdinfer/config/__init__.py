@@ -3,7 +3,7 @@
     options.py    the host's choices: cache, engine, experts, Pairing, remote engines
     model.py      `ModelConfig`, the architecture of a model
     hf.py         the fields of a Hugging Face config.json as plain values
-    fields.py     which fields are read, which change nothing, and the rest, which is refused by name
+    fields.py     which fields are read, and which change nothing; all others are refused by name
     families.py   a row for each family of models
     rope.py       rotary frequencies, with and without YaRN
 

@@ -1,7 +1,5 @@
-"""The model families: what a `model_type` implies, what its config.json may say, and which relatives are none.
-
-A family is one row of `FAMILIES`.
-"""
+"""The model families: what a `model_type` implies, and what its config.json may say. A family is one row of `FAMILIES`;
+`STRANGERS` are relatives that are not supported."""
 
 from __future__ import annotations
 
@@ -28,21 +26,21 @@ class TopkMethod(enum.Enum):
 
 
 class AttentionKind(enum.Enum):
-    """Which attention the layers have; `model.attention` computes it."""
+    """The kind of attention that the layers have. `model.attention` has the class for each."""
 
     MLA = "mla"
 
 
 @attrs.frozen(kw_only=True)
 class Family:
-    """What a `model_type` implies where its config.json is silent, and what it may say.
+    """What a `model_type` implies where its config.json is silent, and what that may say.
 
-    Of `topk_methods` and `norm_topk_prob` the first is the default; `defaults` are those of other fields, taken from
-    the configuration class of the makers (transformers 5.23). Without `has_experts` every MLP is dense.
-    `indexer_rope_interleave` is None in families without an indexer. With `moe_output_norm` what experts return is
-    normed before it is added; with `optional_correction_bias` a router without that tensor has zeros. `text_models` are
-    the model types that a wrapper for images may hold as its `text_config`; `tensor_prefixes` are what names of its
-    tensors begin with in the files, and here.
+    The first of `topk_methods` and of `norm_topk_prob` is the default. `defaults` are those of other fields, taken from
+    the makers' configuration class (transformers 5.23). `attention` computes the layers' attention. Without
+    `has_experts` every MLP is dense. `indexer_rope_interleave` is None in families without an indexer. With
+    `moe_output_norm` the output of the experts is normed before it is added. With `optional_correction_bias` a router
+    without that tensor has zeros. `text_models` are the model types that a wrapper for images may hold as its
+    `text_config`. `tensor_prefixes` are pairs of what tensor names begin with in the files, and here.
     """
 
     architectures: tuple[str, ...]
@@ -71,7 +69,7 @@ _AXK1 = attrs.evolve(_V3, architectures=("AXK1ForCausalLM",), moe_output_norm=Tr
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        # norm_topk_prob: the first code of V2 then drops routed_scaling_factor, transformers ignores the field.
+        # With norm_topk_prob the first code of V2 drops routed_scaling_factor, and transformers ignores the field.
         "deepseek_v2": Family(
             architectures=("DeepseekV2ForCausalLM",),
             scoring_func=ScoringFunc.SOFTMAX,
@@ -107,7 +105,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
-# Relatives of these families, and why they are none.
+# Relatives that are not supported, and why.
 STRANGERS: Mapping[str, str] = MappingProxyType(
     {
         "axk2": "it gates norms and the output of attention",

@@ -1,8 +1,8 @@
-"""Every field that a config.json may have: those that are read, those that change no output, and the rest, which is
+"""Every field that a config.json may have: those that are read, those that change no output, and all others, which are
 refused by name.
 
-A field that nobody here knows may change what the model says, so it is never skipped in silence. null is "not given"
-everywhere. `docs/howto/checkpoints.md` says what to do about a field that is refused.
+An unknown field may change what the model says, so it is never skipped in silence. null means "not given" everywhere.
+`docs/howto/checkpoints.md` says what to do about a field that is refused.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ WRAPPER_FIELDS = frozenset(
         "torch_dtype",
     }
 )
-"""Read of a config.json that holds that of a text model."""
+"""Read from a config.json that holds that of a text model."""
 
 HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -135,7 +135,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
                 "use_cache",
             }
         ),
-        "of training only": frozenset(
+        "for training only": frozenset(
             {
                 "attention_dropout",
                 "aux_loss_alpha",
@@ -184,7 +184,7 @@ HARMLESS: Mapping[str, frozenset[str]] = MappingProxyType(
         "the rope dim in some files and another size in others; qk_nope_head_dim and qk_rope_head_dim count": frozenset(
             {"head_dim"}
         ),
-        "only moves drafts, which change no token": frozenset({"index_share_for_mtp_iteration"}),
+        "about drafts alone, which change no token": frozenset({"index_share_for_mtp_iteration"}),
     }
 )
 """Fields that change no output, by reason."""
@@ -206,7 +206,7 @@ HARMLESS_IN_WRAPPERS = frozenset(
         "vision_start_token_id",
     }
 )
-"""About images, which are not read."""
+"""Fields about images, which are not read."""
 
 OFF: Mapping[str, object] = MappingProxyType(
     {
@@ -237,7 +237,7 @@ OFF: Mapping[str, object] = MappingProxyType(
         "zero_expert_num": 0,
     }
 )
-"""Fields whose value here means what is computed anyway; every other is refused."""
+"""Fields that may only have this value, which says what is computed anyway. Every other value is refused."""
 
 SAME_AS: Mapping[str, str] = MappingProxyType(
     {
@@ -246,7 +246,7 @@ SAME_AS: Mapping[str, str] = MappingProxyType(
         "num_mtp_layers": "num_nextn_predict_layers",
     }
 )
-"""Second names of a field, which must repeat its value."""
+"""Second names of fields. They must repeat the field's value."""
 
 ROPE_FIELDS = frozenset({"rope_theta", "rope_type"})
 YARN_FIELDS = (
@@ -263,7 +263,7 @@ ROPE_OFF: Mapping[str, object] = MappingProxyType(
 
 QUANTIZATION_FIELDS = frozenset({"quant_method", "fmt", "activation_scheme", "weight_block_size", "scale_fmt"})
 QUANTIZATION_HARMLESS = frozenset({"modules_to_not_convert", "modules_to_convert", "ignored_layers", "dequantize"})
-"""Which tensors are quantized is said by the files; `dequantize` is a wish of who loads."""
+"""The files say which tensors are quantized. `dequantize` is a wish of the one who loads the model."""
 QUANTIZATION_OFF: Mapping[str, object] = MappingProxyType({"expert_dtype": "fp8", "kv_cache_scheme": None})
 
 _HARMLESS = frozenset[str]().union(*HARMLESS.values())
@@ -284,18 +284,18 @@ def check_fields(raw: Mapping[str, object], family: Family) -> None:
 
 
 def check_wrapper_fields(raw: Mapping[str, object]) -> None:
-    """The same of a config.json that holds that of a text model as its `text_config`."""
+    """Refuse such fields of a config.json that holds that of a text model as its `text_config`."""
     _check(raw, WRAPPER_FIELDS | HARMLESS_IN_WRAPPERS | _HARMLESS, OFF, f"config.json of a {clip(raw['model_type'])}")
 
 
 def check_rope_fields(fields: Mapping[str, object], rope_type: object) -> None:
-    """The same of what `rope_parameters` and `rope_scaling` say together, for a `rope_type` that is supported."""
+    """Refuse such fields of `rope_parameters` and `rope_scaling` together, for a `rope_type` that is supported."""
     read = ROPE_FIELDS.union(YARN_FIELDS) if rope_type == "yarn" else ROPE_FIELDS
     _check(fields, read, ROPE_OFF, f"rope of type {rope_type}")
 
 
 def check_quantization_fields(fields: Mapping[str, object]) -> None:
-    """The same of `quantization_config`."""
+    """Refuse such fields of `quantization_config`."""
     _check(fields, QUANTIZATION_FIELDS | QUANTIZATION_HARMLESS, QUANTIZATION_OFF, "quantization_config")
 
 
@@ -304,9 +304,9 @@ def _check(raw: Mapping[str, object], known: Collection[str], off: Mapping[str, 
     if strange:
         rest = f" and {len(strange) - MAX_NAMED} more" if len(strange) > MAX_NAMED else ""
         raise ConfigError(
-            f"{', '.join(strange[:MAX_NAMED])}{rest}: unknown to {where}, and what it may change is computed nowhere "
-            "here; check that model_type and architectures are the model's own, and leave out of a copy of config.json "
-            "only what has no effect on inference"
+            f"{', '.join(strange[:MAX_NAMED])}{rest}: unknown to {where}, and nothing here computes what it may "
+            "change; check that model_type and architectures are the model's own, and leave out of a copy of "
+            "config.json only what has no effect on inference"
         )
 
 

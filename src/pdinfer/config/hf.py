@@ -1,8 +1,8 @@
 """What a Hugging Face config.json may say, in the spelling of transformers 4 or 5, read into plain values.
 
-transformers 5 writes `rope_parameters` and `dtype` where files of 4 and DeepSeek's own have `rope_theta` with
-`rope_scaling`, and `torch_dtype`; `type` and `rope_type` are one field. What would change the output and is not
-implemented is refused, and so is what nobody here knows; what has no effect on inference is named in `config_fields`.
+transformers 5 writes `rope_parameters` and `dtype` where files of version 4 and DeepSeek's own have `rope_theta` with
+`rope_scaling`, and `torch_dtype`. `type` and `rope_type` are one field. A field that would change the output and is not
+implemented is refused, and so is an unknown one. Fields without effect on inference are listed in `config.fields`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SUPPORTED_WEIGHTS = (
     f"supported: weights stored as {', '.join(STORED_DTYPES)}, as FP8 in blocks of 128 x 128 (quant_method fp8), or as "
     "INT8 (W8A8, W8A8_DYNAMIC) with a quant_model_description.json"
 )
-"""What to do about a checkpoint that is quantized otherwise, as the end of an error message."""
+"""What to do about a checkpoint in another quantization; the end of an error message."""
 FP8_FIELDS: Mapping[str, object] = MappingProxyType(
     {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 )
@@ -62,9 +62,10 @@ class IndexerType(enum.Enum):
 
 
 def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
-    """Values for the fields of `ModelConfig`, unchecked, among others of `raw`; `yarn` is None or a dict of fields.
+    """Return values for the fields of `ModelConfig`, unchecked, among others of `raw`. `yarn` is None or a dict of
+    fields.
 
-    Raises ConfigError for what is not supported, not known, or contradicts itself.
+    Raises ConfigError for what is unsupported, unknown or contradictory.
     """
     family = _family(raw)
     _check_architectures(raw, family)
@@ -88,7 +89,8 @@ def read_fields(raw: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Fields that may be absent, which is what the family says, or null: where that is not absent too, it is none."""
+    """Return the fields that may be absent or null. An absent field takes the family's default. A null one means what
+    `NONE` says, and is like an absent one where `NONE` does not list it."""
     absent = {**NONE, "norm_topk_prob": family.norm_topk_prob[0], **family.defaults}
     given = {name: raw.get(name, absent[name]) for name in NONE}
     values = {name: NONE[name] if value is None else value for name, value in given.items()}
@@ -102,7 +104,8 @@ def _with_defaults(raw: Mapping[str, object], family: Family) -> dict[str, objec
 
 
 def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
-    """How many layers come before those with experts; for a family without any, that there are none."""
+    """Return how many layers come before those with experts. For a family without experts, return that there are
+    none."""
     if not family.has_experts:
         none = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size")
         dense = {"first_k_dense_replace": raw.get("num_hidden_layers"), "routed_scaling_factor": 1.0}
@@ -128,7 +131,7 @@ def _experts(raw: Mapping[str, object], family: Family) -> dict[str, object]:
 
 
 def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]:
-    """The text model's config.json inside `raw`, with what only the outside says."""
+    """Return the text model's config.json inside `raw`, together with what only the outside says."""
     check_wrapper_fields(raw)
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
@@ -144,7 +147,7 @@ def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]
         outer, inner = raw.get(name), text.get(name)
         if outer is None:
             continue
-        # Of a wrapper the outer tie counts: text classes repeat their default.
+        # In a wrapper the outer tie counts, because text classes repeat their default.
         if name != "tie_word_embeddings" and inner not in (None, outer):
             raise ConfigError(f"{name} {clip(outer)} and {clip(inner)} of text_config must agree")
         inside[name] = outer
@@ -152,7 +155,8 @@ def _text_config(raw: Mapping[str, object], family: Family) -> dict[str, object]
 
 
 def eos_ids(value: object) -> tuple[int, ...]:
-    """`eos_token_id`: null, an int or a list of ints. That they are in the vocabulary is for `ModelConfig` to check."""
+    """Return the ids in `eos_token_id`, which is null, an int or a list of ints. `ModelConfig` checks that they are in
+    the vocabulary."""
     ids = [] if value is None else value if isinstance(value, list | tuple) else [value]
     if len(ids) > MAX_EOS_IDS or not all(is_int(token) for token in ids):
         raise ConfigError(f"eos_token_id must be an int or a list of at most {MAX_EOS_IDS} ints, got {clip(value)}")
@@ -209,8 +213,8 @@ def _refuse_unsupported(raw: Mapping[str, object], family: Family) -> None:
 
 
 def _scale_fmt(raw: Mapping[str, object]) -> object:
-    """How the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks; which tensors are
-    quantized is not asked here, because the files say it."""
+    """Return how the scales of FP8 activations are rounded. Refuses every quantization but FP8 in blocks. Which tensors
+    are quantized does not matter here, because the files say it."""
     for name in ("quantize", "mla_quantize"):
         _check_quantize(name, raw.get(name))
     quantization = raw.get("quantization_config")
@@ -234,7 +238,8 @@ def _scale_fmt(raw: Mapping[str, object]) -> object:
 
 
 def _check_quantize(name: str, value: object) -> None:
-    """They name the main schemes of an INT8 export; the description file has one per tensor, and counts."""
+    """Check a field that names the main scheme of an INT8 export. The description file, which has a scheme per tensor,
+    decides."""
     if value is not None and (not isinstance(value, str) or value.lower() not in QUANTIZE):
         raise ConfigError(f"{name} {clip(value)} is not supported; {SUPPORTED_WEIGHTS}")
 
@@ -247,7 +252,8 @@ def _member(kind: type[Choice], name: str, value: object) -> Choice:
 
 
 def _rope(raw: Mapping[str, object]) -> dict[str, object]:
-    """`rope_theta`, and `yarn` where rope is stretched, from whichever spelling is there; both must agree."""
+    """Return `rope_theta`, and `yarn` where rope is stretched, from whichever spelling is there. Two spellings must
+    agree."""
     fields: dict[str, object] = {}
     sources = {name: raw.get(name) for name in ("rope_scaling", "rope_parameters")}
     for name, source in sources.items():
@@ -272,7 +278,7 @@ def _rope(raw: Mapping[str, object]) -> dict[str, object]:
 
 
 def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:
-    """The fields of sparse attention; `indexer_types` has one entry per main layer."""
+    """Return the fields of sparse attention. `indexer_types` has one entry per main layer."""
     if family.indexer_rope_interleave is None:
         return dict.fromkeys(("index_n_heads", "index_head_dim", "index_topk"))
     interleave = raw.get("indexer_rope_interleave")
@@ -283,10 +289,11 @@ def _indexer(raw: Mapping[str, object], family: Family) -> dict[str, object]:
 
 
 def _indexer_types(raw: Mapping[str, object]) -> tuple[IndexerType, ...]:
-    """From the list itself, a pattern such as "FSSS", or GLM-5.2's schedule: of the layers from
-    `index_skip_topk_offset - 1` on, every `index_topk_freq`-th is full; all before are. Without any, every layer is."""
+    """Read the types from the list itself, from a pattern such as "FSSS", or from GLM-5.2's schedule: of the layers
+    from `index_skip_topk_offset - 1` on, every `index_topk_freq`-th is full, and all before are. Without any of them,
+    every layer is full."""
     num_layers = raw.get("num_hidden_layers")
-    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig says what is wrong with it
+    count = min(num_layers, MAX_LAYERS) if isinstance(num_layers, int) else 0  # ModelConfig refuses others
     given, pattern = raw.get("indexer_types"), raw.get("index_topk_pattern")
     if given is None and isinstance(pattern, str):
         given = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern[: MAX_LAYERS + 1]]

@@ -1,7 +1,7 @@
-"""The architecture of a model, as its Hugging Face config.json says it (`ModelConfig`).
+"""The architecture of a model, as its Hugging Face config.json describes it (`ModelConfig`).
 
-Frozen and checked when made: one that exists can be used. Every violation raises ConfigError with the field, its value
-and the range.
+A value is frozen and checked when made, so one that exists can be used. Every violation raises ConfigError with the
+field, its value and the range.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class ModelConfig:
     """The architecture of a model of one of the `FAMILIES`: DeepSeek-V2, V3, V3.2, Kimi-K2, GLM-5 and relatives. Fields
     keep the names of the Hugging Face config.json.
 
-    Made by `from_checkpoint` or `from_dict`. Sizes are numbers of elements; `dtype` is the one that weights which are
-    not quantized are stored in; `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two.
-    Layers `first_k_dense_replace` and up are mixtures of experts; in a model without any, that is `num_hidden_layers`,
-    and what is said of experts is 0.
-    The `index_*` fields are None in models without sparse attention, and `indexer_types` is empty.
+    Make it with `from_checkpoint` or `from_dict`. Sizes are numbers of elements. `dtype` is the one that weights which
+    are not quantized are stored in. `scale_fmt` "ue8m0" rounds the scales of FP8 activations to powers of two. Layers
+    `first_k_dense_replace` and up are mixtures of experts; in a model without experts it equals `num_hidden_layers`,
+    and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
+    `indexer_types` is empty.
     """
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
@@ -160,8 +160,8 @@ class ModelConfig:
 
     @classmethod
     def from_checkpoint(cls, folder: AnyPath, *, trusted_roots: Iterable[AnyPath] = ()) -> ModelConfig:
-        """The configuration of a model folder: its config.json, and end-of-sequence ids of generation_config.json.
-        `trusted_roots` as for `load_model`.
+        """Read the configuration of a model folder: its config.json, and the end-of-sequence ids of
+        generation_config.json. `trusted_roots` is as for `load_model`.
 
         Raises ConfigError with the path of the file at fault, CheckpointError when there is no such folder.
         """
@@ -181,9 +181,9 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
-        """The configuration in a parsed config.json, in the spelling of transformers 4 or 5. Raises ConfigError.
+        """Read the configuration from a parsed config.json, in the spelling of transformers 4 or 5. Raises ConfigError.
 
-        Fields without effect on inference are ignored, and named in `config_fields`; others that are not known raise.
+        Fields without effect on inference are ignored, and listed in `config.fields`. Other unknown fields raise.
         """
         values: dict[str, Any] = read_fields(raw)
         if values["yarn"] is not None:
@@ -196,17 +196,17 @@ class ModelConfig:
 
     @property
     def family(self) -> Family:
-        """What the `model_type` implies."""
+        """The family, which says what the `model_type` implies."""
         return FAMILIES[self.model_type]
 
     @property
     def qk_head_dim(self) -> int:
-        """Elements of one head's query and key: the part without rope, then the part with it."""
+        """The elements of one head's query and key: the part without rope, then the part with it."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """What scores are multiplied with: qk_head_dim^-0.5, times YaRN's m(mscale_all_dim)^2 where that is set."""
+        """The factor of scores: qk_head_dim^-0.5, times YaRN's m(mscale_all_dim)^2 where that is set."""
         scale = math.pow(self.qk_head_dim, -0.5)
         if self.yarn and self.yarn.mscale_all_dim:
             scale *= self.yarn.magnitude(self.yarn.mscale_all_dim) ** 2
@@ -214,15 +214,16 @@ class ModelConfig:
 
     @property
     def rope_attention_factor(self) -> float:
-        """What cos and sin of rope are multiplied with: see `rope.attention_factor`."""
+        """The factor of rope's cos and sin: see `rope.attention_factor`."""
         return rope.attention_factor(self.yarn)
 
     def inv_frequencies(self) -> tuple[float, ...]:
-        """Radians per position of the qk_rope_head_dim / 2 rope pairs: see `rope.inv_frequencies`."""
+        """Return the radians per position of the qk_rope_head_dim / 2 pairs: see `rope.inv_frequencies`."""
         return rope.inv_frequencies(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether `layer` routes to experts; next-token-prediction layers, numbered after the main ones, do too."""
+        """Return whether `layer` routes to experts. Next-token-prediction layers, numbered after the main ones, do
+        too."""
         return layer >= self.first_k_dense_replace
 
     @property
@@ -231,12 +232,13 @@ class ModelConfig:
         return self.index_topk is not None
 
     def has_indexer(self, layer: int) -> bool:
-        """Whether `layer` chooses tokens itself; next-token-prediction layers of a sparse model do."""
+        """Return whether `layer` chooses tokens itself. Next-token-prediction layers of a sparse model do."""
         return self.is_sparse and (layer >= self.num_hidden_layers or self.indexer_types[layer] is IndexerType.FULL)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of the main model: embedding, layers, final norm, head; norms, routers and correction biases too."""
+        """The elements of the main model: embedding, layers, final norm and head, with norms, routers and correction
+        biases."""
         hidden, experts, expert_width = self.hidden_size, self.n_routed_experts, self.moe_intermediate_size
         moe_layers = self.num_hidden_layers - self.first_k_dense_replace
         dense = 3 * hidden * self.intermediate_size
@@ -255,8 +257,8 @@ class ModelConfig:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the main model's weights in `dtype`; routers and their correction biases are kept in float32, and
-        so are norms and head weights of indexers."""
+        """The bytes of the main model's weights in `dtype`. Routers and their correction biases stay in float32, and so
+        do the norms and head weights of indexers."""
         moe_layers = self.num_hidden_layers - self.first_k_dense_replace
         exact = self._correction_biases + moe_layers * self.n_routed_experts * self.hidden_size
         exact += self._exact_indexer_parameters
@@ -296,7 +298,8 @@ class ModelConfig:
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes, equal where cached latents and outputs mean the same: SHA-256 of all but token ids and formats."""
+        """32 bytes that are equal where cached latents and outputs mean the same: SHA-256 of all fields but token ids
+        and formats."""
         names = [field.name for field in attrs.fields(ModelConfig)]
         lines = [
             f"{name}={_canonical(getattr(self, name))}"
@@ -322,8 +325,8 @@ def _check_token_ids(name: str, ids: object, vocab_size: int) -> None:
 
 
 def _canonical(value: object) -> str:
-    """One spelling per value: floats exactly, in hexadecimal; enums by value; tuples by their items; a YarnScaling by
-    its fields."""
+    """Return one spelling per value: floats exactly, in hexadecimal; enums by value; tuples by their items; a
+    YarnScaling by its fields."""
     if isinstance(value, float):
         return value.hex()
     if isinstance(value, ScoringFunc | TopkMethod | IndexerType):

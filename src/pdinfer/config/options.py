@@ -1,8 +1,7 @@
-"""What the host chooses: the cache, the limits of an engine, the limits of a Pairing. `ModelConfig`, what a checkpoint
-says of its model, is in `model_config` and can be imported from here too.
+"""What the host chooses: the cache, and the limits of engines, of a Pairing and of connections.
 
-All are frozen and checked when made: one that exists can be used. Every violation raises ConfigError with the field,
-its value and the range.
+All values are frozen and checked when made, so one that exists can be used. Every violation raises ConfigError with the
+field, its value and the range.
 """
 
 from __future__ import annotations
@@ -46,16 +45,18 @@ def _path_of(what: str) -> Validator:
 class CacheConfig:
     """The KV cache of one engine: how many pages of how many tokens, in which format, in which kind of memory.
 
-    `kv_format` "auto" is the model's dtype; "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
-    instead of 1152). Pages are given by number (`num_pages`) or by the fraction of the device's memory that weights and
-    pages take together (`mem_fraction_static`, as in SGLang); with neither the pool decides. A fraction gives pages
-    what it leaves beyond all that is in use when the pool is made: on a GPU what its driver says, on a CPU what the
-    kernel says of the machine or container. So the second pool of a process gets what a higher fraction adds to the
-    first, and ranks on one machine's CPU, which see the same memory, take equal parts. `memory` "shared" can be mapped
-    by other processes of the host, "pinned" is page-locked. With `prefix_cache` full pages outlive their request, until
-    their room is needed, for later requests that begin with the same tokens and have the same `cache_salt`. At decode
-    `trust_domain` "writer" gives what a prefill wrote, and what was computed from it, only to requests which that same
-    prefill serves; "all" says that all prefills are trusted alike, and then decode reuses pages across them.
+    `kv_format` "auto" is the model's dtype. "fp8" packs what is cached (656 bytes per token and layer of a DeepSeek-V3
+    instead of 1152). The number of pages is given directly (`num_pages`), or as the fraction of the device's memory
+    that weights and pages take together (`mem_fraction_static`, as in SGLang). Without either the pool decides. A
+    fraction gives the pages what it leaves beyond all memory that is in use when the pool is made: on a GPU as its
+    driver says, on a CPU as the kernel says of the machine or container. So the second pool of a process gets what a
+    higher fraction adds to the first, and ranks on one machine's CPU, which see the same memory, take equal parts.
+    `memory` "shared" can be mapped by other processes of the host, and "pinned" is page-locked.
+
+    With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
+    begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill
+    wrote, and what was computed from it, only to requests that the same prefill serves. "all" says that all prefills
+    are trusted alike, and then decode reuses pages across them.
     """
 
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
@@ -76,26 +77,26 @@ class CacheConfig:
 
 @attrs.frozen(kw_only=True)
 class EngineConfig:
-    """Limits of one engine.
+    """The limits of one engine.
 
-    `chunked_prefill_size` is the most prompt tokens of a prefill step; -1 runs every prompt in one piece, and then
+    `chunked_prefill_size` is the most prompt tokens of a prefill step. -1 runs every prompt in one piece, and then
     `max_prefill_tokens` caps the tokens that one step admits across prompts. `max_total_tokens` caps the tokens that
-    the pages in use, of running and of granted requests, have room for; None lets them fill the pool.
-    `growth_watermark` is the fraction of pages kept free for running sequences to grow into; it is the least one, and
-    there are more for a while after retractions. `max_attempts` counts tries of one request, the first included.
-    Prefill starts no prompt for a decode to which more than `send_window_bytes` of finished KV are on their way.
-    With `num_draft_tokens` decode lets the model's MTP layer propose so many tokens per step and checks them in one
-    batch: the tokens stay the same, and there are fewer steps.
+    fit in the pages in use, those of running and of granted requests; None lets them fill the pool. `growth_watermark`
+    is the least fraction of pages kept free for running sequences to grow into; after retractions it is higher for a
+    while. `max_attempts` counts tries of one request, the first included. Prefill starts no prompt for a decode to
+    which more than `send_window_bytes` of finished KV are on their way. With `num_draft_tokens` decode lets the model's
+    MTP layer propose that many tokens per step and checks them in one batch: the tokens stay the same, and there are
+    fewer steps.
 
-    `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; the thread that steps
-    gets back what it had. None leaves that to the host. With `keep_freed_memory` the process's malloc keeps what steps
-    on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the engine is closed, a timeline
-    of its newest steps is written there, see `pdinfer.trace`.
+    `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; afterwards the thread
+    that steps has its own number again. None leaves the number to the host. With `keep_freed_memory` the process's
+    malloc keeps the memory that steps on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the
+    engine is closed, a timeline of its newest steps is written there, see `pdinfer.trace`.
 
     With `eplb_rebalance_num_iterations` experts are placed anew every so many steps, by the counts of
-    `ExpertConfig.expert_distribution_recorder_mode`, and at most `rebalance_max_bytes` of weights sent for it (None: as
-    many as need be). On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step` in a
-    step, though one expert at least; 0 moves all at once.
+    `ExpertConfig.expert_distribution_recorder_mode`. At most `rebalance_max_bytes` of weights are sent for it; None
+    sends as many as need be. On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step`
+    in a step, though one expert at least; 0 moves all at once.
     """
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
@@ -122,13 +123,13 @@ class EngineConfig:
 
     @property
     def largest_decode_step(self) -> tuple[int, str]:
-        """The most tokens that a decode step has, drafts included, and why."""
+        """The most tokens that a decode step has, drafts included, and the reason."""
         requests, drafts = self.max_running_requests, self.num_draft_tokens
         told = f"max_running_requests * (1 + num_draft_tokens) = {requests} * (1 + {drafts})"
         return requests * (1 + drafts), told
 
     def largest_prefill_step(self, max_position_embeddings: int) -> tuple[int, str]:
-        """The most tokens that a prefill step has, and why."""
+        """Return the most tokens that a prefill step has, and the reason."""
         if self.chunked_prefill_size != -1:
             return self.chunked_prefill_size, f"chunked_prefill_size = {self.chunked_prefill_size}"
         most = max(self.max_prefill_tokens, max_position_embeddings)
@@ -140,13 +141,14 @@ class ExpertConfig:
     """How the experts of a model are spread over ranks, and what carries tokens to them.
 
     `num_redundant_experts` is how many slots a layer has beyond one per expert, over all ranks; a placement says that
-    itself. `ep_dispatch_algorithm` tells which of an expert's copies a token goes to (see `moe.DispatchRule`); a node
-    has `ranks_per_node` ranks, or all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
-    torch.distributed) on several. "deep_ep" has a `deepep_mode` "normal" for prefill, tuned by the file
-    `deepep_config`, and "low_latency" for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens
-    per rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
-    `expert_distribution_recorder_mode` has the choices of routers counted, over the last
-    `expert_distribution_recorder_buffer_size` steps ("window") or over all ("stat"): see `moe.ExpertLoadRecorder`.
+    itself. `ep_dispatch_algorithm` tells which copy of an expert a token goes to (see `moe.DispatchRule`). A node has
+    `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
+    torch.distributed) on several. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
+    `deepep_config`; "low_latency" is for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens per
+    rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
+    `expert_distribution_recorder_mode` counts the choices of routers, over the last
+    `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
+    `moe.ExpertLoadRecorder`.
     """
 
     num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
@@ -171,15 +173,17 @@ class ExpertConfig:
 
 @attrs.frozen(kw_only=True)
 class PairingConfig:
-    """Limits of one Pairing: requests waiting in its own queue, requests waiting per decode, seconds.
+    """The limits of one Pairing: requests in its own queue, requests that wait per decode, and times in seconds.
 
-    `default_deadline_s` is for requests that bring none; None lets them take as long as they need. `port_wait_s` is how
-    long requests wait for a port to join when one side has none left that could serve them: 0 fails them at once.
+    `default_deadline_s` is for requests that bring no deadline; None lets them take as long as they need. `port_wait_s`
+    is how long requests wait for a port to join when no port of one side is left that could serve them; 0 fails them at
+    once.
 
-    A request whose decode is lost goes to another one; with `continue_elsewhere` once also when it has given tokens.
-    On by default: tokens depend on seed and position, so the stream is the one that a retraction would have given.
-    `fair_share` has tenants, requests of equal `cache_salt`, take turns in the queue by the tokens they ask for, within
-    a priority. It is off by default, since salts need not name tenants; see docs/decisions/0022.
+    A request whose decode is lost goes to another one. With `continue_elsewhere` it does so once even after it has
+    given tokens. This is on by default: tokens depend on seed and position, so the stream is the one that a retraction
+    would have given. With `fair_share` tenants, that is requests of equal `cache_salt`, take turns in the queue by the
+    tokens they ask for, within a priority. It is off by default, because salts need not name tenants; see
+    docs/decisions/0022.
     """
 
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
@@ -197,14 +201,15 @@ class PairingConfig:
 
 @attrs.frozen(kw_only=True)
 class RemoteConfig:
-    """How long either end of a served engine's connection waits, in seconds; the table of defaults of `pdinfer.remote`.
+    """How long either end of a served engine's connection waits, in seconds. This is the table of defaults of
+    `pdinfer.remote`.
 
-    A client whose engine was not heard for `silent_s` tells its Pairing that the port is lost. Then it listens on for
-    `return_s`, or dials for as long if it can, and the Pairing uses the port again. `serve` lets what it runs go on and
-    waits as long for a client that is silent, or for another connection when it has a listener. `hung_s` is how long a
-    step may take: a port whose step takes longer is lost in the same way; None is what the engine says of itself, see
-    `hung_after_s`. When the client is gone for good and a step does not end for another `exit_s`, the engine's process
-    ends without it.
+    A client that has not heard its engine for `silent_s` tells its Pairing that the port is lost. It then goes on
+    listening for `return_s`, or dials for as long if it can, and once it succeeds the Pairing uses the port again.
+    `serve` goes on with what it runs, and waits as long for a client that is silent, or for another connection when it
+    has a listener. `hung_s` is how long a step may take: a port whose step takes longer is lost in the same way. None
+    uses what the engine says of itself, see `hung_after_s`. When the client is gone for good and a step does not end
+    for another `exit_s`, the engine's process ends without it.
     """
 
     silent_s: float = attrs.field(default=2.4, converter=as_float, validator=float_in(1, 3600, low_included=True))
@@ -222,6 +227,7 @@ HUNG_FACTOR = 20.0
 
 
 def hung_after_s(longest_warm_up_s: float) -> float:
-    """How long a step may take where no `hung_s` says it: HUNG_S, or HUNG_FACTOR times the longest step of the warm-up,
-    whichever is more. Without a warm-up a first step that compiles its kernels may be taken for one that hangs."""
+    """Return how long a step may take where no `hung_s` is given: HUNG_S, or HUNG_FACTOR times the longest step of the
+    warm-up, whichever is more. Without a warm-up, a first step that compiles its kernels may be taken for one that
+    hangs."""
     return max(HUNG_S, HUNG_FACTOR * longest_warm_up_s)

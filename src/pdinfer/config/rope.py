@@ -38,20 +38,20 @@ class YarnScaling:
             raise ConfigError(f"beta_fast must be at least beta_slow = {self.beta_slow:g}, got {self.beta_fast:g}")
 
     def magnitude(self, mscale: float) -> float:
-        """YaRN's m(k) = 0.1 k ln(factor) + 1; 1 where nothing is stretched."""
+        """Return YaRN's m(k) = 0.1 k ln(factor) + 1, or 1 where nothing is stretched."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
     def turning(self, rotations: float, rope_dim: int, theta: float) -> float:
-        """The (fractional) pair that turns `rotations` times within the original context."""
+        """Return the (fractional) pair that turns `rotations` times within the original context."""
         turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
         return rope_dim * math.log(turns) / (2 * math.log(theta))
 
 
 def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None) -> tuple[float, ...]:
-    """Radians per position of the rope_dim / 2 pairs: theta^(-2i/rope_dim).
+    """Return the radians per position of the rope_dim / 2 pairs: theta^(-2i/rope_dim).
 
     YaRN (arXiv:2309.00071, equations 18 to 23) slows pairs that turn fewer than `beta_slow` times in the original
-    context by `factor`, leaves those above `beta_fast`, and blends linearly between.
+    context by `factor`, leaves those above `beta_fast` alone, and blends linearly between.
     """
     plain = tuple(theta ** (-2 * pair / rope_dim) for pair in range(rope_dim // 2))
     if yarn is None:
@@ -67,9 +67,9 @@ def inv_frequencies(rope_dim: int, theta: float, yarn: YarnScaling | None) -> tu
 
 
 def attention_factor(yarn: YarnScaling | None) -> float:
-    """What cos and sin are multiplied with; 1 for all released models.
+    """Return the factor of cos and sin, which is 1 for all released models.
 
-    m(mscale) / m(mscale_all_dim) where both are set and not 0, else m(1), as transformers has it.
+    It is m(mscale) / m(mscale_all_dim) where both are set and not 0, else m(1), as in transformers.
     """
     if yarn is None:
         return 1.0

@@ -1,4 +1,4 @@
-"""How a tensor becomes a tensor: ops, their providers, and the choice between them. A new provider is a module here.
+"""What computes: ops, their providers, and the choice between them. A new provider is a module here.
 
     ops.py              every op as a typed callable, in one frozen value
     reference.py        every op in plain torch: slow, complete, and the specification

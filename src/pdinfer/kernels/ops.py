@@ -1,17 +1,17 @@
 """The ops a model is made of, as one frozen value of callables.
 
-Each field names an op; its Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
-functions of these names; `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
+Each field names an op, whose Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
+functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
 specification; the others must agree with it.
 
-Cache pages are in the model's dtype, or uint8: then a row is packed FP8 as `kernels.row_formats` says, the store ops
-pack and the others unpack what they read. Rows that no token of a context was written to may hold anything, NaN
-included.
+Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.row_formats` says: the
+store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold anything,
+NaN included.
 
-NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was made of one holds
-one. So a sum of squares or a score that overflows makes NaN of its row or head; integers and a softmax, which cannot
-say NaN or would give -inf no weight, get it added. Rows of other tokens stay as they are, to the bit; only the tokens
-of one sequence in one call of `mla_prefill` may share what one of them reads.
+NaN and infinity are not lost, so that an engine sees them in its logits: a row of a result that was computed from one
+holds one. So a sum of squares or a score that overflows turns its row or head into NaN. Integers, which cannot be NaN,
+and a softmax, which would give -inf no weight, get NaN added. Rows of other tokens stay as they are, to the bit; only
+the tokens of one sequence in one call of `mla_prefill` may share the NaN that one of them reads.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class RMSNorm(Protocol):
     """Normalises rows."""
 
     def __call__(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Returns weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
+        """Return weight * x / sqrt(mean(x^2) + eps) over the last axis, computed in float32, in x's dtype."""
 
 
 class LayerNorm(Protocol):
     """Normalises and centres rows."""
 
     def __call__(self, x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-        """Returns weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis, computed in float32, in x's
+        """Return weight * (x - mean(x)) / sqrt(var(x) + eps) + bias over the last axis, computed in float32, in x's
         dtype."""
 
 
@@ -44,14 +44,14 @@ class Linear(Protocol):
     """Multiplies by a weight matrix."""
 
     def __call__(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """Linear map without bias: x @ weight.T -> [T, O] in x's dtype."""
+        """Return the linear map without bias, x @ weight.T -> [T, O], in x's dtype."""
 
 
 class LinearFP8(Protocol):
     """Multiplies by a matrix in FP8 blocks."""
 
     def __call__(self, x_TI: Tensor, weight: FP8Blocks) -> Tensor:
-        """As `linear`, with x rounded to e4m3 per token and 128 channels: scale max(amax, 1e-4) / 448, or the next
+        """Do as `linear`, with x rounded to e4m3 per token and 128 channels: scale max(amax, 1e-4) / 448, or the next
         power of two with `weight.ue8m0`. Products are summed in float32 within a block, then scaled and summed."""
 
 
@@ -59,44 +59,44 @@ class LinearInt8(Protocol):
     """Multiplies by an INT8 matrix; the scale of an activation is its own."""
 
     def __call__(self, x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
-        """As `linear`, with x rounded to int8 per token, scale amax / 127. Products are summed exactly."""
+        """Do as `linear`, with x rounded to int8 per token, scale amax / 127. Products are summed exactly."""
 
 
 class LinearInt8Static(Protocol):
     """Multiplies by an INT8 matrix; the scale of an activation is the weight's."""
 
     def __call__(self, x_TI: Tensor, weight: Int8Static) -> Tensor:
-        """(clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale, each part
-        of the rows with its own input scale and offset, in x's dtype. Products are summed exactly."""
+        """Return (clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale in
+        x's dtype, where each part of the rows has its own input scale and offset. Products are summed exactly."""
 
 
 class RoundFP8(Protocol):
     """Rounds activations as `linear_fp8` does."""
 
     def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> Tensor:
-        """What x is worth after that rounding, in x's dtype."""
+        """Return the value of x after that rounding, in x's dtype."""
 
 
 class RoundInt8(Protocol):
     """Rounds activations as `linear_int8` does."""
 
     def __call__(self, x_TI: Tensor) -> Tensor:
-        """What x is worth after that rounding, in x's dtype."""
+        """Return the value of x after that rounding, in x's dtype."""
 
 
 class Rotate(Protocol):
     """Applies rotary positions."""
 
     def __call__(self, x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
-        """Rotary embedding of pairs (2i, 2i+1), or (i, i + R/2) where not `interleaved`, by angle i; cos and sin are
-        float32 [T, R/2]. New tensor, elements in the order of x."""
+        """Return the rotary embedding of pairs (2i, 2i+1), or (i, i + R/2) where not `interleaved`, by angle i. cos and
+        sin are float32 [T, R/2]. The result is a new tensor with its elements in the order of x."""
 
 
 class StoreLatent(Protocol):
     """Writes the cache."""
 
     def __call__(self, pages_PGW: Tensor, slots_T: Tensor, c_TC: Tensor, k_rope_TR: Tensor) -> None:
-        """Writes token t's latent and rotated key to slot `page * page_size + offset` of the cache. Mutates `pages_PGW`
+        """Write token t's latent and rotated key to slot `page * page_size + offset` of the cache. Mutates `pages_PGW`
         alone."""
 
 
@@ -104,7 +104,7 @@ class StoreIndexKeys(Protocol):
     """Writes the indexer's cache."""
 
     def __call__(self, pages_PGY: Tensor, slots_T: Tensor, keys_TY: Tensor) -> None:
-        """Writes token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
+        """Write token t's index key to slot `page * page_size + offset`. Mutates `pages_PGY` alone."""
 
 
 class IndexTopK(Protocol):
@@ -121,14 +121,15 @@ class IndexTopK(Protocol):
         *,
         top_k: int,
     ) -> Tensor:
-        """The `top_k` best positions of each of a sequence's last `query_lens[b]` tokens, among its own and all before,
-        by sum over heads x of weights[x] * relu(q[x] . key), in float32; weights are float32.
+        """Return the `top_k` best positions for each of a sequence's last `query_lens[b]` tokens, among its own and all
+        before, by the sum over heads x of weights[x] * relu(q[x] . key), in float32. Weights are float32.
 
         Returns int64 [T, S], S = min(top_k, longest context): *logical* positions, from 0 at the start of the token's
-        own sequence, ascending, and -1 behind the last where a token sees fewer than S. Of equal scores the lowest
+        own sequence, ascending, with -1 after the last where a token sees fewer than S. Among equal scores the lowest
         position is taken, whatever the sizes of pages, chunks and batches. A token chooses nothing, -1 everywhere, when
-        its query, its weights, a key it sees or one of its scores is not finite: `mla_sparse` makes NaN of that.
-        Lengths are host ints."""
+        its query, its weights, a key it sees or one of its scores is not finite; `mla_sparse` turns that into NaN.
+        Lengths are host ints.
+        """
 
 
 class MLASparse(Protocol):
@@ -145,23 +146,25 @@ class MLASparse(Protocol):
         *,
         scale: float,
     ) -> Tensor:
-        """Absorbed attention of each token over the cached latents at `selected_TS`, *logical* positions of its own
-        sequence as `index_topk` returns them (-1 is none); `sequence_T` is each token's row of the page table
-        -> [T, H, C]. As `mla_decode` over these positions alone; NaN for a token without any."""
+        """Compute the absorbed attention of each token over the cached latents at `selected_TS` -> [T, H, C]. These are
+        *logical* positions in its own sequence as `index_topk` returns them (-1 is none). `sequence_T` is each token's
+        row of the page table. The result is that of `mla_decode` over these positions alone, and NaN for a token
+        without any."""
 
 
 class HeadsIn(Protocol):
     """Multiplies each head by a matrix of its own."""
 
     def __call__(self, x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
-        """x[:, h] @ weight[h] -> [T, H, C] in x's dtype; how attention brings queries into the latent space."""
+        """Return x[:, h] @ weight[h] -> [T, H, C] in x's dtype. Attention brings queries into the latent space with
+        it."""
 
 
 class HeadsOut(Protocol):
     """Multiplies each head by the transpose of a matrix of its own."""
 
     def __call__(self, x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
-        """x[:, h] @ weight[h].T -> [T, H, V] in x's dtype; how attention leaves the latent space."""
+        """Return x[:, h] @ weight[h].T -> [T, H, V] in x's dtype. Attention leaves the latent space with it."""
 
 
 class MLAPrefill(Protocol):
@@ -179,9 +182,9 @@ class MLAPrefill(Protocol):
         v_head_dim: int,
         scale: float,
     ) -> Tensor:
-        """Expanded causal attention of each sequence's last `query_lens[b]` tokens over its first `context_lens[b]`
-        cached tokens (the queries' own latents are already stored). Q = nope + R; W = C + R; kv_b holds per head the
-        rows of K (nope) and then of V. Returns [T, H, V]. Lengths are host ints: no sync."""
+        """Compute the expanded causal attention of each sequence's last `query_lens[b]` tokens over its first
+        `context_lens[b]` cached tokens (the queries' own latents are already stored) -> [T, H, V]. Q = nope + R; W = C
+        + R. kv_b holds per head the rows of K (nope) and then those of V. Lengths are host ints: no sync."""
 
 
 class MLADecode(Protocol):
@@ -197,8 +200,8 @@ class MLADecode(Protocol):
         *,
         scale: float,
     ) -> Tensor:
-        """Absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent . c +
-        q_rope . k_rope)) . c -> [B, H, C]."""
+        """Compute the absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent .
+        c + q_rope . k_rope)) . c -> [B, H, C]."""
 
 
 class Route(Protocol):
@@ -216,60 +219,62 @@ class Route(Protocol):
         normalize: bool,
         scaling_factor: float,
     ) -> tuple[Tensor, Tensor]:
-        """The experts of each token: (ids_TK int64, weights_TK float32) from float32 logits.
+        """Return the experts of each token, (ids_TK int64, weights_TK float32), from float32 logits.
 
         Scores are sigmoid or softmax of the logits, computed in float64 and rounded to float32 once, so that they are
-        equal wherever they are computed; `bias_E` (DeepSeek-V3's correction) is added, in float32, for choosing and
-        never for weighing. With more than one group only the best `top_k_groups` compete, a group being worth the sum
-        of its two best biased scores when there is a bias and its best score otherwise. `normalize` divides the
-        weights by their sum; `scaling_factor` multiplies them.
+        equal wherever they are computed. `bias_E` (DeepSeek-V3's correction) is added, in float32, for choosing and
+        never for weighing. With more than one group only the best `top_k_groups` compete. A group is worth the sum of
+        its two best biased scores when there is a bias, and its best score otherwise. `normalize` divides the weights
+        by their sum; `scaling_factor` multiplies them.
 
-        Experts come best first. Of equal ones the lowest id is better, and of equally good groups the first. With a
-        logit or a bias that is not finite all weights of the token are NaN, and its ids are experts, distinct, and mean
-        nothing."""
+        The best expert comes first. Among equal experts the lowest id is better, and among equally good groups the
+        first. When a logit or a bias is not finite, all weights of the token are NaN, and its ids are distinct experts
+        without meaning.
+        """
 
 
 class GroupRows(Protocol):
     """Sorts tokens by expert."""
 
     def __call__(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """A row for each of a token's experts, rows of one expert together and in the order of tokens: (counts_E on the
-        host, token_of_row_S, row_TK), int64. S = T * K. Syncs the device."""
+        """Assign a row to each of a token's experts: (counts_E on the host, token_of_row_S, row_TK), int64, S = T * K.
+        Rows of one expert are together and in the order of tokens. Syncs the device."""
 
 
 class CombineRows(Protocol):
     """Sums what experts return."""
 
     def __call__(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]."""
+        """Return sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]."""
 
 
 class GatedSilu(Protocol):
     """The activation of every MLP."""
 
     def __call__(self, x_TJ: Tensor) -> Tensor:
-        """silu(first half) * second half over the last axis, J = 2I -> I, computed in float32, in x's dtype."""
+        """Return silu(first half) * second half over the last axis, J = 2I -> I, computed in float32, in x's dtype."""
 
 
 class GroupedMLP(Protocol):
     """Runs experts."""
 
     def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-        """Gated MLP of rows sorted by expert, `counts_E` (int64, on the host) rows for each -> [S, D]."""
+        """Run the gated MLP of each expert on its rows -> [S, D]. Rows are sorted by expert, `counts_E` (int64, on the
+        host) of them for each."""
 
 
 class GroupedMLPFP8(Protocol):
     """Runs experts in FP8 blocks."""
 
     def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-        """As `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
+        """Do as `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
 
 
 class GroupedMLPInt8(Protocol):
     """Runs INT8 experts."""
 
     def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-        """As `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
+        """Do as `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
 
 
 @attrs.frozen(kw_only=True)
@@ -302,7 +307,7 @@ class Ops:
     grouped_mlp_int8: GroupedMLPInt8
 
     def linear_by(self, weight: Weight) -> Callable[[Tensor, Any], Tensor]:
-        """The op that multiplies by a weight of this format."""
+        """Return the op that multiplies by a weight of this format."""
         if isinstance(weight, FP8Blocks):
             return self.linear_fp8
         if isinstance(weight, Int8Dynamic):
@@ -310,7 +315,7 @@ class Ops:
         return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
 
     def grouped_mlp_by(self, weight: Weight) -> Callable[[Tensor, Tensor, Any, Any], Tensor]:
-        """The op that runs experts whose stacks have this format; floats are the only others."""
+        """Return the op that runs experts whose stacks have this format. The only other formats are floats."""
         if isinstance(weight, FP8Blocks):
             return self.grouped_mlp_fp8
         return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp

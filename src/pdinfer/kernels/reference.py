@@ -26,17 +26,17 @@ from pdinfer.kernels.weight_formats import (
 )
 
 FP8_MIN_AMAX = 1e-4
-"""Activations smaller than this in all of a block count as this large."""
+"""Where all activations of a block are smaller than this, its scale is that of this size."""
 INT8_MIN_AMAX = 1e-10
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: plain torch runs everywhere."""
+    """Return None: plain torch runs everywhere."""
     return None
 
 
 def slow(op: str, device: torch.device) -> str | None:
-    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
     return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
 
 
@@ -56,8 +56,8 @@ def layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Te
 
 
 def _inverse_root(x: Tensor, eps: float) -> Tensor:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, which stays; NaN where the squares overflow, as zeros would pass
-    for a row."""
+    """Return 1 / sqrt(mean(x^2) + eps) over the last axis, which stays. It is NaN where the squares overflow, because 0
+    would pass for the factor of a row."""
     mean = x.square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + eps) + 0 * mean
 
@@ -78,7 +78,7 @@ def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
 
 
 def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """(e4m3 [T, I], scales [T, ceil(I / 128)]), from DeepSeek-V3's report, section 3.3.2."""
+    """Return (e4m3 [T, I], scales [T, ceil(I / 128)]), from DeepSeek-V3's report, section 3.3.2."""
     x = _exact(x_TI)
     blocks = torch.split(x, BLOCK, -1)
     scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
@@ -106,7 +106,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
 
 
 def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [T, I], scales [T, 1]): amax / 127 per token; a token of zeros stays zeros."""
+    """Return (int8 [T, I], scales [T, 1]): amax / 127 per token. A token of zeros stays zeros."""
     x = _exact(x_TI)
     scale = x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX) / 127
     return (x / scale).round().to(torch.int8), scale
@@ -123,18 +123,19 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
 
 
 def not_finite(x: Tensor) -> Tensor:
-    """NaN for rows (of the last axis, which stays with one element) that hold NaN or infinity, 0 for the others. Added
-    to what cannot say so itself: integers, or a softmax, which gives a score of -inf no weight."""
+    """Return NaN for rows (of the last axis, which stays with one element) that hold NaN or infinity, and 0 for the
+    others. It is added to what cannot show them itself: integers, or a softmax, which gives a score of -inf no
+    weight."""
     return (0 * _exact(x)).sum(-1, keepdim=True)
 
 
 def int8_static_activation(x_TI: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
-    """int8 [T, I]; `scale` and `offset` are float32 [1]."""
+    """Return int8 [T, I]. `scale` and `offset` are float32 [1]."""
     return ((_exact(x_TI) / scale).round() + offset).clamp(-128, 127).to(torch.int8)
 
 
 def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
-    """Exact sums of int8 products, as float64: torch multiplies integer matrices on few devices."""
+    """Return exact sums of int8 products, as float64, because torch multiplies integer matrices on few devices only."""
     return x_TI.double() @ numbers_OI.double().T
 
 
@@ -265,12 +266,12 @@ def mla_sparse(
 
 
 def _unpacked(cached_SW: Tensor, latent_rank: int) -> tuple[Tensor, ...]:
-    """(c, k_rope) of cached rows."""
+    """Return (c, k_rope) of cached rows."""
     return _exact(row_formats.latents(cached_SW, latent_rank, torch.float32)).tensor_split((latent_rank,), -1)
 
 
 def _absorbed(q_latent_HC: Tensor, q_rope_HR: Tensor, cached_SW: Tensor, scale: float) -> Tensor:
-    """One token's attention over cached rows [S, W] -> [H, C]."""
+    """Compute one token's attention over cached rows [S, W] -> [H, C]."""
     c, k_rope = _unpacked(cached_SW, q_latent_HC.shape[-1])
     scores = scale * (_exact(q_latent_HC) @ c.T + _exact(q_rope_HR) @ k_rope.T)
     return ((scores + not_finite(scores)).softmax(-1) @ c).to(q_latent_HC.dtype)
@@ -310,7 +311,8 @@ def route(
 
 
 def _best(values: Tensor, count: int) -> Tensor:
-    """Ids of the largest of each row, best first, the lowest id first among equals, whose order `topk` leaves open."""
+    """Return the ids of the largest in each row, best first. Among equals the lowest id is first; `topk` leaves their
+    order open."""
     return values.sort(descending=True, stable=True).indices[:, :count]
 
 

@@ -1,4 +1,4 @@
-"""Which provider serves each op: one table, preference first, asked once at load and explained on demand."""
+"""Which provider serves each op: one table in order of preference, asked once at load and explained on demand."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ PROVIDERS: tuple[tuple[str, str], ...] = (
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )
-"""(name, module) in order of preference. A module is imported only when its turn comes; it has a function
-`unavailable(device, dtype) -> str | None` (a sentence, or None when it can run) and the ops it offers under their
-names. It may have `slow(op, device) -> str | None`: why an op on quantized weights loses to making floats of them at
-load."""
+"""(name, module) in order of preference. A module is imported only when its turn comes. It has a function
+`unavailable(device, dtype) -> str | None` (a sentence, or None when it can run) and the ops it offers, under their
+names. It may have `slow(op, device) -> str | None`, which says why an op on quantized weights is slower than floats
+made of them at load."""
 
 
 @attrs.frozen
 class OpChoice:
-    """Why an op runs where it runs: the provider taken and, for each one passed over, a sentence. `slow` says why the
+    """Why an op runs where it runs: the provider taken, and a sentence for each one passed over. `slow` says why the
     provider is no reason to keep quantized weights as they are stored."""
 
     op: str
@@ -36,7 +36,8 @@ class OpChoice:
 
 @attrs.frozen
 class ResolvedOps:
-    """The ops of one model and the reasons for them. `weights`: what became of its quantized weights, in sentences."""
+    """The ops of one model and the reasons for them. `weights` tells in sentences what became of its quantized
+    weights."""
 
     ops: Ops
     choices: tuple[OpChoice, ...]
@@ -46,8 +47,8 @@ class ResolvedOps:
 def resolve_ops(
     device: torch.device, dtype: torch.dtype, *, forced: str | Mapping[str, str] | None = None
 ) -> ResolvedOps:
-    """Ops for models that run in `dtype` on `device`. `forced` names one provider for all ops, or one per op;
-    BackendUnavailable when a forced provider cannot run here or lacks the op."""
+    """Choose the ops for models that run in `dtype` on `device`. `forced` names one provider for all ops, or one per
+    op. Raises BackendUnavailable when a forced provider cannot run here or lacks the op."""
     unknown = [] if forced is None or isinstance(forced, str) else sorted(set(forced) - set(OP_NAMES))
     if unknown:
         raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
@@ -81,22 +82,23 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, wanted: str | Non
 
 
 class Resolved(Protocol):
-    """What was built with resolved ops: a model."""
+    """Something that was built with resolved ops: a model."""
 
     @property
     def resolved(self) -> ResolvedOps:
-        """Its ops, and why they are what they are."""
+        """Its ops, and the reasons for them."""
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What else its host should know, in sentences."""
+        """What else the host should know, in sentences."""
 
 
 def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
-    """A table: op, the provider it would get on a device in a model of `dtype`, and a sentence for each provider passed
-    over or slow.
+    """Return a table: each op, the provider it would get on a device in a model of `dtype`, and a sentence for each
+    provider that was passed over or is slow.
 
-    For a `Model`: what it got, what became of its quantized weights, and what is odd about where its experts are.
+    For a `Model` it tells what the model got, what became of its quantized weights, and what is odd about where its
+    experts are.
     """
     remarks: tuple[str, ...] = ()
     if isinstance(where, str | torch.device):

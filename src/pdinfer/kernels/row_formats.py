@@ -1,11 +1,11 @@
-"""What the rows of cache pages hold: elements as they are, or (pages of uint8) packed FP8 bytes.
+"""What the rows of cache pages hold: elements as they are, or (in pages of uint8) packed FP8 bytes.
 
     latent     C x e4m3 | C/128 x float32 scale, one per 128 elements | R x bfloat16, the rotated key
     index key  Y x e4m3, after an orthonormal Hadamard transform | 1 x float32 scale
 
-Little-endian, the parts of a token adjacent. 512 + 64 elements take 656 bytes, the format of DeepSeek-V3.2's published
-kernels; index keys of 128 take 132. A scale is the smallest power of two with amax / scale <= 448, amax being at least
-1e-4: dividing by it is exact, so the bytes follow from the values alone, whoever packs them.
+Bytes are little-endian, and the parts of a token are adjacent. 512 + 64 elements take 656 bytes, the format of
+DeepSeek-V3.2's published kernels; index keys of 128 take 132. A scale is the smallest power of two with amax / scale <=
+448, where amax is at least 1e-4. Division by it is exact, so the bytes follow from the values alone, on every machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALLEST_AMAX = 1e-4
 
 
 def latent_rows(c_TC: Tensor, k_rope_TR: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows to write into latent pages of `dtype`; C is a multiple of 128 where they are packed."""
+    """Return the rows to write into latent pages of `dtype`. C is a multiple of 128 where they are packed."""
     if dtype != PACKED:
         return torch.cat((c_TC, k_rope_TR), -1)
     e4m3_TNG, scale_TN = _quantized(c_TC.reshape(len(c_TC), c_TC.shape[1] // SCALE_GROUP, SCALE_GROUP))
@@ -30,7 +30,7 @@ def latent_rows(c_TC: Tensor, k_rope_TR: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def latents(rows: Tensor, latent_rank: int, dtype: torch.dtype) -> Tensor:
-    """[..., C + R] of rows read from latent pages: packed ones unpacked to `dtype`, others as they are."""
+    """Return [..., C + R] of rows read from latent pages: packed ones unpacked to `dtype`, others as they are."""
     if rows.dtype != PACKED:
         return rows
     e4m3, scale, k_rope = rows.tensor_split((latent_rank, latent_rank + latent_rank // SCALE_GROUP * 4), -1)
@@ -40,7 +40,7 @@ def latents(rows: Tensor, latent_rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def index_rows(keys_TY: Tensor, dtype: torch.dtype) -> Tensor:
-    """The rows to write into index-key pages of `dtype`; Y is a power of two where they are packed."""
+    """Return the rows to write into index-key pages of `dtype`. Y is a power of two where they are packed."""
     if dtype != PACKED:
         return keys_TY
     e4m3_TY, scale_T = _quantized(hadamard(keys_TY.float()))
@@ -48,7 +48,8 @@ def index_rows(keys_TY: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def index_keys(rows: Tensor) -> Tensor:
-    """[..., Y] of rows read from index-key pages: packed ones as float32, still transformed, others as they are."""
+    """Return [..., Y] of rows read from index-key pages: packed ones as float32, still transformed, others as they
+    are."""
     if rows.dtype != PACKED:
         return rows
     e4m3, scale = rows.tensor_split((rows.shape[-1] - 4,), -1)
@@ -56,12 +57,14 @@ def index_keys(rows: Tensor) -> Tensor:
 
 
 def index_queries(q_TXY: Tensor, dtype: torch.dtype) -> Tensor:
-    """Queries that fit the `index_keys` of pages of `dtype`: transformed if those are. Dot products stay the same."""
+    """Return queries that fit the `index_keys` of pages of `dtype`: transformed if those are. Dot products stay the
+    same."""
     return hadamard(q_TXY) if dtype == PACKED else q_TXY
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """The orthonormal Walsh-Hadamard transform of the last axis, a power of two, in natural (Sylvester) order."""
+    """Return the orthonormal Walsh-Hadamard transform of the last axis, a power of two, in natural (Sylvester)
+    order."""
     width = x.shape[-1]
     half = 1
     while half < width:
@@ -73,7 +76,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(e4m3 of the shape of x, float32 scales without its last axis)."""
+    """Return (e4m3 of the shape of x, float32 scales without its last axis)."""
     x = x.float()
     scale = to_power_of_two(x.abs().amax(-1).clamp_min(SMALLEST_AMAX) / E4M3_MAX)
     return (x / scale[..., None]).to(torch.float8_e4m3fn), scale

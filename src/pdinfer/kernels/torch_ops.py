@@ -1,7 +1,7 @@
 """Fast eager torch: batched where the reference loops, in the tensors' own dtype where rounding allows it.
 
-Softmax, norms, routing and index scores stay float32. Nothing of the size [tokens, tokens] is ever held, nor keys and
-values of a long context: attention goes through blocks of queries, and of context where that is long.
+Softmax, norms, routing and index scores stay float32. No tensor of size [tokens, tokens] is ever held, nor the keys and
+values of a long context: attention goes through blocks of queries, and through blocks of context where that is long.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from pdinfer.kernels import reference, row_formats
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
-"""Memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a GEMM."""
+"""The memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a
+GEMM."""
 
 CONTEXT_BLOCK_BYTES = 64 << 20
-"""Memory for what is made of one block of context, such as its keys and values or its rows gathered token by token."""
+"""The memory for what is computed from one block of context, such as its keys and values, or its rows gathered token by
+token."""
 
 WEIGHT_BLOCK_BYTES = 8 << 20
-"""Memory for the rows of an FP8 matrix that are floats at one time."""
+"""The memory for the rows of an FP8 matrix that are floats at one time."""
 
 route = reference.route
 group_rows = reference.group_rows
@@ -34,7 +36,7 @@ round_int8 = reference.round_int8
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """None: eager torch runs on every device."""
+    """Return None: eager torch runs on every device."""
     return None
 
 
@@ -71,15 +73,15 @@ def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
 
 
 def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
-    """Exact sums of int8 products."""
-    # CUDA's integer product wants aligned shapes; that of torch 2.13 for CPUs leaves sums of one product unwritten.
+    """Return exact sums of int8 products."""
+    # CUDA's integer product needs aligned shapes, and that of torch 2.13 for CPUs does not write sums of one product.
     if x_TI.device.type != "cpu" or x_TI.shape[1] == 1:
         return reference.int8_sums(x_TI, numbers_OI)
     return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
 
 
 def slow(op: str, device: torch.device) -> str | None:
-    """Why an op on quantized weights is slower here than its float form; None where it is not."""
+    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
     if op.startswith("round_"):
         return None
     if op.endswith("_fp8"):
@@ -131,7 +133,7 @@ def mla_prefill(
     block_pages = max(1, CONTEXT_BLOCK_BYTES // (page_size * num_heads * (2 * q_THQ.shape[-1] + v_head_dim) * 4))
 
     def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """(k_HQS, v_HSV) of the first `context` slots of these pages."""
+        """Return (k_HQS, v_HSV) of the first `context` slots of these pages."""
         cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
         cached = row_formats.latents(cached, latent_rank, q_THQ.dtype)
         kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
@@ -157,7 +159,7 @@ def mla_prefill(
 
 
 def _attend_causal(q_HTQ: Tensor, k_HQS: Tensor, v_HSV: Tensor, scale: float, out_THV: Tensor) -> None:
-    """The last T of S positions attend to themselves and all before, block of queries by block of queries."""
+    """Let the last T of S positions attend to themselves and all before, block of queries by block of queries."""
     num_heads, num_queries, _ = q_HTQ.shape
     context = k_HQS.shape[-1]
     offset = context - num_queries
@@ -176,15 +178,15 @@ def _attend_causal(q_HTQ: Tensor, k_HQS: Tensor, v_HSV: Tensor, scale: float, ou
 
 
 def _lost(scores: Tensor) -> Tensor:
-    """What to add to one score of each row, before others are masked: NaN for rows with one of -inf, to which a softmax
-    would give no weight, or NaN; 0 for others. It sees to +inf itself."""
+    """Return what to add to one score of each row before others are masked: NaN for rows that hold -inf, to which a
+    softmax would give no weight, or NaN; 0 for others. A softmax turns +inf into NaN by itself."""
     return scores.amin(-1, keepdim=True) * 0
 
 
 def _attend_in_blocks(
     q_HTQ: Tensor, offset: int, blocks: Iterable[tuple[int, Tensor, Tensor]], scale: float, out_THV: Tensor
 ) -> None:
-    """As `_attend_causal`, the first query standing at position `offset`, over blocks (first position, k_HQS, v_HSV) of
+    """Do as `_attend_causal`, with the first query at position `offset`, over blocks (first position, k_HQS, v_HSV) of
     context one at a time: softmax with a running maximum (arXiv 1805.02867, algorithm 3)."""
     num_heads, num_queries, _ = q_HTQ.shape
     value_HTV = torch.zeros(num_heads, num_queries, out_THV.shape[-1], device=q_HTQ.device)
@@ -254,10 +256,10 @@ def mla_sparse(
 
 
 def _absorbed(q_latent_THC: Tensor, q_rope_THR: Tensor, cached_TSW: Tensor, none_TS: Tensor, scale: float) -> Tensor:
-    """Attention of each token over cached rows of its own, but where `none_TS`; changes these rows."""
+    """Compute the attention of each token over cached rows of its own, except where `none_TS`. Changes these rows."""
     if not none_TS.numel():
         return torch.full_like(q_latent_THC, torch.nan)
-    # unused slots may hold NaN of an earlier owner, and 0 * NaN is NaN
+    # unused slots may hold an earlier owner's NaN, and 0 * NaN is NaN
     cached_TSW = cached_TSW.masked_fill_(none_TS[..., None], 0)
     q_THW = torch.cat((q_latent_THC, q_rope_THR), -1)
     scores_THS = torch.bmm(q_THW, cached_TSW.transpose(1, 2)).float().mul_(scale)
@@ -284,7 +286,7 @@ def index_topk(
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing makes three times as much again of the scores
+        block = max(1, SCORE_BLOCK_BYTES // (16 * context))  # choosing takes three times the scores' memory on top
         for start in range(0, num_queries, block):
             part = slice(first + start, first + min(start + block, num_queries))
             own = context - num_queries + start  # the position of the first of these queries
@@ -305,7 +307,7 @@ def index_topk(
 
 
 def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
-    """Scores of every token for every row, float32 [T, S]."""
+    """Return the scores of every token for every row, float32 [T, S]."""
     keys_SY = row_formats.index_keys(rows_SY).float()
     keys_SY = keys_SY + reference.not_finite(keys_SY)
     dots_TXS = (q_TXY.flatten(0, 1) @ keys_SY.T).view(*q_TXY.shape[:2], -1)
@@ -313,8 +315,9 @@ def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
 
 
 def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
-    """The positions of the `count` largest scores of each row, ascending, of equal ones the lowest; -1 fills up where
-    row t sees fewer, which are those up to `own + t`, and where one of those is not finite. Changes the scores."""
+    """Return the positions of the `count` largest scores of each row, ascending; among equals the lowest. Row t sees
+    the positions up to `own + t`. -1 fills up where it sees fewer than `count`, and everything where one of its scores
+    is not finite. Changes the scores."""
     position_S = torch.arange(scores_TS.shape[1], dtype=torch.int32, device=scores_TS.device)
     last_T1 = torch.arange(own, own + len(scores_TS), device=scores_TS.device)[:, None]
     future_TS = position_S > last_T1
@@ -361,7 +364,7 @@ def by_expert(
     gate_up: Weight,
     down: Weight,
 ) -> Tensor:
-    """The grouped MLP one expert at a time; only those that have rows are run."""
+    """Run the grouped MLP one expert at a time, for those experts that have rows."""
     out = torch.empty_like(x_SD)
     first = 0
     for index, count in enumerate(counts_E.tolist()):

@@ -1,8 +1,10 @@
-"""How a matrix of weights is held in memory: plain floats, or small numbers with the scales that give them their worth.
+"""How a matrix of weights is held in memory: plain floats, or small numbers with the scales that give them their
+values.
 
-A `Weight` is a float tensor [..., O, I] or one of the values below: frozen, with tensors that may change in place and
-never move. Leading axes are experts. A weight of `parts` matrices, one below the other, is quantized part by part; all
-its tensors are cut alike along their second axis from the end, so `part` and `expert` need not know the format.
+A `Weight` is a float tensor [..., O, I] or one of the values below. These are frozen, and their tensors may change in
+place but never move. Leading axes are experts. A weight of `parts` matrices, one below the other, is quantized part by
+part. All its tensors are cut alike along their second axis from the end, so `part` and `expert` need not know the
+format.
 
 Sources: FP8 blocks, DeepSeek-V3 report (arXiv 2412.19437) section 3.3; INT8, the W8A8 and W8A8_DYNAMIC schemes of
 modelslim (https://gitee.com/ascend/msit).
@@ -17,17 +19,17 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-"""Rows and columns of weights that share an FP8 scale; also the channels of an activation that share one."""
+"""The rows and columns of weights that share an FP8 scale, and the channels of an activation that share one."""
 FP8_MAX = 448.0
 MIN_AMAX = 1e-12
-"""What a block or a row of zeros counts as, so that its scale is not zero."""
+"""The amax assumed for a block or a row of zeros, so that its scale is not zero."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class FP8Blocks:
-    """e4m3 numbers, multiplied by one float32 scale per block of 128 x 128; blocks at the edges are smaller.
+    """e4m3 numbers with one float32 scale per block of 128 x 128. Blocks at the edges are smaller.
 
-    `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. `ue8m0`: activations get power-of-two scales.
+    `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. With `ue8m0` activations get power-of-two scales.
     """
 
     numbers: Tensor
@@ -37,7 +39,7 @@ class FP8Blocks:
 
     @property
     def scale_of_row(self) -> Tensor:
-        """The scales of every row: float32 [..., O, ceil(I / 128)]."""
+        """Return the scales of every row: float32 [..., O, ceil(I / 128)]."""
         rows = self.numbers.shape[-2] // self.parts
         of_part = [scale.repeat_interleave(BLOCK, -2)[..., :rows, :] for scale in self.scale.chunk(self.parts, -2)]
         return torch.cat(of_part, -2)
@@ -45,7 +47,7 @@ class FP8Blocks:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Int8Dynamic:
-    """int8 numbers and one float32 scale per row, [..., O, 1]; activations are scaled per token at run time."""
+    """int8 numbers and one float32 scale per row, [..., O, 1]. Activations are scaled per token at run time."""
 
     numbers: Tensor
     scale: Tensor
@@ -53,9 +55,9 @@ class Int8Dynamic:
 
 @attrs.frozen(eq=False, kw_only=True)
 class Int8Static:
-    """int8 numbers with one float32 scale per row, and the activations' own scale and offset, found beforehand.
+    """int8 numbers with one float32 scale per row, and a scale and offset for activations that were found beforehand.
 
-    `input_scale` and `input_offset` are float32 [..., parts, 1]; `output_scale` (float32) and `output_offset` (int32)
+    `input_scale` and `input_offset` are float32 [..., parts, 1]. `output_scale` (float32) and `output_offset` (int32)
     are [..., O, 1]: y = (x_int8 . numbers + output_offset) * output_scale. The checkpoint calls them deq_scale and
     quant_bias.
     """
@@ -79,7 +81,7 @@ class Int8Static:
 
 @attrs.frozen(eq=False, kw_only=True)
 class FloatWithBias:
-    """What an `Int8Static` is worth: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
+    """The float form of an `Int8Static`: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
 
     numbers: Tensor
     bias: Tensor
@@ -92,19 +94,20 @@ Weight = Stored | FloatWithBias
 
 @attrs.frozen
 class Shard:
-    """The part of a matrix [O, I] that a rank holds: of `size` equal ones, cut along O (axis 0) or I (axis 1), number
-    `index`."""
+    """The part of a matrix [O, I] that a rank holds: number `index` of `size` equal parts, cut along O (axis 0) or I
+    (axis 1)."""
 
     index: int = 0
     size: int = 1
     axis: int = 0
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """That of the part."""
+        """Return the shape of the part."""
         return tuple(n // self.size if axis == self.axis else n for axis, n in enumerate(whole))
 
     def of(self, length: int) -> range:
-        """The part of an axis of `length` elements, or of blocks where parts are of whole ones."""
+        """Return the range of the part in an axis of `length` elements, or of `length` blocks where parts consist of
+        whole blocks."""
         return range(length * self.index // self.size, length * (self.index + 1) // self.size)
 
 
@@ -114,8 +117,8 @@ WHOLE = Shard()
 def empty(
     kind: type, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, ue8m0: bool = False
 ) -> Weight:
-    """An uninitialised weight of class `kind` (Tensor for floats of `dtype`) and of `shape` (experts, parts, rows of a
-    part, columns); see the class for the shapes of its tensors."""
+    """Return an uninitialised weight of class `kind` (Tensor for floats of `dtype`) and of `shape` (experts, parts,
+    rows of a part, columns). The class says what shapes its tensors have."""
     experts, parts, rows, columns = shape
 
     def new(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -140,26 +143,26 @@ def empty(
 
 
 def part(weight: Weight, index: int, parts: int) -> Weight:
-    """A view of one of the `parts` matrices that lie one below the other in `weight`."""
+    """Return a view of one of the `parts` matrices that lie one below the other in `weight`."""
     view = map_tensors(weight, lambda tensor: tensor.chunk(parts, -2)[index])
     return attrs.evolve(view, parts=1) if isinstance(view, FP8Blocks) else view
 
 
 def expert(weight: Weight, index: int) -> Weight:
-    """A view of one expert's weight in a stack of them."""
+    """Return a view of one expert's weight in a stack of them."""
     return map_tensors(weight, lambda tensor: tensor[index])
 
 
 def places(stack: Weight, names: Sequence[Sequence[str]]) -> Iterator[tuple[str, Weight]]:
-    """Each name with a view of its matrix in `stack`, which holds as many experts as there are lists of names."""
+    """Yield each name with a view of its matrix in `stack`, which holds one expert for each list of names."""
     for index, parts in enumerate(names):
         for at, name in enumerate(parts):
             yield name, part(expert(stack, index), at, len(parts))
 
 
 def columns_of(weight: Stored, shard: Shard) -> Stored:
-    """The part of a whole matrix that `shard`, which cuts columns, keeps. What is added to every output is kept by the
-    first part alone, so that the products of all parts add up to that of the whole."""
+    """Return the part of a whole matrix that `shard`, which cuts columns, keeps. What is added to every output goes to
+    the first part alone, so that the products of all parts add up to that of the whole."""
 
     def cut(tensor: Tensor) -> Tensor:
         return tensor[..., shard.of(tensor.shape[-1]).start : shard.of(tensor.shape[-1]).stop]
@@ -180,7 +183,7 @@ def columns_of(weight: Stored, shard: Shard) -> Stored:
 
 
 def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
-    """The weight with every tensor replaced by what `change` makes of it."""
+    """Return the weight with every tensor replaced by what `change` returns for it."""
     if isinstance(weight, Tensor):
         return change(weight)
     changed = {name: change(tensor) for name, tensor in _named_tensors(weight)}
@@ -188,23 +191,23 @@ def map_tensors(weight: Weight, change: Callable[[Tensor], Tensor]) -> Weight:
 
 
 def tensors_of(weight: Weight) -> list[Tensor]:
-    """Its tensors, the numbers first."""
+    """Return the tensors of the weight, the numbers first."""
     return [weight] if isinstance(weight, Tensor) else [tensor for _, tensor in _named_tensors(weight)]
 
 
 def num_bytes(weight: Weight) -> int:
-    """Those of all its tensors."""
+    """Return the bytes of all tensors of the weight."""
     return sum(tensor.nbytes for tensor in tensors_of(weight))
 
 
 def to_bytes(weight: Weight) -> Tensor:
-    """All its tensors, one behind the other, as a new uint8 tensor [num_bytes] on their device."""
+    """Return all tensors of the weight, one after another, as a new uint8 tensor [num_bytes] on their device."""
     return torch.cat([_raw(tensor) for tensor in tensors_of(weight)])
 
 
 def from_bytes(weight: Weight, data: Tensor) -> None:
-    """Undoes `to_bytes` in place: writes `data`, uint8 [num_bytes], into the (contiguous) tensors of a weight of the
-    same format and shape."""
+    """Undo `to_bytes` in place: write `data`, uint8 [num_bytes], into the (contiguous) tensors of a weight of the same
+    format and shape."""
     tensors = tensors_of(weight)
     for into, value in zip(tensors, torch.split(data, [tensor.nbytes for tensor in tensors]), strict=True):
         _raw(into).copy_(value)
@@ -220,7 +223,7 @@ def _named_tensors(weight: FloatWithBias | Quantized) -> list[tuple[str, Tensor]
 
 
 def assign(destination: Weight, value: Weight) -> None:
-    """Writes `value` into the tensors of `destination`, which is of the same format or of floats."""
+    """Write `value` into the tensors of `destination`, which is of the same format or of floats."""
     if isinstance(destination, Tensor):
         dequantize(value, destination)
     elif isinstance(destination, FloatWithBias) and isinstance(value, Int8Static):
@@ -232,7 +235,7 @@ def assign(destination: Weight, value: Weight) -> None:
 
 
 def dequantize(weight: Weight, out: Tensor) -> None:
-    """Writes what `weight` is worth to `out` [..., O, I]: float32 arithmetic, rounded once to the dtype of `out`."""
+    """Write the value of `weight` to `out` [..., O, I]: float32 arithmetic, rounded once to the dtype of `out`."""
     if isinstance(weight, Tensor):
         out.copy_(weight)
     elif isinstance(weight, FP8Blocks):
@@ -244,7 +247,8 @@ def dequantize(weight: Weight, out: Tensor) -> None:
 
 
 def quantize_fp8(matrix_OI: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """(e4m3 [O, I], float32 scales [ceil(O / 128), ceil(I / 128)]): amax / 448 per block, or the next power of two."""
+    """Return (e4m3 [O, I], float32 scales [ceil(O / 128), ceil(I / 128)]): amax / 448 per block, or the next power of
+    two."""
     rows, columns = matrix_OI.shape
     padded = torch.nn.functional.pad(matrix_OI.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
@@ -256,32 +260,32 @@ def quantize_fp8(matrix_OI: Tensor, *, ue8m0: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [O, I], float32 scales [O, 1]): amax / 127 per row."""
+    """Return (int8 [O, I], float32 scales [O, 1]): amax / 127 per row."""
     floats_OI = matrix_OI.float()
     scale = floats_OI.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) / 127
     return (floats_OI / scale).round_().to(torch.int8), scale
 
 
 def to_power_of_two(scale: Tensor) -> Tensor:
-    """The smallest power of two that is not below each (positive) scale: what ue8m0 can say. NaN and infinity
-    stay what they are."""
+    """Return the smallest power of two that is not below each (positive) scale: what ue8m0 can represent. NaN and
+    infinity stay as they are."""
     fraction, exponent = torch.frexp(scale)
     power = torch.ldexp(torch.ones_like(scale), exponent - (fraction == 0.5).int())
     return torch.where(fraction.isfinite(), power, scale)
 
 
 def dequantize_fp8(numbers: Tensor, scale_of_row: Tensor, out: Tensor) -> None:
-    """As `dequantize`, of some rows [..., rows, I] and their scales [..., rows, ceil(I / 128)]."""
+    """Do as `dequantize` for some rows [..., rows, I] and their scales [..., rows, ceil(I / 128)]."""
     for block in range(scale_of_row.shape[-1]):
         columns = slice(block * BLOCK, (block + 1) * BLOCK)
         out[..., columns] = e4m3_to_float(numbers[..., columns]).mul_(scale_of_row[..., block, None])
 
 
 def e4m3_to_float(numbers: Tensor) -> Tensor:
-    """float8_e4m3fn as float32, exactly and NaN as NaN; a fresh tensor."""
-    # Moved to the place of float16's exponent and mantissa they are 2^8 too small. Above these is a copy of the sign
-    # now, and must be 0; but for NaN, seven ones, where one more carries into that bit: there 1 makes it float16's NaN.
-    # Torch converts a CPU's e4m3 one by one; this is several times as fast.
+    """Return float8_e4m3fn as float32, exactly and NaN as NaN, in a fresh tensor."""
+    # In the place of float16's exponent and mantissa the values are 2^8 too small. The bit above them then holds a copy
+    # of the sign and must become 0. Only for NaN, which is seven ones, adding one carries into that bit, and a 1 there
+    # makes it float16's NaN. Torch converts e4m3 one by one on a CPU; this is several times as fast.
     bits = numbers.view(torch.int8).to(torch.int16).bitwise_left_shift_(7)
     bits ^= (bits + 0x80).bitwise_and_(0x4000)
     return bits.view(torch.float16).float().mul_(256)

@@ -2,17 +2,17 @@
 
     model.py          embedding, blocks, head
     block.py          one layer
-    attention.py      the seam behind which a layer's attention stands, and which one a family has
+    attention.py      the seam between a layer and its attention
     mla.py            multi-head latent attention, and what its tokens leave in the cache
     dsa.py            the indexer of sparse attention
     mtp.py            the layer that drafts
     step.py           what the layers of one step share
     batch.py          the index tensors of one step
     cache.py          the components of a cache layout, plain and packed
-    load.py           from a checkpoint to a model: what was asked for, checked, and ranks that meet
+    load.py           from a checkpoint to a model: the request is checked, and the ranks meet
     load_plan.py      which tensors are read, and what they become
     destinations.py   where each tensor goes
-    unread.py         tensors that no model reads: named, or refused
+    unread.py         tensors that the model does not read: expected ones by name, all others refused
 
 May import: checkpoint, config, kernels, kv, layers, moe, parallel, process, the ground.
 """

@@ -1,4 +1,4 @@
-"""The seam between a layer and its attention. A kind of attention is a class, and a row of `ATTENTIONS`."""
+"""The seam between a layer and its attention. To add an attention, write a class and give it a row in `ATTENTIONS`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Attention(Protocol):
 
     @classmethod
     def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group) -> Self:
-        """Ask `source` for the tensors of `layer`; the heads are divided over `tp`."""
+        """Ask `source` for the tensors of `layer`. The heads are divided over `tp`."""
 
     def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
-        """Write the cache of the step's tokens in the pages that `step.view` has for `layer`, and attend: [T, D] ->
-        [T, D], a sum over all heads of all ranks of `tp`. `x_TD` is the layer's input after its norm."""
+        """Write the cache of the step's tokens to the pages of `layer` in `step.view`, and attend. Returns [T, D],
+        which summed over the ranks of `tp` is the output of all heads. `x_TD` is the layer's input after its norm."""
 
     @classmethod
     def cache_components(

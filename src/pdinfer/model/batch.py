@@ -1,8 +1,8 @@
-"""The index tensors of one step: which tokens run, where they stand, and which pages their context lies in.
+"""The index tensors of one step: which tokens run, at which positions, and which pages hold their context.
 
-With context parallelism the new tokens of every prompt are cut into pieces
-(`parallel.slices.context_parallel_slices`), and a rank runs its own. A piece is a sequence like others: its context
-ends where it ends, in the pages of its prompt, which every rank fills with the latents of all pieces.
+With context parallelism the new tokens of every prompt are cut into pieces (`parallel.slices.context_parallel_slices`),
+and each rank runs its own. A piece is a sequence like any other. Its context ends where the piece ends and lies in the
+pages of its prompt, which every rank fills with the latents of all pieces.
 """
 
 from __future__ import annotations
@@ -21,26 +21,27 @@ from pdinfer.parallel.slices import context_parallel_slices
 
 @attrs.frozen
 class Row:
-    """One sequence's part of a step: `tokens` at positions from `start`, its context in `pages` from position 0."""
+    """One sequence's part of a step: `tokens` at positions from `start`, with its context in `pages` from position
+    0."""
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
     next_token: int | None = None
-    """The token behind them, where it is known: a prompt's chunk before its last one."""
+    """The token after `tokens`, where it is known: in every chunk of a prompt but the last."""
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.start + len(self.tokens)
 
     def slots(self, page_size: int) -> Iterator[int]:
-        """Where the cache of each of its tokens lies: page * page_size + offset."""
+        """Yield the cache slot of each token: page * page_size + offset."""
         span = range(self.start, self.start + len(self.tokens))
         return (self.pages[at // page_size] * page_size + at % page_size for at in span)
 
     def piece(self, positions: range) -> Row:
-        """Some of its tokens."""
+        """Return the row of some of its tokens."""
         tokens = self.tokens[positions.start - self.start : positions.stop - self.start]
         behind = self.next_token if positions.stop == self.stop else self.tokens[positions.stop - self.start]
         return Row(tokens, positions.start, self.pages, behind)
@@ -48,16 +49,18 @@ class Row:
 
 @attrs.frozen(kw_only=True)
 class Batch:
-    """What one step runs. T tokens of B sequences, those of a sequence adjacent and in order; int64 tensors.
+    """What one step runs: T tokens of B sequences. The tokens of a sequence are adjacent and in order. Tensors are
+    int64.
 
-    `sequence_T` is each token's row of the page table; `slots_A` is where this step's latents are written (page *
-    page_size + offset): those of the T tokens, and with `cp` of the other ranks' tokens, in rank order; `page_table_BM`
-    is padded with pages of the same row; `context_lens` counts the tokens a sequence has after this step. Lengths are
-    also on the host, so that no kernel has to sync. In a step of `decode` every token is a sequence of its own, T = B,
-    which shares its pages with those before it. `next_tokens` are those behind each sequence of a prefill.
+    `sequence_T` is each token's row of the page table. `slots_A` are the slots (page * page_size + offset) that this
+    step's latents are written to: those of the T tokens, and with `cp` those of the other ranks' tokens, in rank order.
+    `page_table_BM` is padded with pages of the same row. `context_lens` counts the tokens that a sequence has after
+    this step. Lengths are also on the host, so that no kernel has to sync. In a step of `decode` every token is a
+    sequence of its own, T = B, which shares its pages with the tokens before it. `next_tokens` are the tokens after
+    each sequence of a prefill.
 
-    `cp` are the ranks that run pieces of the same prompts, each `cp_counts` tokens. Every prompt's last piece is of its
-    rank 0, where `row_ends` tells which sequences end a prompt.
+    `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
+    every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.
     """
 
     tokens_T: Tensor
@@ -84,7 +87,8 @@ class Batch:
         decode: bool,
         cp: Group = ALONE,
     ) -> Batch:
-        """A batch of `rows`, cut over `cp` in a prefill; none is an empty batch, which every layer accepts."""
+        """Build a batch of `rows`, which a prefill cuts over `cp`. Without rows it is an empty batch, which every layer
+        accepts."""
         if decode:
             rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
             cp = ALONE
@@ -110,7 +114,7 @@ class Batch:
         width = max((-(-context // page_size) for context in context_lens), default=0)
         table = [page for row in rows for page in _padded(row.pages, width)]
         columns = (tokens, positions, sequences, slots, table, context_lens)
-        # one tensor, and so one copy to the device, of which the others are views
+        # one tensor, so that there is one copy to the device; the others are views of it
         flat = torch.from_numpy(np.array([*chain.from_iterable(columns)], np.int64)).to(device, non_blocking=True)
         tokens_T, positions_T, sequence_T, slots_A, flat_table, context_lens_B = flat.split_with_sizes(
             [*map(len, columns)]
@@ -132,7 +136,7 @@ class Batch:
         )
 
     def shifted(self) -> Batch:
-        """The same positions of a prefill, each with the token behind it; 0 stands for one that is not known yet."""
+        """Return the same positions of a prefill, each with the token after it, or 0 where that is not known yet."""
         tokens_T = self.tokens_T.roll(-1)
         tokens_T[self.last_rows] = torch.tensor(
             [token or 0 for token in self.next_tokens], dtype=torch.int64, device=tokens_T.device
@@ -140,15 +144,15 @@ class Batch:
         return attrs.evolve(self, tokens_T=tokens_T)
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """What tensors of this rank's tokens [T, ...] are for all [A, ...], in the order of `slots_A`. Tensors of one
-        dtype and two axes; one collective."""
+        """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of
+        `slots_A`. The tensors have one dtype and two axes. One collective."""
         if self.cp.size == 1:
             return parts
         gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)
         return torch.split(gathered, [part.shape[1] for part in parts], 1)
 
     def last_of(self, x_TD: Tensor) -> Tensor:
-        """Of every prompt's last token, on all ranks of `cp`."""
+        """Return the row of every prompt's last token, on all ranks of `cp`."""
         last_BD = x_TD.new_empty(len(self.row_ends), x_TD.shape[1])
         if self.cp.rank == 0:
             ends = self.last_rows
@@ -157,12 +161,12 @@ class Batch:
 
     @property
     def last_rows(self) -> list[int]:
-        """For each sequence, the row of its last token."""
+        """The row of each sequence's last token."""
         return [end - 1 for end in accumulate(self.query_lens)]
 
 
 def _pieces(rows: Sequence[Row], cp_size: int) -> list[list[Row]]:
-    """What each context-parallel rank runs of the rows, those of a row in rising order."""
+    """Return what each context-parallel rank runs. Pieces of one row are in rising order."""
     pieces: list[list[Row]] = [[] for _ in range(cp_size)]
     for row in rows:
         slices = context_parallel_slices(range(row.start, row.stop), cp_size)
@@ -172,7 +176,7 @@ def _pieces(rows: Sequence[Row], cp_size: int) -> list[list[Row]]:
 
 
 def _ends(pieces: Sequence[Row], rows: Sequence[Row]) -> Iterator[int]:
-    """Which of rank 0's pieces end a row."""
+    """Yield the indices of rank 0's pieces that end a row."""
     left = iter(rows)
     row = next(left, None)
     for index, piece in enumerate(pieces):

@@ -18,10 +18,10 @@ from pdinfer.trace import mark
 
 @attrs.frozen
 class Block:
-    """h + attention(norm(h)), then h + mlp(norm(h)); the MLP is dense in the first layers and MoE after.
+    """h + attention(norm(h)), then h + mlp(norm(h)). The MLP is dense in the first layers and MoE after them.
 
-    In some families `moe_norm` norms what the MoE returns before it is added. Ranks of `tp` have all tokens and divide
-    the heads; each runs the MLP for a part of the tokens, `mlp_together` of them together where they divide its
+    In some families `moe_norm` norms the output of the MoE before it is added. All ranks of `tp` have all tokens, and
+    divide the heads. For the MLP they divide the tokens: `mlp_together` ranks share a part of the tokens and divide its
     channels.
     """
 

@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint go: a model is built of what this allocates, and every name keeps its places."""
+"""Where the tensors of a checkpoint go. A model is built from what this allocates, and every name keeps its places."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
         Scheme.INT8_STATIC: ("linear_int8_static",),
     }
 )
-"""What has to run at speed for weights of a scheme to be kept by `weights="auto"`."""
+"""The ops that must run at speed before `weights="auto"` keeps weights of a scheme."""
 
 
 def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
-    """The schemes of weights that `load_model(weights=...)` holds as they are stored. Raises ConfigError for another
-    word."""
+    """Return the schemes whose weights `load_model(weights=...)` holds as they are stored. Raises ConfigError for
+    another word."""
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
     if weights == "auto":
@@ -48,13 +48,13 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
 
 
 def slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
-    """The first op of a scheme that loses to floats."""
+    """Return the first op of a scheme that is slower than its float form, or None."""
     slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
     return next(slow, None)
 
 
 class Schemes(Protocol):
-    """How a checkpoint stores its tensors, as far as it matters where they go."""
+    """How a checkpoint stores its tensors, as far as that decides where they go."""
 
     @property
     def ue8m0(self) -> bool:
@@ -63,12 +63,13 @@ class Schemes(Protocol):
     def scheme(self, name: str) -> Scheme: ...
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
+        """Return whether there is a tensor of that name."""
 
 
 @attrs.frozen
 class Place:
-    """Where a tensor of the checkpoint, `shape` there, goes: the part that `shard` keeps of it into `weight`."""
+    """The place of a tensor of the checkpoint, whose shape there is `shape`: `weight` gets the part that `shard`
+    keeps."""
 
     weight: Weight
     shape: tuple[int, ...]
@@ -77,9 +78,9 @@ class Place:
 
 @attrs.define
 class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where: in two places if a rank has an
-    expert twice. Without `stored` every weight is of floats; with it, those of a scheme in `kept` are held as they are
-    stored. Raises ConfigError for a tensor that a rank cannot have its part of."""
+    """A WeightSource that allocates on `device` and remembers which name belongs where. A name has two places when a
+    rank has an expert twice. Without `stored` every weight holds floats. With it, weights of a scheme in `kept` are
+    held as they are stored. Raises ConfigError for a tensor that cannot be divided between the ranks."""
 
     device: torch.device
     dtype: torch.dtype
@@ -127,23 +128,25 @@ class Destinations:
     def _remember(
         self, weight: Weight, named: Iterator[tuple[str, Weight]], shape: tuple[int, ...], shard: Shard
     ) -> None:
-        """Of a `weight` that was just allocated, where its parts are by name; `shape` is that of each in the files."""
+        """Remember by name the parts of a `weight` that was just allocated. `shape` is the shape of each part in the
+        files."""
         for name, part in named:
             self.places.setdefault(name, []).append(Place(part, shape, shard))
 
     def _check_shard(self, name: str, shape: tuple[int, ...], shard: Shard) -> None:
-        """Parts are equal, and of whole blocks where they are kept with a scale per block."""
+        """Check that the parts are equal, and consist of whole blocks where the tensor is kept with a scale per
+        block."""
         unit = BLOCK if self.format(name) is FP8Blocks else 1
         if shard.size > 1 and shape[shard.axis] % (shard.size * unit):
             blocks = f" in whole FP8 blocks of {BLOCK}" if unit > 1 else ""
             raise ConfigError(
                 f"{name} {list(shape)} cannot be divided between {shard.size} ranks{blocks}: {shape[shard.axis]} "
-                f"{'columns' if shard.axis else 'rows'} are no multiple of {shard.size * unit}; use a smaller tp_size "
-                "or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
+                f"{'columns' if shard.axis else 'rows'} are not a multiple of {shard.size * unit}; use a smaller "
+                "tp_size or moe_dense_tp_size" + (', or weights="float"' if unit > 1 else "")
             )
 
     def _format(self, names: Sequence[str]) -> type:
-        """The one format that these matrices, which lie in one tensor, can be held in."""
+        """Return the one format that all these matrices, which lie in one tensor, can be held in."""
         schemes = {self.scheme(name): name for name in names}
         formats = {self.format(name) for name in names}
         if len(formats) > 1:
@@ -153,7 +156,7 @@ class Destinations:
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors."""
+        """The bytes of all tensors."""
         return sum(tensor.nbytes for held in self.places.values() for at in held for tensor in tensors_of(at.weight))
 
     def scheme(self, name: str) -> Scheme:

@@ -1,8 +1,8 @@
-"""DeepSeek sparse attention: a small indexer scores the whole context, and attention reads the best tokens only.
+"""DeepSeek sparse attention: a small indexer scores the whole context, and attention reads only the best tokens.
 
-An index key per token, shared by the indexer's heads, lies in the same pages as the latents. Where no context of a step
-is longer than `index_topk`, all of it is chosen, and attention takes its dense way (DeepSeek-V3.2 report, arXiv
-2512.02556, section 2.1).
+The index keys, one per token for all heads of the indexer, lie in the same pages as the latents. In a step in which no
+context is longer than `index_topk`, every token is chosen, and attention takes its dense way (DeepSeek-V3.2 report,
+arXiv 2512.02556, section 2.1).
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from pdinfer.model.batch import Batch
 from pdinfer.model.cache import FP8, packed_component, plain_component
 
 INDEX_NORM_EPS = 1e-6
-"""Of the norm of index keys, whatever `rms_norm_eps` is."""
+"""The eps of the norm of index keys, whatever `rms_norm_eps` is."""
 
 
 @attrs.frozen(kw_only=True)
 class Indexer:
-    """Chooses the tokens that one layer, and those that share its choice, attend to.
+    """The part of a layer that chooses which tokens are read, there and in the layers that share its choice.
 
-    Head weights and the key's norm, which has a mean and a bias, are float32. X heads of Y elements, of which rope
-    turns the *first* qk_rope_head_dim; in DeepSeek-V3.2 the pairs are (i, i + R/2), unlike in its attention.
+    The weights of the heads are float32, and so is the norm of the keys, which has a mean and a bias. There are X heads
+    of Y elements, and rope turns the *first* qk_rope_head_dim of them. In DeepSeek-V3.2 the pairs are (i, i + R/2),
+    unlike in its attention.
     """
 
     num_heads: int
@@ -80,8 +81,8 @@ class Indexer:
     def __call__(
         self, x_TD: Tensor, query_TL: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGY: Tensor
     ) -> Tensor | None:
-        """Stores this step's keys in `pages_PGY` and chooses: positions as `kernels.ops.IndexTopK` returns them, or
-        None for all of every context. `query_TL` is attention's query latent."""
+        """Store this step's keys in `pages_PGY` and choose: positions as `kernels.ops.IndexTopK` returns them, or None
+        when every position of every context is read. `query_TL` is the query latent of attention."""
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         if max(batch.context_lens, default=0) <= self.top_k:
             return None
@@ -96,17 +97,18 @@ class Indexer:
         )
 
     def keys(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, Y]: normed, then its beginning turned."""
+        """Return the keys [T, Y]: normed, then the first elements rotated."""
         keys_TY = self.ops.layer_norm(self.k(x_TD), self.k_norm_weight_Y, self.k_norm_bias_Y, INDEX_NORM_EPS)
         return self._turned(keys_TY[:, None], angles)[:, 0]
 
     def queries(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[T, X, Y], the beginning of each head turned."""
+        """Return the queries [T, X, Y], the first elements of each head rotated."""
         q_TXY = self.q_b(query_TL).view(len(query_TL), self.num_heads, len(self.k_norm_weight_Y))
         return self._turned(q_TXY, angles)
 
     def head_weights(self, x_TD: Tensor) -> Tensor:
-        """float32 [T, X], of either sign, with the scale of the scores: (X * Y)^-0.5."""
+        """Return the weights of the heads, float32 [T, X], of either sign. They include the scale of the scores, (X *
+        Y)^-0.5."""
         scale: float = (self.num_heads * len(self.k_norm_weight_Y)) ** -0.5
         return self.ops.linear(x_TD.float(), self.head_weights_XD) * scale
 

@@ -1,5 +1,5 @@
-"""A checkpoint folder becomes a Model, tensor by tensor: every name and shape is checked before anything is allocated,
-and at no time is there more than the model and one tensor."""
+"""A checkpoint folder becomes a Model, tensor by tensor. Every name and shape is checked before anything is allocated,
+and memory never holds more than the model and one tensor."""
 
 from __future__ import annotations
 
@@ -31,10 +31,11 @@ Device = str | torch.device
 DType = torch.dtype | str
 
 LAYER_TENSORS = 7
-"""Attention's at least: a query, two and a norm for the latent, an output; and the layer's two norms."""
+"""The least that a layer has: of attention a query, two projections and a norm for the latent, and an output; and the
+two norms of the layer."""
 MLP_TENSORS = 3
 MANY = 2000
-"""Tensors that may be missing and are still found out by name."""
+"""With up to this many tensors missing, their names are still found and told."""
 
 
 def load_model(
@@ -52,18 +53,18 @@ def load_model(
     placement: ExpertPlacement | None = None,
     trusted_roots: Sequence[AnyPath] = (),
 ) -> Model:
-    """The model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) on `device`.
+    """Load the model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) onto `device`.
 
-    `dtype`, a torch dtype or its name ("float32"), defaults to the stored one. `weights`: "float" makes floats of
-    quantized weights while they are read, "stored" keeps them as they are (kv_b_proj alone becomes floats: attention
-    takes it apart by heads) and quantizes activations as their format says, "auto" keeps those whose ops run at speed
-    on `device`. `explain_backends(model)` tells what became of them. `progress(done_bytes, total_bytes)` is called
-    after every tensor. `providers` forces the op provider, for all ops or per op (see `explain_backends`).
-    `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts tokens
-    (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each calls this; `experts` says how theirs are
-    reached, `placement` which are where. A tensor that the model does not read and that `unread` does not name is
-    refused. Links in the folder may end in it, in the blobs of the hub cache that it is a snapshot of, and in
-    `trusted_roots`.
+    `dtype` is a torch dtype or its name ("float32"), and defaults to the stored one. `weights` says what becomes of
+    quantized weights. "float" turns them into floats while they are read. "stored" keeps them as they are, and
+    quantizes activations as their format says; only kv_b_proj becomes floats, because attention takes it apart by
+    heads. "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)` tells the outcome.
+    `progress(done_bytes, total_bytes)` is called after every tensor. `providers` forces the op provider, for all ops or
+    per op (see `explain_backends`). `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts
+    tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of them calls this; `experts` says
+    how their experts are reached, and `placement` which rank holds which. A tensor that the model does not read is
+    refused, unless `unread` expects it. Links in the folder may end inside it, among the blobs of the hub cache whose
+    snapshot it is, and in `trusted_roots`.
 
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
@@ -96,7 +97,7 @@ def load_model(
 def _builder(
     files: Checkpoint, target: Target, ops: Ops, experts: ExpertConfig, placement: ExpertPlacement | None
 ) -> Build:
-    """Return what makes this rank's model of weights from a source, once all ranks have met."""
+    """Return a function that builds this rank's model from a source of weights, once all ranks have met."""
     config, device, dtype, mtp = target.config, target.device, target.dtype, target.mtp
     weights_id = files.sample_digest()
     groups = _met(target.topology, device, weights_id)
@@ -118,8 +119,8 @@ def _builder(
 
 
 def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> None:
-    """Refuses a config.json that promises far more tensors than the files hold, before a name is made of any. Where few
-    are missing, their names are told later."""
+    """Refuse a config.json that promises far more tensors than the files hold, before any name is made. Where only a
+    few are missing, `LoadPlan.check` tells their names."""
     num_dense = config.first_k_dense_replace
     num_experts = (config.num_hidden_layers - num_dense) * config.n_routed_experts // topology.ep_size
     least = config.num_hidden_layers * LAYER_TENSORS + (num_dense + num_experts) * MLP_TENSORS
@@ -132,7 +133,8 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
 
 
 def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
-    """The groups of this rank, once all ranks have opened the same checkpoint."""
+    """Return the groups of this rank, once all ranks have opened the same checkpoint. Raises CheckpointError when they
+    have not."""
     groups = topology.connect(device)
     ours = torch.frombuffer(bytearray(weights_id), dtype=torch.uint8).to(device)[None]
     theirs = groups.world.all_gather(ours)
@@ -146,7 +148,8 @@ def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:
-    """Of the embedding and head that the files hold for the MTP layer, those that are not the main model's again."""
+    """Return the names of the MTP layer's embedding and head that the files hold and that differ from the main
+    model's."""
     if not config.num_nextn_predict_layers:
         raise ConfigError(f"mtp=True was asked for and {files.folder} has no MTP layer; leave it out")
     embed = "model.embed_tokens.weight"

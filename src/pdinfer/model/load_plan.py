@@ -38,9 +38,9 @@ from pdinfer.process.memory import device_memory_bytes
 _log = logging.getLogger("pdinfer")
 
 Build = Callable[[WeightSource, ResolvedOps], Model]
-"""Makes a model of the weights of a source."""
+"""A function that builds a model from a source of weights."""
 Progress = Callable[[int, int], None]
-"""Is told (done_bytes, total_bytes) after every tensor."""
+"""A function that is called with (done_bytes, total_bytes) after every tensor."""
 
 MAX_NAMED = 10
 
@@ -60,8 +60,8 @@ class Target:
 class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
-    Schemes in `kept` are held as they are stored; `weights` is what the caller asked for. `listed` has every tensor of
-    the model by name, and takes no memory.
+    Schemes in `kept` are held as they are stored. `weights` is what the caller asked for. `listed` holds every tensor
+    of the model by name, and takes no memory.
     """
 
     target: Target
@@ -158,7 +158,8 @@ def read_all(stored: StoredWeights, destinations: Destinations, progress: Progre
 
 
 def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
-    """What goes there. Where a part ends inside an FP8 block, the whole becomes floats and is cut then."""
+    """Return the value for a place. Where the part ends inside an FP8 block, the whole becomes floats first and is cut
+    then."""
     shard = place.shard
     whole_blocks = place.shape[shard.axis] % (shard.size * BLOCK) == 0
     if shard.size == 1 or whole_blocks or stored.scheme(name) is not Scheme.FP8_BLOCKS:

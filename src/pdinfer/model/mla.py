@@ -1,9 +1,10 @@
 """Multi-head latent attention in its two forms over one cache of latents.
 
-A token's cache is `kv_lora_rank` values (the normed latent c) and `qk_rope_head_dim` values (one rotated key shared by
-all heads, pairs interleaved as in the checkpoint). *Expanded* attention turns cached latents into keys and values with
-kv_b_proj and suits many queries; *absorbed* attention folds kv_b_proj into the query and the output instead and suits
-one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, arXiv 2405.04434, section 2.1).
+The cache of a token holds `kv_lora_rank` values (the normed latent c) and `qk_rope_head_dim` values (one rotated key
+that all heads share, its pairs interleaved as in the checkpoint). *Expanded* attention turns cached latents into keys
+and values with kv_b_proj, and suits many queries. *Absorbed* attention folds kv_b_proj into the query and the output
+instead, and suits one query per sequence. In exact arithmetic they are equal (DeepSeek-V2 report, arXiv 2405.04434,
+section 2.1).
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ from pdinfer.model.step import Step
 from pdinfer.parallel.groups import ALONE, Group
 
 LATENT_NORM_EPS = 1e-6
-"""DeepSeek's modelling code builds the two latent norms with the class default, not with `rms_norm_eps`."""
+"""DeepSeek's modelling code builds the two latent norms with the default of its class, not with `rms_norm_eps`."""
 FP8_GROUP = 128
-"""Elements of a latent that share a scale in a cache of "fp8"."""
+"""The elements of a latent that share a scale in a cache of "fp8"."""
 
 
 @attrs.frozen(kw_only=True)
 class MLA:
-    """The weights of one attention layer, of `num_heads` heads on this rank. `q_a` and `q_a_norm` are None in models
-    without a query latent; `kv_b_OC` is of floats whatever it is stored as, because absorbed attention takes it apart
-    by heads. `indexer` is None where every token is read, and in layers that share the choice of one before them."""
+    """The weights of one layer, for the `num_heads` heads of this rank.
+
+    `q_a` and `q_a_norm` are None in models without a query latent. `kv_b_OC` holds floats whatever its stored format,
+    because absorbed attention takes it apart by heads. `indexer` is None where every token is read, and in layers that
+    share the choice of an earlier one.
+    """
 
     config: ModelConfig
     num_heads: int
@@ -54,7 +58,7 @@ class MLA:
 
     @classmethod
     def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
-        """Ask `source` for the tensors of `layer`. The heads are divided over `tp`; what has no head axis is whole on
+        """Ask `source` for the tensors of `layer`. The heads are divided over `tp`. What has no head axis is whole on
         each of its ranks."""
         name = f"model.layers.{layer}.self_attn"
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
@@ -88,10 +92,10 @@ class MLA:
     def cache_components(
         cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
     ) -> tuple[KVComponent, ...]:
-        """Return the latents of `layers`, and the index keys of those among them that have an indexer.
+        """Return the latents of `layers`, and the index keys of the layers among them that have an indexer.
 
-        `kv_format` is a dtype's name or "fp8"; `prefix` goes before the components' names. Raises ConfigError for sizes
-        that "fp8" cannot pack.
+        `kv_format` is the name of a dtype or "fp8". `prefix` goes before the names of the components. Raises
+        ConfigError for sizes that "fp8" cannot pack.
         """
         latent = _latent_component(config, kv_format, f"{prefix}latent", tuple(layers))
         indexed = tuple(layer for layer in layers if config.has_indexer(layer))
@@ -100,10 +104,11 @@ class MLA:
         return latent, Indexer.cache_component(config, kv_format, f"{prefix}index_k", indexed)
 
     def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
-        """Store this step's latents of `layer` and attend: [T, D] -> [T, D], a sum over all heads of all ranks.
+        """Store this step's latents of `layer` and attend. Returns [T, D], which summed over the ranks is the output of
+        all heads.
 
-        An indexer first chooses `step.selected_TS`. Where something is chosen, a token reads those positions of its
-        sequence alone.
+        An indexer first writes its choice to `step.selected_TS`. With a choice there, a token reads only those
+        positions of its sequence.
         """
         batch, angles, pages_PGW = step.batch, step.angles, step.view.latents[layer]
         query_TL = self.query_latent(x_TD)
@@ -118,16 +123,18 @@ class MLA:
         return self.o(out_THV.flatten(1))
 
     def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What the cache holds of each token: the latent after its norm [T, C], the key after its rotation [T, R]."""
+        """Return what the cache holds of each token: the latent after its norm [T, C], and the key after its rotation
+        [T, R]."""
         c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
         return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
 
     def query_latent(self, x_TD: Tensor) -> Tensor:
-        """What queries are made of, an indexer's too: the normed latent [T, q_lora_rank], or `x_TD` without one."""
+        """Return what queries are made from, those of an indexer too: the normed latent [T, q_lora_rank], or `x_TD` in
+        models without one."""
         return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))
 
     def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
+        """Return (q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
         q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.config.qk_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
@@ -148,15 +155,15 @@ def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tu
 
 
 def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
-    """What a quantized kv_b_proj does to its input. It is all that reads a latent, so the cache holds it rounded, and
-    both forms of attention remain one function."""
+    """Return what a quantized kv_b_proj does to its input. Nothing else reads a latent, so the cache holds it rounded,
+    and both forms of attention remain one function."""
     if kv_b_format is FP8Blocks:
         return partial(ops.round_fp8, ue8m0=config.scale_fmt == "ue8m0")
     return ops.round_int8 if kv_b_format is Int8Dynamic else lambda c_TC: c_TC
 
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:
-    """Attention over keys and values expanded from the latents -> [T, H, V]."""
+    """Attend over keys and values expanded from the latents -> [T, H, V]."""
     return mla.ops.mla_prefill(
         torch.cat((q_nope_THN, q_rope_THR), -1),
         pages_PGW,
@@ -177,7 +184,7 @@ def absorbed(
     pages_PGW: Tensor,
     selected_TS: Tensor | None,
 ) -> Tensor:
-    """Attention over the latents themselves -> [T, H, V]: of selected positions, or of all with one query per sequence
+    """Attend over the latents themselves -> [T, H, V]: over selected positions, or over all with one query per sequence
     (T = B)."""
     config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
     kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)

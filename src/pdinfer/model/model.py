@@ -1,4 +1,4 @@
-"""A model, or a rank's part of one: embedding, blocks, head. It reads and writes a `KVView` and knows of no channel,
+"""A model, or a rank's part of one: embedding, blocks, head. It reads and writes a `KVView`, and knows of no channel,
 pool or request."""
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from pdinfer.process.memory import device_memory, device_memory_bytes
 from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64
-"""With neither `num_pages` nor `mem_fraction_static`, a pool holds this many sequences of full length, if they fit."""
+"""Without `num_pages` and `mem_fraction_static` a pool holds this many sequences of full length, if they fit."""
 AUTO_POOL_FRACTION = 0.5
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Model:
-    """Weights and ops of one model on one device. Build it with `load_model`.
+    """The weights and ops of one model on one device. Build it with `load_model`.
 
-    Token ids are not checked here: an id outside the vocabulary is the caller's error (engines check at their door).
+    Token ids are not checked here. An id outside the vocabulary is an error of the caller; engines check their
+    requests.
     """
 
     config: ModelConfig
@@ -73,8 +74,8 @@ class Model:
         mtp: bool = False,
         mtp_copies: Collection[str] = (),
     ) -> Model:
-        """Asks `source` for every tensor of the main model, and with `mtp` of its MTP layer: see `MTP.build`.
-        Without `experts` all are here."""
+        """Ask `source` for every tensor of the main model, and with `mtp` for those of its MTP layer (see `MTP.build`).
+        Without `experts` this rank has all experts."""
         ops = resolved.ops
         parallel = experts or ExpertParallel.alone(config, ops, mtp=mtp)
         embed_VD = source.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -103,11 +104,11 @@ class Model:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """For `explain_backends`."""
+        """What `explain_backends` adds about the experts."""
         return self.experts.remarks
 
     def moe_layers(self) -> list[MoE]:
-        """Those that route to experts, in the order of the rows of `experts.placement`."""
+        """Return the layers that route to experts, in the order of the rows of `experts.placement`."""
         blocks = self.blocks if self.mtp is None else (*self.blocks, self.mtp.block)
         return [block.mlp for block in blocks if isinstance(block.mlp, MoE)]
 
@@ -122,30 +123,31 @@ class Model:
             yield layer, hidden_TD
 
     def forward(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Tensor:
-        """Run all blocks: the last hidden state [T, D], before the final norm."""
+        """Run all blocks and return the last hidden state [T, D], before the final norm."""
         hidden_TD = self.embed_VD.new_empty(0, self.config.hidden_size)
         for _, layer_TD in self.stream_layers(batch, view, trace):
             hidden_TD = layer_TD
         return hidden_TD
 
     def head(self, state_TD: Tensor) -> Tensor:
-        """Logits of hidden states behind the final norm: float32 [T, vocab]."""
+        """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
         return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
-        """The model in one piece, without engines or pool: float32 [len(tokens), vocab] on the model's device.
+        """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's
+        device.
 
-        For scoring and as the oracle of tests. A collective: ranks that have the same requests call it with the same
-        tokens and get the same. Raises RequestError for an empty or impossible token list.
+        For scoring, and as the oracle of tests. A collective: ranks that have the same requests call it with the same
+        tokens and get the same logits. Raises RequestError for an empty or impossible token list.
         """
         batch, view = self._whole(tokens)
         return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
 
     def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
-        """What the MTP layer says, in one piece: float32 [len(tokens), vocab], row i for token i + 2, drawn from the
-        state of token i and the token behind it, which for the last row is `next_token`.
+        """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,
+        and is computed from the state of token i and the token after it, which for the last row is `next_token`.
 
-        Raises RequestError as `logits`, and ConfigError for a model without its MTP layer.
+        Raises RequestError as `logits` does, and ConfigError for a model without its MTP layer.
         """
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
@@ -162,7 +164,7 @@ class Model:
                 )
 
     def _whole(self, tokens: Sequence[int], next_token: int | None = None) -> tuple[Batch, KVView]:
-        """A batch of these tokens alone, and just the pages for them, in order."""
+        """Return a batch of these tokens alone, and just the pages for them, in order."""
         self._check_tokens(tokens)
         if not 0 < len(tokens) <= self.config.max_position_embeddings:
             raise RequestError(
@@ -175,22 +177,25 @@ class Model:
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """What a page of this model holds; see `kv_layout_of`."""
+        """Return the layout of a page of this model. See `kv_layout_of`."""
         layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
         return attrs.evolve(layout, weights_id=self.weights_id)
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
-        """Zeroed memory for `num_pages` pages on this model's device; ConfigError when it cannot fit."""
+        """Allocate zeroed memory for `num_pages` pages on this model's device. Raises ConfigError when it cannot
+        fit."""
         check_fits(num_pages * layout.page_bytes, device_memory_bytes(self.device), f"a pool of {num_pages} pages")
         return PageMemory(layout, num_pages, device=self.device, memory=memory)
 
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
-        """Pages of a pool whose size was not given: as many as bring what is in use of the device's memory, weights
-        included, to that fraction of it; or enough for AUTO_POOL_SEQUENCES sequences of full length within
-        AUTO_POOL_FRACTION of what is free.
+        """Return the number of pages of a pool whose size was not given.
 
-        A collective: all ranks get what the poorest of them can have, and those on one machine's CPU share its memory
-        evenly. Raises ConfigError, with the bytes, when that is not a page.
+        With `mem_fraction_static` the pages bring the device's used memory, weights included, to that fraction of the
+        whole. Without it they hold AUTO_POOL_SEQUENCES sequences of full length, within AUTO_POOL_FRACTION of the free
+        memory.
+
+        A collective: all ranks get the number that the rank with the least memory can have, and ranks on one machine's
+        CPU share its memory evenly. Raises ConfigError, with the bytes, when not even one page fits.
         """
         here, fraction = device_memory(self.device), mem_fraction_static
         free = here.total - here.in_use
@@ -209,7 +214,8 @@ class Model:
         return min(pages, AUTO_POOL_SEQUENCES * layout.num_pages(self.config.max_position_embeddings))
 
     def _least_room(self, shared_by: int, room: int) -> int:
-        """The least bytes that any rank has for a pool: its `room`, or its part of one that it shares."""
+        """Return the least number of bytes that any rank has for a pool: its own `room`, or its part of one that it
+        shares."""
         ours = torch.tensor([[shared_by, room]], device=self.device)
         rooms: list[tuple[int, int]] = self.groups.world.all_gather(ours).tolist()
         ranks = Counter(shared for shared, _ in rooms)
@@ -217,14 +223,14 @@ class Model:
 
 
 def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
-    """Of the tokens of all context-parallel ranks, in the order of their slots."""
+    """Return the states of the tokens of all context-parallel ranks, in the order of their slots."""
     (state_AD,) = batch.gather(state_TD)
     return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
 
 
 def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
-    """What a page of a model in `dtype` holds, of weights without an id. `kv_format` "auto" is that dtype, "fp8" fits
-    any. Raises ConfigError for another dtype and for sizes that "fp8" cannot pack."""
+    """Return the layout of a page of a model in `dtype`, of weights without an id. `kv_format` "auto" is that dtype;
+    "fp8" suits every dtype. Raises ConfigError for another dtype, and for sizes that "fp8" cannot pack."""
     name = str(dtype).removeprefix("torch.")
     kv_format = name if cache.kv_format == "auto" else cache.kv_format
     if kv_format not in (name, FP8):
@@ -241,7 +247,7 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *,
 
 
 def check_divides(config: ModelConfig, topology: Topology) -> None:
-    """Raises ConfigError with the values when ranks cannot have equal parts of the model."""
+    """Check that ranks can have equal parts of the model. Raises ConfigError with the values when they cannot."""
     for count, what, size, name in (
         (config.num_attention_heads, "num_attention_heads", topology.tp_size, "tp_size"),
         (config.intermediate_size, "intermediate_size", topology.moe_dense_tp_size, "moe_dense_tp_size"),

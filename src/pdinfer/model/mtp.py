@@ -1,13 +1,14 @@
-"""The multi-token-prediction layer (MTP, NEXTN): from the state of a position and the token behind it, the one after.
+"""The multi-token-prediction layer (MTP, NEXTN). From the state of a position and the token after it, it predicts the
+token after that.
 
-Layer number `num_hidden_layers` of a checkpoint, DeepSeek-V3 report (arXiv 2412.19437) section 2.2:
+It is layer number `num_hidden_layers` of a checkpoint (DeepSeek-V3 report, arXiv 2412.19437, section 2.2):
 
     x_i = eh_proj(concat(enorm(embed(token i + 1)), hnorm(state i)))      state i: after model.norm
     y_i = shared_head.norm(block(x_i))                                    one ordinary block, with a cache of its own
     logits of token i + 2 = head(y_i)
 
-Fed with y_i in place of a true state it drafts on: the chain that transformers and SGLang use. Of several such layers
-the first is used, for every draft.
+It drafts further tokens when y_i takes the place of a true state, as transformers and SGLang do. Where a checkpoint has
+several such layers, the first is used for every draft.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pdinfer.trace import Trace, mark
 
 @attrs.frozen
 class Tied:
-    """What an MTP layer shares with the main model: embedding and head, both [V, D], and rotary angles."""
+    """What an MTP layer shares with the main model: embedding and head, both [V, D], and the rotary angles."""
 
     embed_VD: Tensor
     head_VD: Tensor
@@ -41,7 +42,7 @@ class Tied:
 
 @attrs.frozen(kw_only=True)
 class MTP:
-    """The layer's weights. Its cache entry of slot i depends on tokens 0 to i + 1."""
+    """The weights of the layer. Its cache entry at slot i depends on tokens 0 to i + 1."""
 
     layer: int
     tied: Tied
@@ -63,8 +64,8 @@ class MTP:
         tied: Tied,
         copies: Collection[str] = (),
     ) -> MTP:
-        """Asks `source` for the layer, and for those of `copy_names(config)` that are in `copies`: its own embedding
-        and head, used in place of the main model's."""
+        """Ask `source` for the layer, and for those of `copy_names(config)` that are in `copies`: an embedding and a
+        head of its own, which it uses instead of the main model's."""
         hidden, eps, layer = config.hidden_size, config.rms_norm_eps, config.num_hidden_layers
         name = f"model.layers.{layer}"
         own = {copy: source.take(copy, config.vocab_size, hidden) for copy in copy_names(config) if copy in copies}
@@ -81,8 +82,8 @@ class MTP:
         )
 
     def __call__(self, state_TD: Tensor, batch: Batch, view: KVView, trace: Trace | None = None) -> Tensor:
-        """Y [T, D] of the batch's positions from their states; `batch.tokens_T` holds the token *behind* each position.
-        Writes the layer's cache."""
+        """Return y [T, D] of the batch's positions from their states, and write the layer's cache. `batch.tokens_T`
+        holds the token *after* each position. `trace` is told which part runs."""
         mark(trace, "embed", num_tokens=len(batch.tokens_T))
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
@@ -90,11 +91,11 @@ class MTP:
         return self.norm(self.block(hidden_TD, step))
 
     def logits(self, y_TD: Tensor) -> Tensor:
-        """float32 [T, vocab]: row i is for the token two behind position i."""
+        """Return logits, float32 [T, vocab]. Row i is for the token two positions after position i."""
         return self.ops.linear(y_TD, self.tied.head_VD).float()
 
 
 def copy_names(config: ModelConfig) -> tuple[str, str]:
-    """Where checkpoints may repeat the main model's embedding and head for the layer."""
+    """Return the names under which checkpoints may repeat the main model's embedding and head for the layer."""
     name = f"model.layers.{config.num_hidden_layers}"
     return f"{name}.embed_tokens.weight", f"{name}.shared_head.head.weight"

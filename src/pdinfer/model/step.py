@@ -1,4 +1,5 @@
-"""What the layers of one step share: its tokens, the cache, rotary angles and what one layer leaves for the next."""
+"""What the layers of one step share: its tokens, the cache, the rotary angles, and what one layer leaves for the
+next."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from pdinfer.trace import Trace
 
 @attrs.define
 class Step:
-    """One pass through layers. The model makes it, and every layer reads it.
+    """One pass through the layers of a model or of its MTP layer, which makes it.
 
     `angles` are (cos_TF, sin_TF) of the batch's positions. `trace` is told which part of the model runs.
     """
@@ -22,5 +23,6 @@ class Step:
     angles: tuple[Tensor, Tensor]
     trace: Trace | None = None
     selected_TS: Tensor | None = None
-    """The positions that the last indexer of this step chose, as `kernels.ops.IndexTopK` returns them, for its own
-    layer and those that share its choice. None before the first indexer and where every position is read."""
+    """The positions that the last indexer of this step chose, in the form that `kernels.ops.IndexTopK` returns. They
+    hold for its own layer and for the layers that share its choice. None before the first indexer, and where every
+    position is read."""

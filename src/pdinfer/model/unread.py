@@ -1,6 +1,6 @@
-"""Tensors of a checkpoint that its model does not read: named here with the reason, or refused.
+"""Tensors of a checkpoint that its model does not read. They are listed here with the reason, or refused.
 
-A tensor that nobody asks for may be what makes the model another one, so it is never skipped in silence.
+A tensor that nobody asks for may change what the model computes, so it is never skipped in silence.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelConfig, *, mtp: bool) -> None:
-    """Raises CheckpointError with the names of tensors, listed in the index or not, that neither belong to one that is
-    `read`, here or by a rank that has other experts, nor are on the list of what needs no reading."""
+    """Refuse tensors that nothing reads, whether or not the index lists them.
+
+    A tensor is read when it belongs to one in `read`, or when a rank with other experts reads it. Raises
+    CheckpointError with the names of the others, except those that `NEEDS_NO_READING` lists.
+    """
     kinds = {_kind(name) for name in read}
     used: set[str] = set()
     for name in stored.files.tensors:
@@ -49,7 +52,8 @@ def refuse_unread(stored: StoredWeights, read: Collection[str], config: ModelCon
 
 
 def check_tied(stored: StoredWeights, config: ModelConfig, model: Model) -> None:
-    """A config may tie the head to the embedding while the files hold both: then they have to be equal."""
+    """Check that head and embedding are equal where the config ties them and the files hold both. Raises
+    CheckpointError."""
     info = stored.files.tensors.get(HEAD)
     if config.tie_word_embeddings and info is not None:
         head = stored.files.read(info).to(model.device, model.dtype)
@@ -100,11 +104,12 @@ def _shared_indexer(layer: int, part: str, config: ModelConfig, _mtp: bool) -> b
 NEEDS_NO_READING: Mapping[str, Callable[[int, str, ModelConfig, bool], bool]] = MappingProxyType(
     {
         "angles, which are computed from the config": _rotary,
-        "the head of a model that uses its embedding: `check_tied` compares the two": _tied_head,
-        "MTP layers not asked for or behind the first, and copies of the main model's tensors": _other_mtp,
-        "the parts that read images: only text is": _image,
-        "norms that A.X-K1 stores for its dense layers, and whose own code does not use": _dense_output_norm,
-        "indexers of layers that the config has share the choice of another": _shared_indexer,
+        "the head of a model that uses its embedding (`check_tied` compares the two)": _tied_head,
+        "MTP layers not asked for or after the first, and their copies of the main model's tensors": _other_mtp,
+        "the parts that read images, because only text is run": _image,
+        "norms that A.X-K1 stores for its dense layers and does not use in its own code": _dense_output_norm,
+        "indexers of layers that share the choice of another layer": _shared_indexer,
     }
 )
-"""Which tensors need no reading, by reason: of (layer or -1, name within it, config, whether MTP was asked for)."""
+"""Which tensors need no reading, by reason. The arguments are the layer (or -1), the name within it, the config, and
+whether MTP was asked for."""

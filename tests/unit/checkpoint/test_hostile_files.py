@@ -1,6 +1,6 @@
-"""Hostile config.json, safetensors and index files: every one is one typed error that says what is wrong.
+"""Hostile config.json, safetensors and index files: each gives one typed error that says what is wrong.
 
-The ids begin with the number of the threat, so that a row of the threat list can be found by `-k`.
+The ids begin with the number of the threat, so that `-k` finds a row of the threat list.
 """
 
 from __future__ import annotations
@@ -521,7 +521,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_memory_stays_bounded(tmp_path: Path, name: str) -> None:
-    """At most twice the input and 16 MiB, whatever it promises."""
+    """At most twice the input and 16 MiB, whatever the file promises."""
     content = FLOODS[name]
     of_config = "config" in name
     (tmp_path / ("config.json" if of_config else "model.safetensors")).write_bytes(content)

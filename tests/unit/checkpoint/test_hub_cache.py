@@ -1,4 +1,5 @@
-"""Model folders where they lie: snapshots of a hub cache, links the host vouches for, and folders that are none."""
+"""Model folders and their links: snapshots of a hub cache, links that the host trusts, and folders that only look like
+one."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_a_relative_path_is_no_other(plain: Path, tmp_path: Path, monkeypatch: p
 
 
 def refused(folder: Path, name: str) -> None:
-    """By whoever reads it, with the way out."""
+    """Assert that every reader refuses it, and tells the way out."""
     with pytest.raises((ConfigError, CheckpointError), match=r"outside the model folder.*trusted_roots") as caught:
         pd.load_model(folder)
     assert name in str(caught.value)
@@ -88,7 +89,8 @@ def refused(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model-00002-of-00002.safetensors"])
 def test_any_other_link_out_is_refused(plain: Path, tmp_path: Path, name: str) -> None:
-    """Also where the folder is a snapshot: to another model's blobs, to another snapshot, or through a blob."""
+    """This holds also where the folder is a snapshot: for links to another model's blobs, to another snapshot, or
+    through a blob."""
     snapshot = cached(plain, tmp_path)
     target = (snapshot / name).resolve()
     others = tmp_path / "hub" / "models--example--other" / "blobs"
@@ -133,7 +135,8 @@ def test_what_only_looks_like_a_hub_cache_is_none(plain: Path, tmp_path: Path, r
 
 
 def test_blobs_that_are_a_link_are_not_the_caches_own(plain: Path, tmp_path: Path) -> None:
-    """Or whoever packs a folder could have it read any other; where the host keeps blobs so, it says so."""
+    """Otherwise the one who packs a folder could have it read any other. A host that keeps its blobs so says so
+    itself."""
     snapshot = cached(plain, tmp_path)
     blobs = snapshot.parent.parent / "blobs"
     blobs.rename(tmp_path / "disk")

@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint: what is written is what the published formats say, loads, and is close to what it was."""
+"""Quantizing a checkpoint: the result follows the published formats, loads, and stays close to the original."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def worth(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """The matrix in float64, element by element."""
+    """Return the matrix in float64, element by element."""
     numbers = tensors[name].double()
     if f"{name}_scale_inv" in tensors:
         scale = tensors[f"{name}_scale_inv"].double()
@@ -81,7 +81,7 @@ def test_linear_maps_are_quantized_and_everything_else_is_copied(
 
 @every_scheme
 def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
-    """`stored` differs from `float` by the rounding of activations alone, which these bounds leave room for."""
+    """`stored` differs from `float` only by the rounding of activations, which these bounds allow."""
     quantize_checkpoint(floats, tmp_path / "q", **scheme)
     tensors = tensors_in(tmp_path / "q")
     held = load_model(tmp_path / "q", dtype=torch.float32, weights="float")
@@ -102,7 +102,8 @@ def test_stored_and_float_weights_are_one_model(scheme: dict[str, Any], floats: 
 
 
 def distance(one: Model, other: Model) -> float:
-    """Of a layer's outputs, because a model's may differ in which experts are chosen: relative, root mean square."""
+    """Return the relative distance of a layer's outputs, as a root mean square. Those of a whole model may differ in
+    which experts are chosen."""
     x = torch.randn(9, 150, generator=torch.Generator().manual_seed(1))
     mine, others = (model.blocks[0].mlp(x) for model in (one, other))
     return float((mine - others).norm() / others.norm())
@@ -121,7 +122,7 @@ def test_two_providers_agree_on_a_quantized_model(scheme: dict[str, Any], floats
 
 
 def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp_path: Path) -> None:
-    """So that expanded and absorbed attention remain one function."""
+    """This keeps expanded and absorbed attention one function."""
     quantize_checkpoint(floats, tmp_path / "q")
     model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
     attention = model.blocks[0].attention
@@ -139,7 +140,7 @@ def test_stored_weights_take_the_bytes_of_the_files(scheme: dict[str, Any], floa
 
 
 def tensors_of_model(value: object) -> list[Tensor]:
-    """Every tensor an attrs value or a tuple of them holds, each once."""
+    """Yield every tensor that an attrs value or a tuple of them holds, each once."""
     found: dict[int, Tensor] = {}
 
     def visit(item: object) -> None:

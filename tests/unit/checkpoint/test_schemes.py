@@ -29,7 +29,7 @@ Change = Callable[[dict[str, Tensor]], object]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folders "floats", "fp8" and "w8a8_dynamic" of one model."""
+    """Make folders "floats", "fp8" and "w8a8_dynamic" of one model."""
     folder = tmp_path_factory.mktemp("made")
     write_checkpoint(folder / "floats", tiny_config_dict(**SIZES))
     for scheme in ("fp8", "w8a8_dynamic"):
@@ -100,7 +100,7 @@ def test_weights_and_their_scales_may_lie_in_different_files(made: Path, tmp_pat
 
 
 def test_what_is_fp8_is_decided_by_the_scale_beside_it(made: Path, tmp_path: Path) -> None:
-    """Some matrices in floats, and an embedding in FP8, whatever recipes say."""
+    """Some matrices are floats, and an embedding is FP8, whatever recipes say."""
     embed, head = "model.embed_tokens.weight", "lm_head.weight"
     floats = load(next((made / "floats").glob("*-00001-*.safetensors")).read_bytes())
     floats |= load(next((made / "floats").glob("*-00002-*.safetensors")).read_bytes())
@@ -125,7 +125,7 @@ def test_what_is_fp8_is_decided_by_the_scale_beside_it(made: Path, tmp_path: Pat
 
 
 def as_static(tensors: dict[str, Tensor], base: str, scale: float, offset: int, bias: Tensor | None = None) -> None:
-    """The dynamic INT8 matrix `base` as a static one."""
+    """Return the dynamic INT8 matrix `base` as a static one."""
     numbers, weight_scale = tensors[f"{base}.weight"], tensors[f"{base}.weight_scale"]
     tensors[f"{base}.input_scale"] = torch.tensor([scale])
     tensors[f"{base}.input_offset"] = torch.tensor([offset], dtype=torch.int8)
@@ -137,7 +137,7 @@ def as_static(tensors: dict[str, Tensor], base: str, scale: float, offset: int, 
 
 
 def test_static_int8_is_computed_as_its_formula_says(made: Path, tmp_path: Path) -> None:
-    """In attention, and in an MLP whose gate and up have inputs of different scales."""
+    """This covers attention, and an MLP whose gate and up have inputs of different scales."""
     parts = {QUERY: (0.03, 7), f"{MLP}.gate_proj": (0.02, -3), f"{MLP}.up_proj": (0.05, 11)}
     held: dict[str, Tensor] = {}
 
@@ -207,7 +207,7 @@ def test_a_bias_that_quant_bias_holds_survives_as_floats(made: Path, tmp_path: P
 
 
 def test_a_bias_of_an_expert_is_refused(made: Path, tmp_path: Path) -> None:
-    """The op that runs experts adds none."""
+    """The op that runs experts adds no bias."""
     folder = changed(
         made / "w8a8_dynamic",
         tmp_path / "biased",
@@ -229,7 +229,8 @@ def test_a_norm_may_have_a_bias(made: Path, tmp_path: Path) -> None:
 
 
 def test_the_description_may_be_silent_about_floats(made: Path, tmp_path: Path) -> None:
-    """Layers for drafting are often not mentioned; then they are of floats, and so is anything else."""
+    """The description often omits the layers for drafting. They then hold floats, as does every tensor that it
+    omits."""
     described: dict[str, str | None] = {"model.norm.weight": None, "lm_head.weight": None}
     folder = changed(made / "w8a8_dynamic", tmp_path / "silent", lambda tensors: None, described)
     expected = load_model(made / "w8a8_dynamic").logits(TOKENS)
@@ -344,7 +345,7 @@ def static_but(change: Change) -> Change:
         (
             static_but(swap(f"{QUERY}.deq_scale", torch.full((24,), 1 << 40))),
             STATIC,
-            "{1}: tensor {q}.deq_scale holds integers that are no float32's bits",
+            "{1}: tensor {q}.deq_scale holds integers that are not the bits of a float32",
         ),
         (
             swap("model.norm.weight", torch.ones(150, dtype=torch.int8)),
@@ -407,6 +408,6 @@ def test_experts_of_several_formats_load_as_floats_only(made: Path, tmp_path: Pa
 @pytest.mark.parametrize("weights", ["float", "stored"])
 @pytest.mark.parametrize("name", [f"{QUERY}.weight_scale_inv", f"{QUERY}.weight"])
 def test_bad_values_pass_where_they_are_not_looked_for(made: Path, tmp_path: Path, name: str, weights: str) -> None:
-    """And are what they are: the number of e4m3 that is none, too."""
+    """They then stay as they are, even the e4m3 byte that is not a number."""
     folder = changed(made / "fp8", tmp_path / "bad", put(name, 0, torch.nan))
     assert load_model(folder, check_finite=False, weights=weights).logits(TOKENS).isnan().all()

@@ -1,4 +1,4 @@
-"""Parts of matrices, read from every format they are stored in, put together to the whole."""
+"""Parts of matrices, read from every format they are stored in, add up to the whole."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FORMATS = ("float", "fp8", "w8a8_dynamic", "w8a8")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of one model per format; static INT8 has an offset, and a bias."""
+    """Make a folder of one model per format. Static INT8 has an offset and a bias."""
     folder = tmp_path_factory.mktemp("shards")
     write_checkpoint(folder / "float", tiny_config_dict(hidden_size=SHAPE[0], intermediate_size=SHAPE[1]))
     for scheme in ("fp8", "w8a8_dynamic"):
@@ -63,7 +63,7 @@ def static(numbers: Tensor, weight_scale: Tensor) -> dict[str, Tensor]:
 
 
 def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
-    """The part of the matrix, held as it is stored or as floats."""
+    """Read the part of the matrix, held as it is stored or as floats."""
     with Checkpoint.open(folder) as files:
         weights = StoredWeights.survey(files)
         source = Destinations(CPU, torch.float32, weights, frozenset(OPS_OF_SCHEME) if stored else frozenset())
@@ -73,7 +73,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
 
 
 def assert_same(got_TO: Tensor, whole: Linear, x_TI: Tensor) -> None:
-    """But for the order of sums, and in static INT8 for what is added to them and taken away again."""
+    """Assert equality but for the order of sums, and in static INT8 for what is added to them and taken away again."""
     expected_TO = whole(x_TI)
     worth_OI = torch.empty(SHAPE)
     dequantize(whole.weight, worth_OI)
@@ -136,10 +136,14 @@ def test_of_rows_no_others_are_read(made: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("scheme", "shard", "told"),
     [
-        ("float", Shard(0, 3), "[256, 512] cannot be divided between 3 ranks: 256 rows are no multiple of 3; use"),
-        ("float", Shard(1, 3, axis=1), "between 3 ranks: 512 columns are no multiple of 3; use"),
-        ("fp8", Shard(0, 4), "between 4 ranks in whole FP8 blocks of 128: 256 rows are no multiple of 512; use"),
-        ("fp8", Shard(0, 8, axis=1), "whole FP8 blocks of 128: 512 columns are no multiple of 1024; use a smaller tp"),
+        ("float", Shard(0, 3), "[256, 512] cannot be divided between 3 ranks: 256 rows are not a multiple of 3; use"),
+        ("float", Shard(1, 3, axis=1), "between 3 ranks: 512 columns are not a multiple of 3; use"),
+        ("fp8", Shard(0, 4), "between 4 ranks in whole FP8 blocks of 128: 256 rows are not a multiple of 512; use"),
+        (
+            "fp8",
+            Shard(0, 8, axis=1),
+            "whole FP8 blocks of 128: 512 columns are not a multiple of 1024; use a smaller tp",
+        ),
     ],
 )
 def test_parts_that_are_not_equal_or_not_of_whole_blocks_are_refused(

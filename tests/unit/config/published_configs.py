@@ -1,5 +1,5 @@
-"""Config.json files as the makers of the models write them: all of their fields, as far as fact sheets, configuration
-classes and quotations tell; sizes are the published ones."""
+"""Config.json files as the makers of the models write them, with all fields that fact sheets, configuration classes and
+quotations tell. Sizes are the published ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""ModelConfig against transformers and by hand; the host's configurations and their ranges."""
+"""ModelConfig compared with transformers and with values computed by hand; the host's configurations and their
+ranges."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tests.unit.config.small_configs import BASE, FAMILIES, KIMI_YARN, YARN
 
 
 def _kind(raw: dict[str, Any]) -> Any:
-    """The configuration class of transformers."""
+    """Return the configuration class of transformers."""
     transformers = pytest.importorskip("transformers")
     return {
         "deepseek_v2": transformers.DeepseekV2Config,
@@ -42,7 +43,7 @@ def _kind(raw: dict[str, Any]) -> Any:
 
 
 def _new_spelling(raw: dict[str, Any]) -> dict[str, Any]:
-    """`raw` as transformers 5 saves it."""
+    """Return `raw` as transformers 5 saves it."""
     kind = _kind(raw)
     known = {name: value for name, value in raw.items() if name not in ("scoring_func", "model_type", "architectures")}
     if raw["model_type"] == "deepseek_v2":
@@ -118,7 +119,7 @@ def test_rope_and_scale_are_those_of_transformers(changes: dict[str, Any]) -> No
 
 
 def test_known_models() -> None:
-    """Sizes as published: V3 has 671B parameters, V2-Lite 15.7B; m of YaRN with factor 40 is 1.3689."""
+    """The published size of V3 is 671B parameters, and m of YaRN with factor 40 is 1.3689."""
     v3 = ModelConfig.from_dict(V3)
     assert v3.num_parameters == 671_026_419_200
     assert v3.softmax_scale * math.sqrt(192) == pytest.approx(1.3689**2, rel=1e-4)

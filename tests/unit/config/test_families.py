@@ -1,4 +1,5 @@
-"""The families beside DeepSeek's own: checkpoints that transformers' own classes wrote say what these classes say."""
+"""The families beside DeepSeek's own: checkpoints written by transformers' classes give the outputs of these
+classes."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ NUM_TOKENS = 6
 
 @attrs.frozen
 class Case:
-    """A checkpoint, what its own class says of PROMPT [T, vocab], and how that class goes on from it."""
+    """A checkpoint, the logits of its own class for PROMPT [T, vocab], and how that class continues."""
 
     folder: Path
     logits_TV: torch.Tensor
@@ -66,7 +67,7 @@ class Case:
 
 
 def _of_transformers(name: str) -> Any:
-    """A model of random weights, scaled so that routing, norms and biases all matter."""
+    """Return a model of random weights, scaled so that routing, norms and biases all matter."""
     transformers = pytest.importorskip("transformers")
     kind, fields = CASES[name]
     config = getattr(transformers, f"{kind}Config")(**json.loads(json.dumps(fields)))
@@ -101,7 +102,7 @@ def _case(name: str, folder: Path) -> Case:
 
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
-    """Cases, each made when first asked for."""
+    """Make each case when it is first asked for."""
     cases: dict[str, Case] = {}
 
     def get(name: str) -> Case:
@@ -113,7 +114,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def _rewrite(source: Path, target: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
-    """The checkpoint in `source` with other tensors, as one file."""
+    """Write the checkpoint in `source` with other tensors, as one file."""
     target.mkdir(exist_ok=True)
     save_file(change(load_file(source / "model.safetensors")), target / "model.safetensors")
     (target / "config.json").write_bytes((source / "config.json").read_bytes())
@@ -139,7 +140,8 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(case_of: Callable[[s
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
 def test_kimi_names_with_every_prefix(case_of: Callable[[str], Case], tmp_path: Path, prefix: str) -> None:
-    """As Moonshot writes them, as transformers names its parameters, and as a text model of its own."""
+    """The names are those that Moonshot writes, those of transformers' parameters, and those of a text model of its
+    own."""
     case = case_of("kimi-k2.5")
 
     def makers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,7 +171,7 @@ def test_a_quantized_kimi_loads(case_of: Callable[[str], Case], tmp_path: Path) 
 
 
 def test_a_router_of_axk1_without_a_correction_has_zeros(case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    """So its makers publish it; groups are still worth their two best experts."""
+    """Its makers publish it without one. Groups are still worth their two best experts."""
 
     def zeros(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: 0 * value if name.endswith("bias") else value for name, value in tensors.items()}
@@ -184,7 +186,7 @@ def test_a_router_of_axk1_without_a_correction_has_zeros(case_of: Callable[[str]
 
 
 def test_the_norm_of_axk1_is_of_layers_with_experts(case_of: Callable[[str], Case], tmp_path: Path) -> None:
-    """Its makers store one for the dense layer too, which their code does not use."""
+    """Its makers store a norm for the dense layer too, which their code does not use."""
     source, norm = case_of("a.x-k1").folder, "model.layers.{}.post_mlp_layernorm.weight"
     unused = _rewrite(source, tmp_path / "unused", lambda t: t | {norm.format(0): torch.full((48,), 3.0)})
     assert torch.equal(load_model(unused).logits(PROMPT), load_model(source).logits(PROMPT))

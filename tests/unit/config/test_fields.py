@@ -1,4 +1,4 @@
-"""Every field of a config.json is read, named as harmless, or refused by name."""
+"""Every field of a config.json is read, listed as harmless, or refused by name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_published_configs_load(name: str) -> None:
 
 
 def test_published_sizes() -> None:
-    """As their makers say: GLM-4.7-Flash 30B, Youtu-LLM 1.96B, Moonlight 16B, A.X-K1 519B."""
+    """The makers say: GLM-4.7-Flash 30B, Youtu-LLM 1.96B, Moonlight 16B, A.X-K1 519B."""
     sizes = {name: ModelConfig.from_dict(PUBLISHED[name]).num_parameters for name in PUBLISHED}
     assert round(sizes["GLM-4.7-Flash"] / 1e9) == 30
     assert round(sizes["Youtu-LLM-2B"] / 1e9, 2) == 1.96
@@ -198,7 +198,7 @@ BASES: dict[str, dict[str, Any]] = {
 
 
 def _fields_of(model_type: str) -> dict[str, Any]:
-    """All that a configuration of transformers has, of its text model where it wraps one."""
+    """Return all fields that a configuration of transformers has, those of its text model where it wraps one."""
     mapping = pytest.importorskip("transformers").models.auto.configuration_auto.CONFIG_MAPPING
     fields: dict[str, Any] = json.loads(json.dumps(mapping[model_type]().to_dict(), default=str))
     text: dict[str, Any] = fields.get("text_config", fields)
@@ -206,7 +206,7 @@ def _fields_of(model_type: str) -> dict[str, Any]:
 
 
 def _other_values(value: Any) -> list[Any]:
-    """Values of the same kind that are not this one, and of some other kinds."""
+    """Yield values of the same kind that are not this one, and values of some other kinds."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int | float):
@@ -218,7 +218,7 @@ def _other_values(value: Any) -> list[Any]:
 
 @pytest.mark.parametrize("model_type", OURS)
 def test_no_field_of_transformers_is_skipped(model_type: str) -> None:
-    """Another value is refused, or makes another config, or the field is named as harmless."""
+    """Another value is refused, or gives another config, or the field is listed as harmless."""
     base = BASES[model_type]
     parsed = ModelConfig.from_dict(base)
     for name in sorted({*_fields_of(model_type), *base} - ALL_HARMLESS):
@@ -234,7 +234,7 @@ def test_no_field_of_transformers_is_skipped(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", OURS)
 def test_what_transformers_writes_is_read(model_type: str) -> None:
-    """With every default, as `to_dict` has it."""
+    """The files hold every default, as `to_dict` returns it."""
     fields = _fields_of(model_type)
     if fields.get("num_experts_per_tok", 1) is None:
         fields["num_experts_per_tok"] = 6
@@ -246,7 +246,7 @@ def test_what_transformers_writes_is_read(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", RELATIVES)
 def test_no_field_of_a_relative_is_skipped(model_type: str) -> None:
-    """Each value that it does not share with DeepSeek-V3 is refused under that name, unless it makes another config."""
+    """Each value that it does not share with DeepSeek-V3 is refused under that name, unless it gives another config."""
     base = tiny_config_dict()
     parsed = ModelConfig.from_dict(base)
     for name, value in _fields_of(model_type).items():
@@ -357,7 +357,7 @@ def test_a_dense_model_has_no_experts() -> None:
 
 
 def test_a_silent_youtu_ties_its_head() -> None:
-    """As its own class does; a DeepSeek does not."""
+    """Its own class does so; a DeepSeek does not."""
     silent = {name: value for name, value in YOUTU.items() if name != "tie_word_embeddings"}
     assert ModelConfig.from_dict(silent).tie_word_embeddings
     assert not ModelConfig.from_dict({n: v for n, v in V3.items() if n != "tie_word_embeddings"}).tie_word_embeddings

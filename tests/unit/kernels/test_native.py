@@ -1,4 +1,4 @@
-"""Compiling the native kernels: once, into a folder of our own, and a sentence where it cannot be."""
+"""The native kernels are compiled once, into a folder of our own. Where that is impossible a sentence says why."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ can_build = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C com
 
 @pytest.fixture
 def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
-    """`library` anew, as in a new process, for a CPU that can run it and a home of its own; the kernels do nothing, so
-    that they compile in no time."""
+    """Return a function that loads the library anew, as in a new process, for a CPU that can run it and with a home of
+    its own. Its kernels do nothing, so that they compile in no time."""
     source = tmp_path / "source" / "native.c"
     source.parent.mkdir()
     source.write_text(
@@ -49,7 +49,7 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often which command of the compiler has run: "--version", "-c" or "-shared"."""
+    """Record which command of the compiler runs, and how often: "--version", "-c" or "-shared"."""
     ran: list[str] = []
     run = subprocess.run
 
@@ -63,7 +63,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The only one in PATH, a shell script, which fails with words of its own."""
+    """Make the only compiler in PATH a shell script, which fails with a message of its own."""
     folder = tmp_path / "bin"
     folder.mkdir()
     path = folder / "cc"

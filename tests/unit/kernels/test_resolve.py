@@ -1,4 +1,4 @@
-"""The choice of a provider for each op, and what is told of it."""
+"""The choice of a provider for each op, and how it is explained."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
 
 @pytest.fixture
 def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two preferred providers: one cannot run here, one has nothing but `linear`."""
+    """Add two preferred providers: one cannot run here, and one has nothing but `linear`."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
     absent.unavailable = lambda device, dtype: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
     partial.unavailable = lambda device, dtype: None  # type: ignore[attr-defined]

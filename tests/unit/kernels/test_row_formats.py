@@ -1,4 +1,4 @@
-"""Packed FP8 rows, byte by byte, against a plain packer that knows nothing of tensors."""
+"""Packed FP8 rows, byte by byte, compared with a plain packer that knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdinfer.kernels import row_formats
 
 
 def e4m3_values() -> list[float]:
-    """The value of each code from 0x00 to 0x7E: 4 bits of exponent, bias 7, 3 of mantissa; 0x7F is NaN."""
+    """Return the value of each code from 0x00 to 0x7E: 4 bits of exponent, bias 7, 3 of mantissa. 0x7F is NaN."""
     values = []
     for code in range(0x7F):
         exponent, mantissa = divmod(code, 8)
@@ -26,7 +26,7 @@ VALUES = e4m3_values()
 
 
 def e4m3(value: float) -> int:
-    """The nearest code, of two the even one; the sign in the highest bit."""
+    """Return the nearest code, of two the even one, with the sign in the highest bit."""
     code = min(range(0x7F), key=lambda code: (abs(VALUES[code] - abs(value)), code % 2))
     return code | (0x80 if math.copysign(1, value) < 0 else 0)
 
@@ -51,7 +51,7 @@ def packed_latent(values: list[float], rank: int) -> bytes:
 
 
 def hadamard_of(values: list[float]) -> list[float]:
-    """By the definition: the sign of entry (i, j) is the parity of the ones in i & j."""
+    """Return the transform by its definition: the sign of entry (i, j) is the parity of the ones in i & j."""
     width = len(values)
     signs = [[-1 if (i & j).bit_count() % 2 else 1 for j in range(width)] for i in range(width)]
     scale = np.float32(width**-0.5)
@@ -101,7 +101,7 @@ def test_the_sizes_of_deepseek_v32() -> None:
 @pytest.mark.parametrize("width", [2, 16, 64, 128])
 @pytest.mark.parametrize("size", [1.0, 2.0**-30, 2.0**90])
 def test_index_keys_are_packed_byte_by_byte(width: int, size: float) -> None:
-    """Of integers, so that the transform's sums have no rounding to differ in."""
+    """Use integers, so that the sums of the transform need no rounding."""
     generator = torch.Generator().manual_seed(width)
     keys = torch.randint(-9, 10, (7, width), generator=generator).float() * size
     packed = row_formats.index_rows(keys, torch.uint8)

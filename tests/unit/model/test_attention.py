@@ -33,7 +33,7 @@ def test_every_kind_of_attention_has_its_class() -> None:
 
 
 def test_a_model_runs_with_any_attention() -> None:
-    """Nothing else of a model touches the cache, so it runs over a view of none."""
+    """Run it over an empty view: nothing else in a model touches the cache."""
     model, attention = random_model(tiny_config(first_k_dense_replace=3)), Echo()
     blocks = tuple(attrs.evolve(block, attention=attention) for block in model.blocks)
     batch = Batch.build([Row([3, 1, 4], 0, [0])], page_size=4, device=model.device, decode=False)

@@ -1,4 +1,4 @@
-"""The index tensors of a step are those a plain loop over its tokens gives."""
+"""The index tensors of a step equal those of a plain loop over its tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def steps(draw: st.DrawFn, *, decode: bool = False) -> tuple[int, list[Row]]:
-    """A page size and rows whose pages are their own, in any order, with some to spare."""
+    """Draw a page size, and rows that own their pages, in any order and with some to spare."""
     page_size = draw(st.sampled_from([1, 2, 3, 16, 64]))
     spans = draw(st.lists(st.tuples(st.integers(0, 100), st.integers(1, 1 if decode else 50)), max_size=6))
     counts = [-(-(start + length) // page_size) + draw(st.integers(0, 2)) for start, length in spans]
@@ -55,7 +55,7 @@ def test_no_two_tokens_share_a_slot(step: tuple[int, list[Row]]) -> None:
 
 @given(steps())
 def test_the_page_table_holds_the_pages_of_the_longest_context(step: tuple[int, list[Row]]) -> None:
-    """Shorter rows are filled up with pages of their own: more of them where they have more, then the first."""
+    """Shorter rows are padded with pages of their own: with more of them where they have more, then with the first."""
     page_size, rows = step
     table = build(page_size, rows).page_table_BM
     width = max((-(-(row.start + len(row.tokens)) // page_size) for row in rows), default=0)
@@ -122,7 +122,7 @@ def test_a_token_beyond_its_pages_is_an_error() -> None:
 
 
 def cut(page_size: int, rows: list[Row], size: int) -> list[Batch]:
-    """Each rank's batch."""
+    """Return the batch of each rank."""
     return [
         Batch.build(rows, page_size=page_size, device=CPU, decode=False, cp=Group("cp", tuple(range(size)), rank))
         for rank in range(size)

@@ -1,4 +1,4 @@
-"""What MLA leaves in the cache: what each format says of itself, and what it refuses."""
+"""What MLA leaves in the cache: what each format is called, and which sizes it refuses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_index_keys_are_of_layers_with_an_indexer() -> None:
 
 
 def test_equal_formats_mean_equal_bytes() -> None:
-    """Whatever changes the meaning of a byte changes the format, alone in that component that it changes."""
+    """A change to the meaning of a byte changes the format, and only in the component that it concerns."""
     configs = {
         "": config_of(),
         "latent rank": config_of(kv_lora_rank=256),

@@ -1,4 +1,4 @@
-"""The indexer against the formulas of the papers written out in float64, and how its choice reaches attention."""
+"""The indexer compared with the formulas of the papers in float64, and how its choice reaches attention."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Case:
         return cls(config, indexer, source.tensors, *inputs)
 
     def run(self, pages: Tensor, chunks: list[int]) -> list[Tensor | None]:
-        """What the indexer chooses for each chunk of the sequence."""
+        """Return what the indexer chooses for each chunk of the sequence."""
         rotary, start, chosen = Rotary.build(self.config, CPU), 0, []
         for chunk in chunks:
             row = Row([0] * chunk, start, [5, 0, 3, 6, 1, 2])
@@ -78,7 +78,7 @@ class Case:
         return self.weights[f"{NAME}.{name}"].double()
 
     def turned(self, x: Tensor, position: int) -> Tensor:
-        """The first elements turned as complex numbers, the rest as it is."""
+        """Return x with its first elements turned as complex numbers and the rest unchanged."""
         rope = self.config.qk_rope_head_dim
         angles = torch.tensor(self.config.inv_frequencies()).float() * float(position)
         turn = torch.complex(angles.cos().double(), angles.sin().double())
@@ -96,7 +96,7 @@ class Case:
         return torch.stack(rows)
 
     def scores(self) -> Tensor:
-        """[query, key], key by key and head by head; the future is -inf."""
+        """Return the scores [query, key], computed key by key and head by head. The future is -inf."""
         config, keys = self.config, self.keys()
         heads = config.index_n_heads or 0
         width = config.index_head_dim or 0
@@ -114,7 +114,8 @@ def new_pages(case: Case) -> Tensor:
 
 
 def assert_turned(keys_TY: Tensor, exact_TY: Tensor) -> None:
-    """Float64 but for the cosines and sines of float32, each off by two roundings and one of its angle's."""
+    """Assert that keys are float64 but for the cosines and sines of float32, each of which is off by two roundings and
+    by that of its angle."""
     off = (exact_TY.norm(dim=-1, keepdim=True) * gamma(3)).expand_as(exact_TY)
     assert ((keys_TY - exact_TY).abs() <= off).all()
 
@@ -161,7 +162,7 @@ def test_a_model_without_sparse_attention_has_no_indexer() -> None:
 
 
 def run_model(model: Model, tokens: list[int]) -> tuple[list[Tensor | None], KVView]:
-    """What each block hands on."""
+    """Return what each block hands on, and the view."""
     layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))
     view = KVView.of(model.allocate_pages(layout, layout.num_pages(len(tokens))))
     row = Row(tokens, 0, range(layout.num_pages(len(tokens))))
@@ -188,13 +189,13 @@ def test_a_shared_layer_takes_the_choice_before_it() -> None:
 
 
 def rounding_of(family: str, logits_TV: Tensor) -> float:
-    """What the order of sums may change."""
+    """Return how much the order of sums may change."""
     return difference_of_models(tiny_config(family), len(logits_TV), float(logits_TV.abs().max()))
 
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
 def test_a_choice_changes_what_comes_out(family: str) -> None:
-    """So a test that compares logits beyond index_topk tokens sees a lost choice."""
+    """A test that compares logits beyond index_topk tokens therefore sees a lost choice."""
     tokens = [(7 * at) % 97 for at in range(40)]
     sparse, dense = (random_model(tiny_config(family, index_topk=top_k)).logits(tokens) for top_k in (11, 512))
     difference, rounding = (sparse - dense).abs().amax(-1), rounding_of(family, sparse)
@@ -204,7 +205,7 @@ def test_a_choice_changes_what_comes_out(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["v32", "glm"])
 def test_several_tokens_of_a_sequence_in_one_step_of_decode(family: str) -> None:
-    """As drafts are checked: each chooses among the tokens up to itself."""
+    """Drafts are checked in this way: each chooses among the tokens up to itself."""
     model = random_model(tiny_config(family))
     tokens = [(7 * at) % 97 for at in range(34)]
     layout = model.kv_layout(CacheConfig(page_size=PAGE_SIZE))

@@ -37,7 +37,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def change(folder: Path, tensors: Mapping[str, Tensor | None]) -> None:
-    """Replaces tensors in their files, removes those that are None, and puts new ones in the first file."""
+    """Replace tensors in their files, remove those that are None, and put new ones in the first file."""
     files = weight_map(folder)
     first = min(files.values())
     for file in sorted(set(files.values())):
@@ -63,7 +63,7 @@ def tied(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights may be listed on the meta device; one that takes memory fails the test."""
+    """Fail the test when a weight takes memory. Weights may be listed on the meta device."""
 
     def listing(device: torch.device, *arguments: Any) -> Destinations:
         assert device.type == "meta", "memory was taken"
@@ -284,7 +284,7 @@ def test_progress_grows_to_the_total(folder: Path) -> None:
 
 
 def test_a_model_larger_than_memory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H14: by a single byte."""
+    """H14: it is too large by a single byte."""
     needed = ModelConfig.from_checkpoint(folder).weight_bytes
     monkeypatch.setattr(load_plan, "device_memory_bytes", lambda _: needed)
     load_model(folder)
@@ -400,14 +400,14 @@ def test_loading_takes_the_model_and_one_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["meta", "xpu", "mps", None, 3.5])
 def test_a_device_that_cannot_hold_a_model_is_one_sentence(tmp_path: Path, device: object) -> None:
-    """Neither a model without weights nor an error of torch's own."""
+    """The result is neither a model without weights nor an error of torch's own."""
     write_checkpoint(tmp_path, tiny_config_dict())
     with pytest.raises(BackendUnavailable, match=r"device"):
         load_model(tmp_path, device=device)  # type: ignore[arg-type]
 
 
 def test_a_value_too_large_for_the_chosen_dtype_is_refused(tmp_path: Path) -> None:
-    """Finite as stored, infinite as loaded."""
+    """The value is finite as stored and infinite as loaded."""
     tensors = write_checkpoint(tmp_path, tiny_config_dict(), num_shards=1)
     tensors["model.norm.weight"][0] = 1e6
     save_file(tensors, tmp_path / "model-00001-of-00001.safetensors")

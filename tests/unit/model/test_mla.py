@@ -1,4 +1,4 @@
-"""One attention layer, in both its forms, against the formulas of the papers written out in float64."""
+"""One attention layer, in both its forms, compared with the formulas of the papers in float64."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = 3
 NAME = f"model.layers.{LAYER}.self_attn"
 PAGE_SIZE = 4
 LATENT_EPS = 1e-6
-"""Of the two latent norms, whatever `rms_norm_eps` is: as in the modelling code of DeepSeek."""
+"""The eps of the two latent norms, whatever `rms_norm_eps` is, as in DeepSeek's modelling code."""
 CONFIGS: dict[str, dict[str, Any]] = {
     "v3": {},
     "v3-yarn": {},
@@ -71,7 +71,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, position: int, config: ModelConfig) -> Tensor:
-    """Pairs (2i, 2i + 1) as complex numbers, each turned by its angle; computed in float32, as in the models."""
+    """Turn pairs (2i, 2i + 1) as complex numbers, each by its angle, which is computed in float32 as in the models."""
     angles = torch.tensor(config.inv_frequencies()).float() * float(position)
     factor = config.rope_attention_factor
     turn = torch.complex((angles.cos() * factor).double(), (angles.sin() * factor).double())
@@ -79,7 +79,8 @@ def turned(x: Tensor, position: int, config: ModelConfig) -> Tensor:
 
 
 def attended(layer: Layer, x_TD: Tensor) -> Tensor:
-    """Causal attention of one sequence, head by head and query by query: keys and values in full, no cache."""
+    """Compute the causal attention of one sequence, head by head and query by query, with full keys and values and no
+    cache."""
     config = layer.mla.config
     heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
     kv = x_TD @ layer.weight("kv_a_proj_with_mqa").T
@@ -132,7 +133,7 @@ def test_absorbed_attention_is_the_formula(name: str) -> None:
 
 
 def test_sequences_of_a_batch_do_not_see_each_other() -> None:
-    """A whole prompt, a chunk behind another and a single token; then one more token of each, absorbed."""
+    """Run a whole prompt, a later chunk and a single token; then one more token of each, absorbed."""
     layer = Layer.of(config_of("v3"))
     lengths, owned = (6, 9, 5), ([4, 1], [0, 7, 5], [2, 6])
     sequences = [inputs(layer.mla.config, length + 1, seed) for seed, length in enumerate(lengths)]

@@ -55,13 +55,13 @@ def tokens_of(config: ModelConfig, count: int, seed: int = 0) -> list[int]:
 
 
 def assert_same(config: ModelConfig, got: Tensor, logits_TV: Tensor) -> None:
-    """But for the order of float32 sums."""
+    """Assert that logits are the same but for the order of float32 sums."""
     size = float(logits_TV.abs().max())
     assert float((got - logits_TV).abs().max()) <= difference_of_models(config, len(logits_TV), size)
 
 
 def lower_biases(folder: Path) -> None:
-    """Moves every correction bias so far down that all biased scores are below zero."""
+    """Move every correction bias so far down that all biased scores are below zero."""
     for file in folder.glob("*.safetensors"):
         tensors = load(file.read_bytes())
         for name in tensors:
@@ -72,7 +72,7 @@ def lower_biases(folder: Path) -> None:
 
 @attrs.define
 class Sequence:
-    """One sequence in a pool of its own: its pages out of order, every slot that was not written a NaN."""
+    """One sequence in a pool of its own. Its pages are out of order, and every slot that was not written holds NaN."""
 
     model: Model
     view: KVView
@@ -92,7 +92,7 @@ class Sequence:
         return Batch.build([row], page_size=PAGE_SIZE, device=self.model.device, decode=decode)
 
     def run(self, tokens: list[int], *, decode: bool = False) -> Tensor:
-        """Logits of each of `tokens`, which follow those run before."""
+        """Return the logits of each of `tokens`, which follow those that ran before."""
         hidden = self.model.forward(self.batch(tokens, decode=decode), self.view)
         return self.model.head(self.model.norm(hidden))
 
@@ -114,7 +114,7 @@ def model(folder: Path) -> Model:
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    # of shared experts that there are none of
+    # about shared experts in models that have none
     warnings.filterwarnings("ignore", "Initializing zero-element tensors")
     return transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
@@ -223,7 +223,7 @@ def test_impossible_tokens_are_named(tokens: list[int], words: tuple[str, ...]) 
 
 @attrs.define
 class Counting(Destinations):
-    """Counts the bytes that were asked for, with or without a name."""
+    """A source that counts the bytes that were asked for, with or without a name."""
 
     allocated: int = 0
 

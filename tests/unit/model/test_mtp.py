@@ -28,12 +28,12 @@ def model() -> pd.Model:
 
 
 def states(model: pd.Model) -> torch.Tensor:
-    """The model's states of TOKENS behind its final norm: a head of ones and zeros lets them through."""
+    """Return the model's states of TOKENS after its final norm. A head of ones and zeros lets them through."""
     return attrs.evolve(model, lm_head_VD=torch.eye(model.config.hidden_size)).logits(TOKENS)
 
 
 def test_it_is_one_more_block_over_a_token_and_the_state_before_it(model: pd.Model) -> None:
-    """The same weights as a model of one layer, whose embedding holds what the MTP layer joins."""
+    """Compare it with a model of one layer and the same weights, whose embedding holds what the MTP layer joins."""
     assert model.mtp is not None
     joined = torch.cat(
         (
@@ -73,7 +73,7 @@ def test_a_model_with_it_is_otherwise_the_same(model: pd.Model) -> None:
 
 
 def put(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Adds a tensor to a checkpoint of one file, or removes it."""
+    """Add a tensor to a checkpoint of one file, or remove it."""
     (file,) = folder.glob("*.safetensors")
     tensors = load(file.read_bytes())
     tensors.pop(name, None)

@@ -1,4 +1,4 @@
-"""Every tensor of a checkpoint is read, named as needing none, or refused by name."""
+"""Every tensor of a checkpoint is read, listed as needing no reading, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAN = torch.full((2, 2), torch.nan)
 
 
 def add(folder: Path, tensors: dict[str, torch.Tensor], *, listed: bool = True) -> None:
-    """Puts more tensors into the last shard, and into the index if `listed`."""
+    """Put more tensors into the last shard, and into the index if `listed`."""
     path = max(folder.glob("*.safetensors"))
     save_file(load_file(path) | tensors, path)
     index = next(folder.glob("*.index.json"))
@@ -157,7 +157,7 @@ def test_what_belongs_to_a_quantized_weight_is_read_and_no_more(folder: Path, tm
 
 @pytest.mark.parametrize("scheme", [None, "fp8", "w8a8_dynamic"])
 def test_experts_of_other_ranks_are_known(folder: Path, tmp_path: Path, scheme: str | None) -> None:
-    """A rank reads its own experts; what others read belongs to the model as well, and nothing else does."""
+    """A rank reads its own experts. Those of other ranks belong to the model as well, and nothing else does."""
     if scheme is not None:
         quantize_checkpoint(folder, tmp_path / "quantized", scheme=scheme)
         folder = tmp_path / "quantized"

@@ -1,14 +1,13 @@
 """Compiles `native.c` for this machine on first use and loads it.
 
-The library is kept in the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it), in a folder that nobody else
-may write; where that cannot be had it is built anew for each process. Its name says what went into it and what came
-out:
+The library is kept in a folder of the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it) that nobody else
+may write. Without such a folder it is built anew for each process. Its name says what went into it and what came out:
 
     native-<source, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
 
-so that one which is cut short, or changed, is known for it and built anew. Without a compiler any that fits this CPU
-will do, in the cache or beside the source. It uses the OpenMP runtime that torch has loaded: two of them would each
-keep a thread per core spinning.
+so that a library that was cut short or changed is recognised and built anew. Without a compiler any library that fits
+this CPU will do, in the cache or beside the source. It uses the OpenMP runtime that torch has loaded: two of them would
+each keep a thread per core spinning.
 """
 
 from __future__ import annotations
@@ -55,11 +54,11 @@ SIGNATURES = {
 }
 
 RESULTS = {"mla_decode": _N}
-"""Of those that return something."""
+"""The kernels that return something."""
 
 
 def library() -> ctypes.CDLL:
-    """The compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
+    """Return the compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
     found = library_or_reason()
     if isinstance(found, str):
         raise BackendUnavailable(found)
@@ -68,9 +67,10 @@ def library() -> ctypes.CDLL:
 
 @functools.cache
 def library_or_reason() -> ctypes.CDLL | str:
-    """Return the compiled kernels, or why there are none. Found out once in a process.
+    """Return the compiled kernels, or the reason why there are none. It is found out once in a process.
 
-    Where the CPU could run them the reason is logged too, because nothing fails for want of them."""
+    Where the CPU could run them the reason is also logged, because nothing fails without them.
+    """
     if NEEDED not in cpu_flags():
         return f"needs a CPU with {NEEDED}, this {platform.machine()} has none"
     try:
@@ -115,7 +115,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _loaded_openmp() -> str | None:
-    """Path of the GNU OpenMP runtime in this process, torch's own in its wheels."""
+    """Return the path of the GNU OpenMP runtime in this process, which is torch's own in its wheels."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if re.fullmatch(r"libgomp[-.\w]*", path.rpartition("/")[2]):
@@ -137,7 +137,7 @@ def _digest(*parts: bytes | str) -> str:
 
 
 def _cache_folder() -> Path | None:
-    """Ours in the user's cache, if it is ours alone: what lies there is loaded and run."""
+    """Return our folder in the user's cache if nobody else can write it, because what lies there is loaded and run."""
     try:
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (named if named.is_absolute() else Path.home() / ".cache") / "pdinfer"
@@ -156,7 +156,7 @@ def _others_write(status: os.stat_result) -> bool:
 
 
 def _first_loaded(stem: str, folder: Path | None) -> ctypes.CDLL | None:
-    """The first library whose name begins with `stem` that is whole and can be loaded."""
+    """Return the first library whose name begins with `stem`, and which is whole and can be loaded."""
     for path in _candidates(stem, folder):
         with contextlib.suppress(OSError, BackendUnavailable):
             if _is_whole(path):
@@ -174,7 +174,7 @@ def _candidates(stem: str, folder: Path | None) -> Iterator[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether it is a file of ours, or of who installed us, and holds the bytes that its name tells."""
+    """Return whether it is a file of ours, or of the user who installed us, and holds the bytes that its name tells."""
     owners = (os.getuid(), SOURCE.stat().st_uid)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
@@ -184,7 +184,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _built(compiler: str, openmp: str | None, stem: str, folder: Path | None) -> ctypes.CDLL:
-    """Compiled and loaded; in `folder` it is kept, if that can be written."""
+    """Compile and load the library. It is kept in `folder` if that can be written."""
     if folder is not None:
         with contextlib.suppress(OSError), ScratchFolder(folder) as scratch:
             return _load(_kept(_compile(compiler, openmp, scratch.path), folder, stem))
@@ -193,7 +193,7 @@ def _built(compiler: str, openmp: str | None, stem: str, folder: Path | None) ->
 
 
 def _kept(library: Path, folder: Path, stem: str) -> Path:
-    """Names the library, whose bytes are on disk by then: whoever finds the name finds all of it."""
+    """Name the library once its bytes are on disk, so that a process that finds the name finds all of it."""
     library.chmod(0o700)
     with library.open("rb") as file:
         path = folder / f"{stem}-{_digest(file.read())}.so"

@@ -1,7 +1,7 @@
 """Kernels in C for bfloat16 models on CPUs with AVX-512 BF16, compiled on first use (docs/decisions/).
 
-An op that has nothing to gain here, by its shape, is torch's, and so is what the kernels cannot read: other dtypes
-than those they are made for, or strides. Threads are those of `torch.get_num_threads`.
+An op whose shape gains nothing here goes to torch, and so do inputs that the kernels cannot read: other dtypes than
+those they are made for, or strides. They use `torch.get_num_threads` threads.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pdinfer.kernels import torch_ops
 from pdinfer.kernels.native.build import library
 
 FEW_ROWS = 16
-"""Up to here a product waits for its weights; from there on torch's GEMM is faster."""
+"""Up to this many rows a product waits for its weights. With more, torch's GEMM is faster."""
 FEW_HEAD_ROWS = 64
-"""The same for products head by head, which torch does one by one."""
+"""The same limit for products head by head, which torch computes one by one."""
 PART_TOKENS = 1024
-"""Contexts longer than this are shared by threads in decode."""
+"""Threads share the contexts that are longer than this in decode."""
 KEYS = 4096
-"""Keys and values expanded at a time in prefill: 64 MiB for 16 heads, whatever the length of the context."""
+"""The keys and values expanded at a time in prefill: 64 MiB for 16 heads, whatever the length of the context."""
 
 
 _LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
 
 
 def _are(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
-    """Whether all that are there have this dtype: C would read the bits of another one as they are."""
+    """Return whether all tensors that are there have this dtype. C would read the bits of another dtype as they are."""
     return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
 
 
 def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
-    """A sentence when this machine or dtype cannot have these kernels."""
+    """Return a sentence when this machine or dtype cannot have these kernels, and None when it can."""
     if device.type != "cpu":
         return f"is for CPUs, device is {device.type}"
     if dtype != torch.bfloat16:
@@ -231,7 +231,7 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
 
 
 def _by_heads(kernel: Callable[..., None], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
-    """Runs a product head by head -> [T, H, outs]; `weight_H` is [H, ...]."""
+    """Run a product head by head -> [T, H, outs]. `weight_H` is [H, ...]."""
     rows, num_heads, width = x_THI.shape
     out = x_THI.new_empty(rows, num_heads, outs)
     kernel(
