@@ -182,8 +182,8 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"index": 1}, "token 1 came where token 0 was due"),
-        ({"index": 2**31 - 1}, "came where token 0 was due"),
+        ({"index": 1}, "token 1 came when token 0 was due"),
+        ({"index": 2**31 - 1}, "came when token 0 was due"),
         ({"token": None}, "a token of None came with None"),
         ({"token": None, "finish_reason": LENGTH}, "a token of None came with"),
         ({"finish_reason": CANCELLED}, "a token of 5 came with"),
@@ -191,7 +191,7 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, output_tokens=2)}, "counts 2 tokens, and 1 came"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, prompt_tokens=8)}, "8 tokens of its prompt of 9"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, cached_tokens=11)}, "11 of its tokens were cached"),
-        ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, num_accepted_tokens=1)}, "1 of 0 drafts were right"),
+        ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, num_accepted_tokens=1)}, "1 of 0 drafts were accepted"),
     ],
 )
 def test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody(values: dict[str, Any], said: str) -> None:
