@@ -267,7 +267,7 @@ def stranger(address: pd.PeerAddress) -> pd.PeerAddress:
 
 
 LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
-    "ready twice": (lambda other: other.ready(), "it says who it is twice"),
+    "ready twice": (lambda other: other.ready(), "it has said who it is twice"),
     "no load": (lambda other: other.step(load=Load()), "it tells of no load of a decode engine"),
     "another role": (
         lambda other: other.step(
@@ -277,7 +277,7 @@ LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
     ),
     "another engine": (
         lambda other: other.step(load=Load(decode=attrs.evolve(other.load, address=stranger(other.load.address)))),
-        "another engine than it said it is",
+        "another engine than the one it said it is",
     ),
     "submits nobody made": (lambda other: other.step(1), "it has seen 1 of 0 submits, 0 before"),
     "a token of no vocabulary": (
@@ -308,7 +308,7 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
     made, said = LIES[lie]
     other.say(other.step(), made(other))
     wait_until(lambda: None in other.client._inbox.peek())
-    with pytest.raises(pd.TransferError, match="makes no sense") as raised:
+    with pytest.raises(pd.TransferError, match="sent an invalid message") as raised:
         assert other.client.step() == []
     assert said in str(raised.value)
     load = other.client.load()
@@ -340,7 +340,7 @@ def test_a_step_before_ready_is_refused(setup: Setup) -> None:
     made.client.close()
     ours, theirs = Pipe()
     theirs.send_bytes(messages.encode(made.step()))
-    with pytest.raises(pd.TransferError, match="another engine than it said it is"):
+    with pytest.raises(pd.TransferError, match="another engine than the one it said it is"):
         pd.remote.DecodeClient(ours)
     theirs.close()
 

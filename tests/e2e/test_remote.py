@@ -55,7 +55,9 @@ def test_a_client_that_waits_in_vain_leaves_nothing_behind() -> None:
 def test_a_client_for_the_other_role_is_refused() -> None:
     with local() as setup:
         ours, thread = serving(setup.decodes[0])
-        with pytest.raises(pd.TransferError, match="a prefill engine was asked for, the other end serves a decode"):
+        with pytest.raises(
+            pd.TransferError, match="a prefill engine was asked for, but the other end serves a decode engine"
+        ):
             pd.remote.PrefillClient(ours, timeout_s=5.0)
         thread.join(5.0)
         assert not thread.is_alive()
