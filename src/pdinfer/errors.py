@@ -1,15 +1,13 @@
 """Every error pdinfer raises on purpose.
 
-    PDInferError                 code             who made the mistake
-    ├── ConfigError              CONFIG           a config.json, a size or a setting
-    ├── CheckpointError          CHECKPOINT       the files of a model folder
-    ├── RequestError             REQUEST          one request; the others go on
-    ├── Overloaded               OVERLOADED       nobody: try again after `retry_after_s`
-    ├── TransferError            TRANSFER         a peer, a connection, or bytes that did not verify
-    │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things
-    ├── BackendUnavailable       BACKEND          an optional library or device that is not there
-    ├── RankLost                 RANK_LOST        another rank of the same engine: it died, hangs, or failed in a step
-    └── Forked                   FORKED           a host that forked, and goes on with what belongs to its parent
+    PDInferError                 code             who made the mistake ├── ConfigError              CONFIG           a
+    config.json, a size or a setting ├── CheckpointError          CHECKPOINT       the files of a model folder ├──
+    RequestError             REQUEST          one request; the others go on ├── Overloaded               OVERLOADED
+    no one: try again after `retry_after_s` ├── TransferError            TRANSFER         a peer, a connection, or bytes
+    that did not verify │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things ├──
+    BackendUnavailable       BACKEND          an optional library or device that is not there ├── RankLost
+    RANK_LOST        another rank of the same engine, which died, hangs, or failed in a step └── Forked
+    FORKED           a host that forked, and goes on using what belongs to its parent
 
 A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
 borders, and is what programs should look at.
@@ -21,13 +19,13 @@ from typing import ClassVar
 
 
 class PDInferError(Exception):
-    """Base of the tree; `code` names the kind of error in a form that never changes."""
+    """The base of all errors. `code` names the kind of error in a form that never changes."""
 
     code: ClassVar[str] = "INTERNAL"
 
 
 class ConfigError(PDInferError):
-    """A configuration that cannot be used: a config.json field, a size, an equation that does not hold."""
+    """A configuration that cannot be used: a field of config.json, a size, or an equation that does not hold."""
 
     code = "CONFIG"
 
@@ -39,14 +37,14 @@ class CheckpointError(PDInferError):
 
 
 class RequestError(PDInferError):
-    """A request that can never be served: token out of range, too long, parameter out of bounds, id in use."""
+    """A request that can never be served: a token or parameter out of range, too many tokens, or an id in use."""
 
     code = "REQUEST"
 
 
 class Overloaded(PDInferError):
-    """No room now. `retry_after_s` (seconds) is an estimate of when asking again makes sense, None where nothing was
-    measured that would tell; the text says it too."""
+    """No room now. `retry_after_s` (seconds) estimates when to try again, and the text says it too. It is None when
+    nothing was measured yet from which to estimate it."""
 
     code = "OVERLOADED"
 
@@ -62,7 +60,7 @@ class TransferError(PDInferError):
 
 
 class LayoutMismatch(TransferError):
-    """Two ends whose pages differ in meaning; `fields` holds (name, ours, theirs) of every difference."""
+    """Two ends whose pages have different meanings. `fields` holds (name, ours, theirs) for every difference."""
 
     code = "LAYOUT_MISMATCH"
 
@@ -72,20 +70,20 @@ class LayoutMismatch(TransferError):
 
     @classmethod
     def of(cls, fields: tuple[tuple[str, str, str], ...], *, said_by: str = "") -> LayoutMismatch:
-        """The error whose text lists `fields`; `said_by` begins it."""
+        """Return the error whose text begins with `said_by` and lists `fields`."""
         listing = "; ".join(f"{name}: ours {ours}, theirs {theirs}" for name, ours, theirs in fields)
         return cls(f"{said_by}the two ends' KV layouts differ and cannot exchange pages: {listing}", fields=fields)
 
 
 class BackendUnavailable(PDInferError):
-    """A forced choice of provider, transport or device that this machine cannot satisfy."""
+    """A forced choice of provider, transport or device that this machine does not have."""
 
     code = "BACKEND"
 
 
 class RankLost(PDInferError):
-    """A collective did not end: another rank of this engine died, hangs, or left the common sequence of calls. The
-    ranks cannot go on; start all of them anew."""
+    """A collective did not end, because another rank of this engine died, hangs, or left the common sequence of calls.
+    The ranks cannot go on. Restart all of them."""
 
     code = "RANK_LOST"
 
@@ -114,8 +112,8 @@ BY_CODE: dict[str, type[PDInferError]] = {
 
 
 def error_from_code(code: str, message: str, retry_after_s: float | None = None) -> PDInferError:
-    """The error a peer described as (code, message), with the seconds of an Overloaded, which its text says already; an
-    unknown code gives the base class."""
+    """Return the error that a peer described as (code, message). An unknown code gives the base class. `retry_after_s`
+    is set on an Overloaded, whose message includes it already."""
     error = BY_CODE.get(code, PDInferError)(message)
     if isinstance(error, Overloaded):
         error.retry_after_s = retry_after_s

@@ -1,6 +1,6 @@
-"""What engines, channels and Pairings tell of themselves: loads and counts, by value. Nothing here is acted on unasked.
+"""Loads and counts of engines, channels and Pairings, as plain values. Nothing here acts by itself.
 
-Bounds in their types hold for what a peer sends (`pdinfer.bounds`).
+The bounds in their types apply to what a peer sends (`pdinfer.bounds`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from pdinfer.types import FinishReason, PeerAddress
 
 @attrs.frozen(kw_only=True)
 class PeerStats:
-    """One peer of a channel. Bytes, retries and dropped frames count since it was first connected; `connected` says
-    whether there is an open link now, `mb_per_s` the average speed while its payloads arrived, `inflight_bytes` what is
-    pushed and not yet out of our pages: past `window_bytes` prefill takes no more prompts for it. `step_age_s` is how
-    long ago the peer's engine looked at its channel, as its last beat told and aged since; None before the first."""
+    """One peer of a channel. Bytes, retries and dropped frames count since it was first connected. `connected` says
+    whether there is an open link now. `mb_per_s` is the average speed while its payloads arrived. `inflight_bytes` were
+    pushed and have not left our pages yet; above `window_bytes`, prefill takes no more prompts for this peer.
+    `step_age_s` is how long ago the peer's engine looked at its channel: the age in its last beat plus the time since,
+    None before the first beat."""
 
     address: PeerAddress
     connected: bool = False
@@ -44,7 +45,8 @@ class PeerStats:
 
 @attrs.frozen(kw_only=True)
 class ChannelStats:
-    """Counts since the channel was made. `receive_s` sums the time from a payload's announcement to its last byte."""
+    """Counts since the channel was made. `receive_s` is the sum of the times from each payload's announcement to its
+    last byte."""
 
     bytes_sent: Count = 0
     bytes_received: Count = 0
@@ -58,12 +60,14 @@ class ChannelStats:
 
 @attrs.frozen(kw_only=True)
 class EngineLoad:
-    """What the snapshots of both engines tell. `num_tokens` were computed in `busy_s` seconds of model steps since the
-    engine was made; `providers` are (op, provider) pairs. `step_age_s` is how long ago the engine's last step ended, as
-    far as its client knows: one that is alive and makes no progress shows there. None for an engine in this process,
-    which its host steps. Cached pages hold what ended requests left and are evicted when pages are wanted; of
-    `prefix_query_tokens` looked up there, `prefix_hit_tokens` were found. `placement_epoch` is that of the placement
-    of experts in use; `is_placement_staged` tells of another one on its way, `placement_error` why the last one was
+    """What the snapshots of both engines have in common.
+
+    `num_tokens` were computed in `busy_s` seconds of model steps since the engine was made. `providers` are (op,
+    provider) pairs. `step_age_s` is how long ago the engine's last step ended, as far as its client knows. It shows an
+    engine that is alive and makes no progress, and is None for an engine in this process, which its host steps. Cached
+    pages hold what ended requests left, and are evicted when pages are needed. `prefix_query_tokens` were looked up
+    there, and `prefix_hit_tokens` of them were found. `placement_epoch` is the epoch of the placement of experts in
+    use. `is_placement_staged` says whether another one is on its way, and `placement_error` why the last one was
     dropped."""
 
     address: PeerAddress
@@ -96,7 +100,8 @@ class EngineLoad:
 
 @attrs.frozen(kw_only=True)
 class PrefillLoad(EngineLoad):
-    """Snapshot of a prefill engine. Tokens are prompt tokens still to be computed; bytes are those not yet sent."""
+    """Snapshot of a prefill engine. `num_queued_tokens` are prompt tokens that are still to be computed, and
+    `unsent_bytes` were pushed and not sent yet."""
 
     num_queued_requests: Count
     num_queued_tokens: Count
@@ -105,9 +110,10 @@ class PrefillLoad(EngineLoad):
 
 @attrs.frozen(kw_only=True)
 class DecodeLoad(EngineLoad):
-    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences. Of
-    `num_draft_tokens` proposed since the engine was made `num_accepted_tokens` were the model's own; the last step
-    brought a sequence `accept_length` tokens on average (1 without drafts, 0 before the first step)."""
+    """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences.
+    `num_draft_tokens` were proposed since the engine was made, and `num_accepted_tokens` of them were the model's own
+    choice. `accept_length` is the average number of tokens that a sequence got in the last step: 1 without drafts, 0
+    before the first step."""
 
     num_waiting_requests: Count
     num_waiting_tokens: Count
@@ -121,7 +127,7 @@ class DecodeLoad(EngineLoad):
 
 @attrs.frozen(kw_only=True)
 class LostPort:
-    """A port that was lost `age_s` seconds ago, and why. `is_back` says whether it is in use again."""
+    """A port that was lost `age_s` seconds ago, and the reason. `is_back` says whether it is in use again."""
 
     address: PeerAddress
     role: str
@@ -132,10 +138,13 @@ class LostPort:
 
 @attrs.frozen(kw_only=True)
 class PairingStats:
-    """What a Pairing has to do and did since it was made. `ended` counts requests by their last event's reason;
-    `num_retries` are grants of a decode beyond a request's first, `num_reroutes` requests given another prefill and
-    `num_moved` another decode, `links_down` the (prefill, decode) pairs not chosen as their channels have no link.
-    `ports_lost` are the newest of `num_ports_lost` losses, oldest first."""
+    """What a Pairing has to do, and what it did since it was made.
+
+    `ended` counts requests by the reason in their last event. `num_retries` counts grants after a request's first one
+    at its decode, `num_reroutes` requests that got another prefill, and `num_moved` requests that got another decode.
+    `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
+    are the newest of `num_ports_lost` losses, oldest first.
+    """
 
     num_queued_requests: int
     num_unfinished_requests: int

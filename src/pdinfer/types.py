@@ -1,5 +1,5 @@
-"""The values that travel: requests, grants, hand-offs and events. All frozen, none holds a tensor.
-Bounds in their types hold for what a peer sends (`pdinfer.bounds`); a request is checked when it is submitted.
+"""The values that travel: requests, grants, hand-offs and events. All are frozen, and none holds a tensor.
+The bounds in their types apply to what a peer sends (`pdinfer.bounds`). A request is checked when it is submitted.
 
 One request's life in these types:
 
@@ -45,7 +45,7 @@ class FinishReason(enum.Enum):
 
 
 class HandoffStatus(enum.Enum):
-    """LANDED: every granted token was sent. ABORTED: the writer has stopped and will write no more."""
+    """LANDED: every granted token was sent. ABORTED: the writer has stopped and will not write any more."""
 
     LANDED = "landed"
     ABORTED = "aborted"
@@ -63,13 +63,13 @@ class SamplingParams:
     - `repetition_penalty`: positive logits of tokens in prompt or output are divided by it, negative ones multiplied;
     - `frequency_penalty` and `presence_penalty`: subtracted from a token's logit once per time it is in the output, and
       once if it is there at all; the prompt does not count;
-    - `min_new_tokens`: so many tokens come before one that ends the request (stop token, or eos unless `ignore_eos`);
-    - `logits_processor`: names one that the engines were given, to which `logits_processor_argument` is passed, for
-      example a JSON schema: see docs/howto/structured-output.md;
+    - `min_new_tokens`: no token ends the request (a stop token, or eos unless `ignore_eos`) before this many have come;
+    - `logits_processor`: the name of a processor that the engines were given, which gets `logits_processor_argument`,
+      for example a JSON schema: see docs/howto/structured-output.md;
     - temperature, `top_k`, `top_p`, `min_p`.
 
-    `logprobs` asks for that many of the best tokens with each token, in `top_logprobs`; fewer when the logits of the
-    others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these.
+    `logprobs` is how many of the best tokens come with each token in `top_logprobs`; there are fewer when the logits of
+    the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes.
     """
 
     max_new_tokens: int = 128
@@ -92,10 +92,10 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One prompt to continue. Checked when it is submitted, not when it is made: see `admission.check_request`.
+    """One prompt to continue. It is checked when it is submitted, not when it is made: see `admission.check_request`.
 
-    `output` holds tokens already emitted (a resumed request); `priority` is higher first; `deadline_s` counts
-    seconds from `Pairing.submit`; prefixes are shared only between requests of equal `cache_salt`.
+    `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
+    `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
     """
 
     request_id: str | None = None
@@ -108,14 +108,14 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and output so far: what prefill has to run."""
+        """The prompt and the output so far, which prefill has to run."""
         return self.prompt + self.output if self.output else self.prompt
 
 
 @attrs.frozen(kw_only=True)
 class RequestLimits:
-    """What an engine can take: token ids below `vocab_size`, prompt plus output up to `max_tokens`, and the logits
-    processors it was given."""
+    """What an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and output, and the
+    logits processors it was given."""
 
     name: Name
     vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
@@ -125,7 +125,7 @@ class RequestLimits:
 
 @attrs.frozen
 class PeerAddress:
-    """Who an end of a channel is and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
+    """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
 
     engine_id: EngineId
     epoch: Epoch
@@ -133,16 +133,16 @@ class PeerAddress:
     endpoints: Annotated[tuple[Name, ...], FEW] = ()
 
     def __str__(self) -> str:
-        """For messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
+        """Return the text for messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
         return f"engine {self.engine_id.hex()[:8]} ({', '.join(self.endpoints) or 'in this process'})"
 
 
 PeerKey = tuple[bytes, int, int]
-"""(engine_id, epoch, rank): who a peer is, wherever it can be reached."""
+"""(engine_id, epoch, rank): the identity of a peer, whatever its endpoints."""
 
 
 def peer_key(address: PeerAddress) -> PeerKey:
-    """The identity in an address."""
+    """Return the identity in an address."""
     return address.engine_id, address.epoch, address.rank
 
 
@@ -150,11 +150,10 @@ def peer_key(address: PeerAddress) -> PeerKey:
 class PageGrant:
     """Decode's reservation and the right to write it, for one attempt (`room`, 16 random bytes).
 
-    `writers` are all ranks of prefill that have the request, its leader first, and each writes a part of the tokens to
-    every one of `destinations`, the ranks of decode.
-    `tokens` is [first missing, end): what must arrive; it starts on a page border of decode's page size.
-    `pages[i]` holds tokens [tokens.start + i * page_size, …) on every destination; `generations` date them.
-    """
+    `writers` are all ranks of prefill that have the request, its leader first. Each writes a part of the tokens to each
+    of the `destinations`, which are the ranks of decode. `tokens` is the range [first missing, end) that must arrive.
+    It starts on a page border of decode's page size. `pages[i]` holds tokens [tokens.start + i * page_size, …) on every
+    destination, and `generations[i]` dates that page."""
 
     room: Room
     request_id: Name
@@ -168,7 +167,7 @@ class PageGrant:
 
 @attrs.frozen(kw_only=True)
 class NamedState:
-    """A tensor that travels beside the pages, e.g. "mtp.hidden"; receivers drop optional names they do not know."""
+    """A tensor that travels beside the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
 
     name: Name
     version: Index
@@ -179,9 +178,9 @@ class NamedState:
 
 @attrs.frozen(kw_only=True)
 class Handoff:
-    """One writer's last word on a room: LANDED with the first token, or ABORTED with the reason.
+    """One writer's last message about a room: LANDED with the first token, or ABORTED with the reason.
 
-    `first_byte_s` and `last_byte_s` count from the grant; decode's own end of the channel fills them in.
+    `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in.
     """
 
     room: Room
@@ -201,7 +200,7 @@ class Handoff:
 
 @attrs.frozen(kw_only=True)
 class Granted:
-    """Decode reserved pages; `request` is what prefill must run (with the output so far)."""
+    """Decode has reserved pages. `request` is what prefill must run, with the output so far."""
 
     grant: PageGrant
     request: Request
@@ -209,7 +208,7 @@ class Granted:
 
 @attrs.frozen(kw_only=True)
 class Refused:
-    """Decode cannot take the request; nothing is held."""
+    """Decode cannot take the request, and holds nothing for it."""
 
     request_id: Name
     error: PDInferError
@@ -217,9 +216,10 @@ class Refused:
 
 @attrs.frozen(kw_only=True)
 class Timeline:
-    """When a request reached each stage, in seconds since `submit` of the object that emitted the event; None for a
-    stage it did not reach, or of which the author of the event does not know. Granted to committed are those of the
-    last attempt, queued (decode has it) and the first token those of the request."""
+    """When a request reached each stage, in seconds since `submit` of the object that emitted the event. None means
+    that it did not reach the stage, or that the author of the event does not know. `queued_s` is when decode got the
+    request. `granted_s` to `committed_s` are those of the last attempt, `queued_s` and `first_token_s` those of the
+    request."""
 
     queued_s: Seconds | None = None
     granted_s: Seconds | None = None
@@ -231,9 +231,9 @@ class Timeline:
 
 @attrs.frozen(kw_only=True)
 class Usage:
-    """What a finished request used. Seconds count from `submit` of the object that emitted the event; prefill found
-    `cached_tokens` of the prompt in its pages and did not compute them. Of `num_draft_tokens` proposed for it,
-    `num_accepted_tokens` were the model's own."""
+    """What a finished request used. Seconds count from `submit` of the object that emitted the event. Prefill found
+    `cached_tokens` of the prompt in its pages and did not compute them. `num_draft_tokens` were proposed for it, and
+    `num_accepted_tokens` of them were the model's own choice."""
 
     prompt_tokens: Count
     output_tokens: Count
@@ -265,8 +265,8 @@ Event = Granted | Refused | TokenEvent
 @attrs.frozen(kw_only=True)
 class Link:
     """A prefill and a decode that reach each other. `bytes_per_s` is the average speed at which payloads of the prefill
-    arrived at the decode, None where none was measured; `inflight_bytes` were pushed and have not left prefill's pages
-    yet. An engine with several ranks tells of the links of its first rank."""
+    arrived at the decode, or None before the first. `inflight_bytes` were pushed and have not left prefill's pages yet.
+    For an engine with several ranks, both are measured at its first rank."""
 
     prefill: PeerAddress
     decode: PeerAddress
@@ -276,8 +276,8 @@ class Link:
 
 @attrs.frozen(kw_only=True)
 class RequestShape:
-    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far; `links` are
-    all pairs of the ports shown that reach each other."""
+    """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far. `links` are all
+    pairs that reach each other, among the ports that the policy is shown."""
 
     ordinal: int
     num_prompt_tokens: int
@@ -289,7 +289,7 @@ class RequestShape:
 
 @attrs.frozen(kw_only=True)
 class Choice:
-    """A policy's pick, with every part of the score that led to it (lower is better)."""
+    """The pair that a policy chose, with every part of the score that led to it (lower is better)."""
 
     prefill: PeerAddress
     decode: PeerAddress

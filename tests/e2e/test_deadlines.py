@@ -26,14 +26,14 @@ from tests.e2e.setups import (
 
 
 def check_deadline(events: list[pd.TokenEvent], name: str = "a") -> None:
-    """One final event, without a token or an error."""
+    """Check that there is one final event, without a token or an error."""
     last = by_request(events)[name][-1]
     assert (last.token, last.finish_reason, last.error) == (None, pd.FinishReason.DEADLINE, None)
     assert last.usage is not None
 
 
 def nobody(shape: pd.types.RequestShape, prefills: Sequence[object], decodes: Sequence[object]) -> None:
-    """A policy that always says wait."""
+    """Let every request wait."""
 
 
 def test_in_the_queue() -> None:
@@ -160,7 +160,7 @@ def test_wait_wakes_up_for_a_deadline(where: str) -> None:
 
 
 def test_wait_looks_again_when_decode_is_later_than_the_pairing() -> None:
-    """Decode counts what is left from when it gets the request: a moment after the pairing looked."""
+    """Decode counts the remaining time from when it gets the request, a moment after the pairing looked."""
     clock = VirtualClock()
     with local(clock=clock) as setup:
         hang(setup.prefills[0])
@@ -198,13 +198,13 @@ def test_a_frozen_decode_keeps_nobody_beyond_a_quarter_of_a_second(takes: bool) 
         assert DEADLINE_GRACE_S <= 0.25
         recover(setup.decodes[0])
         events = collect(setup.pairing)
-        assert {event.request_id for event in events} == {"patient"}  # what it says now is not heard
+        assert {event.request_id for event in events} == {"patient"}  # its late events are dropped
         setup.check_idle()
         assert not setup.pairing._broker._awaiting_release
 
 
 def test_a_decode_in_time_tells_the_deadline_itself() -> None:
-    """It knows more: what was cached, when the first token came."""
+    """Decode knows more, such as what was cached and when the first token came."""
     clock = VirtualClock()
     with local(clock=clock) as setup:
         seen = watch(setup.decodes[0])
@@ -216,7 +216,7 @@ def test_a_decode_in_time_tells_the_deadline_itself() -> None:
 
 
 def test_the_id_of_a_request_that_decode_still_has_can_be_used_again() -> None:
-    """The new one waits until decode has let go of the old one, and does not get its answer."""
+    """The new request waits until decode has released the old one, and does not get its answer."""
     clock = VirtualClock()
     with local(clock=clock) as setup:
         setup.pairing.submit(request(count=50, deadline_s=5.0))
@@ -228,7 +228,7 @@ def test_the_id_of_a_request_that_decode_still_has_can_be_used_again() -> None:
         setup.pairing.submit(request(prompt=other))
         setup.pairing.submit(request("b"))
         setup.pairing.step()
-        assert setup.pairing.stats.num_queued_requests == 1  # and holds up nobody else
+        assert setup.pairing.stats.num_queued_requests == 1  # and delays no other request
         recover(setup.decodes[0])
         streams = by_request(collect(setup.pairing))
         assert tokens_of(streams["a"]) == list(reference("v3", other, 5).tokens)

@@ -182,8 +182,8 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"index": 1}, "token 1 came where token 0 was due"),
-        ({"index": 2**31 - 1}, "came where token 0 was due"),
+        ({"index": 1}, "token 1 came when token 0 was due"),
+        ({"index": 2**31 - 1}, "came when token 0 was due"),
         ({"token": None}, "a token of None came with None"),
         ({"token": None, "finish_reason": LENGTH}, "a token of None came with"),
         ({"finish_reason": CANCELLED}, "a token of 5 came with"),
@@ -191,7 +191,7 @@ LENGTH, CANCELLED = pd.FinishReason.LENGTH, pd.FinishReason.CANCELLED
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, output_tokens=2)}, "counts 2 tokens, and 1 came"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, prompt_tokens=8)}, "8 tokens of its prompt of 9"),
         ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, cached_tokens=11)}, "11 of its tokens were cached"),
-        ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, num_accepted_tokens=1)}, "1 of 0 drafts were right"),
+        ({"finish_reason": LENGTH, "usage": attrs.evolve(USAGE, num_accepted_tokens=1)}, "1 of 0 drafts were accepted"),
     ],
 )
 def test_an_event_that_cannot_be_costs_the_port_and_reaches_nobody(values: dict[str, Any], said: str) -> None:
@@ -267,7 +267,7 @@ def stranger(address: pd.PeerAddress) -> pd.PeerAddress:
 
 
 LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
-    "ready twice": (lambda other: other.ready(), "it says who it is twice"),
+    "ready twice": (lambda other: other.ready(), "it has said who it is twice"),
     "no load": (lambda other: other.step(load=Load()), "it tells of no load of a decode engine"),
     "another role": (
         lambda other: other.step(
@@ -277,7 +277,7 @@ LIES: dict[str, tuple[Callable[[Other], messages.Report], str]] = {
     ),
     "another engine": (
         lambda other: other.step(load=Load(decode=attrs.evolve(other.load, address=stranger(other.load.address)))),
-        "another engine than it said it is",
+        "another engine than the one it said it is",
     ),
     "submits nobody made": (lambda other: other.step(1), "it has seen 1 of 0 submits, 0 before"),
     "a token of no vocabulary": (
@@ -308,7 +308,7 @@ def test_a_report_that_cannot_be_costs_the_port_and_changes_nothing(other: Other
     made, said = LIES[lie]
     other.say(other.step(), made(other))
     wait_until(lambda: None in other.client._inbox.peek())
-    with pytest.raises(pd.TransferError, match="makes no sense") as raised:
+    with pytest.raises(pd.TransferError, match="sent an invalid message") as raised:
         assert other.client.step() == []
     assert said in str(raised.value)
     load = other.client.load()
@@ -340,7 +340,7 @@ def test_a_step_before_ready_is_refused(setup: Setup) -> None:
     made.client.close()
     ours, theirs = Pipe()
     theirs.send_bytes(messages.encode(made.step()))
-    with pytest.raises(pd.TransferError, match="another engine than it said it is"):
+    with pytest.raises(pd.TransferError, match="another engine than the one it said it is"):
         pd.remote.DecodeClient(ours)
     theirs.close()
 

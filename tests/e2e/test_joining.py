@@ -1,4 +1,4 @@
-"""A port joins beside the running work: with the links that can be had now, whatever else happens meanwhile."""
+"""A port joins while work is running, with the links that can be made now, whatever else happens meanwhile."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def newcomer(role: type = pd.PrefillEngine) -> Any:
 
 
 class Held:
-    """A port whose `connect` waits until it may go on."""
+    """A port whose `connect` waits until the test lets it go on."""
 
     def __init__(self, port: Any) -> None:
         self.asked, self.go = threading.Event(), threading.Event()
@@ -59,13 +59,13 @@ class Held:
         port.connect = wait
 
     def restore(self) -> None:
-        """Its `connect` is its own again."""
+        """Restore the port's own `connect`."""
         del self._port.connect
 
 
 @contextmanager
 def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, list[Exception]]]:
-    """`add` in a thread of its own; what it raises comes in the list once the thread has ended."""
+    """Call `add` in a thread of its own. The list gets what it raised."""
     errors: list[Exception] = []
 
     def add() -> None:
@@ -82,7 +82,7 @@ def adding(pairing: pd.Pairing, port: Any) -> Iterator[tuple[threading.Thread, l
 
 
 def unplug(prefill: pd.PrefillEngine, *addresses: pd.PeerAddress) -> Callable[[], None]:
-    """It cannot dial these until the returned function is called."""
+    """Make a prefill unable to dial these until the returned function is called."""
     transport = prefill.channel.transport
     dial = transport.connect
 
@@ -115,14 +115,14 @@ def test_every_call_goes_on_while_a_port_is_connected(role: type) -> None:
             assert setup.pairing.stats.links_down == ()
             events = [event for event in collect(setup.pairing) if event.request_id == "a"]
             assert tokens_of(events) == list(reference("v3", PROMPT, 12).tokens)
-            assert thread.is_alive()  # not one of these calls has waited for it
+            assert thread.is_alive()  # none of these calls has waited for it
             held.go.set()
         assert errors == []
         assert port in setup.pairing.ports
 
 
 def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
-    """Between two tokens of a stream of 200."""
+    """Return the longest time between two tokens of a stream of 200."""
     times = []
     for event in pairing.generate([request(name, 200)]):
         assert event.finish_reason in (None, pd.FinishReason.LENGTH), event
@@ -133,7 +133,7 @@ def worst_gap_s(pairing: pd.Pairing, name: str) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("role", [pd.PrefillEngine, pd.DecodeEngine])
 def test_the_worst_gap_of_a_stream_grows_by_a_tenth_of_a_second_at_most(role: type) -> None:
-    """Over a few runs each: the middle one."""
+    """Compares the medians of a few runs."""
     without, beside = [], []
     with several(1, 1) as setup:
         for turn in range(5):
@@ -184,7 +184,7 @@ def test_a_port_that_reaches_nobody_does_not_join() -> None:
 
 
 class Stub:
-    """A port that says how long it was given to connect, and which peers it cannot reach."""
+    """A port that records how long it may take to connect, and cannot reach some peers."""
 
     def __init__(self, name: bytes, role: str, unreachable: Sequence[Any] = ()) -> None:
         self.role = role
@@ -281,7 +281,7 @@ def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one
 
 
 def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps() -> None:
-    """Else two threads take events, and those of one request change places."""
+    """Otherwise two threads would take events, and those of one request would change places."""
     with several(1, 1) as setup, several(1, 1) as other:
         decode = setup.decodes[0]
         held = Held(decode)

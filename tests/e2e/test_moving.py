@@ -1,4 +1,4 @@
-"""A request whose decode is lost goes on at another: with the tokens of a run without the loss, once, in one stream."""
+"""A request whose decode is lost goes on at another one. Its stream has each token of a run without the loss, once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def broken() -> list[object]:
 
 
 def kinds() -> list[pd.Request]:
-    """A greedy one, a sampled one, and one that came with output."""
+    """Return a greedy request, a sampled one, and one that comes with output."""
     sampled = attrs.evolve(request("sampled"), sampling=SAMPLED, prompt=prompt_of(11))
     resumed = attrs.evolve(request("resumed", COUNT), output=reference("v3", PROMPT, 3).tokens)
     return [request("greedy", COUNT), sampled, resumed]
@@ -56,7 +56,7 @@ UNHARMED = unharmed()
 
 
 def until_tokens(setup: Setup, count: int) -> list[pd.TokenEvent]:
-    """Steps until so many tokens have come, and no further."""
+    """Step until this many tokens have come, and no further."""
     events: list[pd.TokenEvent] = []
     while sum(event.token is not None for event in events) < count:
         events += setup.pairing.step()
@@ -125,7 +125,7 @@ def test_a_stream_goes_on_once_and_a_request_without_tokens_as_long_as_it_is_not
 
 
 def test_a_decode_that_lives_on_behind_a_cut_is_not_heard() -> None:
-    """We believe it dead and cannot close it; it goes on with its copy of the request."""
+    """The pairing takes it for dead and cannot close it, and it goes on with its copy of the request."""
     with several(2) as setup:
         lost, port = setup.decodes[0], setup.decodes[0]
         step, close = lost.step, lost.close
@@ -146,7 +146,7 @@ def test_a_decode_that_lives_on_behind_a_cut_is_not_heard() -> None:
 
 
 def delay(port: Any, held: list[pd.types.Event]) -> None:
-    """From now on `port` keeps what its engine says in `held`, as a slow pipe does."""
+    """Make `port` keep its engine's events in `held`, as a slow pipe would."""
     step = port.step
 
     def delayed() -> list[pd.types.Event]:
@@ -158,7 +158,7 @@ def delay(port: Any, held: list[pd.types.Event]) -> None:
 
 @pytest.mark.parametrize("num_decode", [1, 2])
 def test_a_decode_that_is_removed_and_added_again_says_nothing_of_what_was_taken_from_it(num_decode: int) -> None:
-    """What it said before it let go arrives when the request may be there again."""
+    """Events from before it released the request arrive when the request may be there again."""
     config = pd.PairingConfig(port_wait_s=30.0)
     with several(num_decode, config=config) as setup:
         decode = setup.decodes[0]
@@ -232,6 +232,6 @@ def test_who_goes_on_is_ahead_of_who_is_new() -> None:
         setup.decodes[0].step = broken  # type: ignore[method-assign,assignment]
         events += collect(setup.pairing)
         ends = [event.request_id for event in events if event.finish_reason is not None]
-        assert ends.index("stream") <= 2  # behind what the other decode was running
+        assert ends.index("stream") <= 2  # after what the other decode was running
         assert tokens_of(by_request(events)["stream"]) == UNHARMED["greedy"]
         wait_until(lambda: not setup.pairing.step())

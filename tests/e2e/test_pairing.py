@@ -209,7 +209,7 @@ def test_cancel_before_prefill_heard_of_the_room_returns_the_pages_and_bars_the_
 
 
 def test_cancel_of_a_request_that_decode_sends_back_is_not_forgotten() -> None:
-    """Decode refuses for want of room while the cancellation is on its way to it."""
+    """Decode refuses for lack of room while the cancellation is on its way."""
     engine = pd.EngineConfig(max_running_requests=1, max_queued_requests=1)
     with local(engine=engine) as setup:
         decode = setup.decodes[0]
@@ -250,7 +250,7 @@ def test_cancel_is_prompt_though_decode_does_not_answer(num_steps: int) -> None:
 
 
 def test_cancel_in_the_step_in_which_the_request_completes() -> None:
-    """Decode has said the end and has not heard of the cancellation, or the other way round: one of them counts."""
+    """The final event and the cancellation cross each other, in either order, and one of them counts."""
     with local() as setup:
         decode = setup.decodes[0]
         setup.pairing.submit(request(count=2))
@@ -348,7 +348,7 @@ def test_close_comes_from_another_thread_in_any_phase(num_steps: int) -> None:
         for closer in closers:
             closer.start()
         started = time.monotonic()
-        while pairing.num_unfinished:  # this one goes on stepping and sleeping meanwhile
+        while pairing.num_unfinished:  # this thread goes on stepping and sleeping meanwhile
             events += pairing.step()
             pairing.wait(30.0)
         assert time.monotonic() - started < 5.0

@@ -39,13 +39,13 @@ EXPECTED = list(reference("v3", PROMPT, 5).tokens)
 
 
 def several(num_prefill: int, num_decode: int, transport: str = "loopback", **more: Any) -> Setup:
-    """That many engines with a pool each."""
+    """Return a pairing of that many engines, with a pool each."""
     pools = [pool_of(model_of(), num_pages=64) for _ in range(num_prefill + num_decode)]
     return join(model_of(), transport, prefill_pools=pools[:num_prefill], decode_pools=pools[num_prefill:], **more)
 
 
 def spread(setup: Setup, requests: Sequence[pd.Request]) -> tuple[list[int], list[int]]:
-    """How many requests each prefill and each decode got; all are submitted before the first step."""
+    """Submit all requests before the first step, and return how many each prefill and each decode got."""
     seen = [watch(decode) for decode in setup.decodes]
     for one in requests:
         setup.pairing.submit(one)
@@ -56,14 +56,14 @@ def spread(setup: Setup, requests: Sequence[pd.Request]) -> tuple[list[int], lis
 
 
 def check_streams(events: Sequence[pd.TokenEvent], *names: str, count: int = 5) -> None:
-    """Those requests, all with the right tokens."""
+    """Check that those requests got the right tokens."""
     streams = by_request(events)
     expected = list(reference("v3", PROMPT, count).tokens)
     assert {name: tokens_of(streams[name]) for name in names} == dict.fromkeys(names, expected)
 
 
 def check_failed(events: Sequence[pd.TokenEvent], *names: str) -> None:
-    """Those requests, each ended FAILED by a TransferError."""
+    """Check that those requests ended FAILED with a TransferError."""
     streams = by_request(events)
     for name in names:
         last = streams[name][-1]
@@ -217,7 +217,7 @@ def test_a_prefill_that_left_is_replaced_when_its_request_is_retracted() -> None
         model_of(), "loopback", prefill_pools=pools[:2], decode_pools=pools[2:], policy=pd.policy.round_robin
     ) as setup:
         seen = watch(setup.decodes[0])
-        for name in "ab":  # one salt would let them share pages, and the pool would do
+        for name in "ab":  # with one salt they would share pages, and both would fit
             setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
         events = [event for _ in range(4) for event in setup.pairing.step()]
         assert {event.request_id for event in events} == {"a", "b"}
@@ -486,11 +486,11 @@ def test_a_port_that_cannot_be_closed_does_not_keep_the_others_open() -> None:
         setup.decodes[0].close = close  # type: ignore[method-assign]
 
 
-# -- news that come late, as they do from another process ----------------------------------------------------------
+# -- events that come late, as they do from another process -------------------------------------------------------
 
 
 def delay(decode: pd.DecodeEngine) -> None:
-    """From now on each step returns the events of the one before."""
+    """Make each step return the events of the step before."""
     step, late = decode.step, []
 
     def delayed() -> list[pd.types.Event]:
@@ -506,7 +506,7 @@ def test_a_request_that_had_ended_when_its_prefill_broke_is_not_run_again() -> N
         delay(setup.decodes[0])
         setup.pairing.submit(request(count=1))
         assert setup.pairing.step() == []
-        assert setup.pairing.step() == []  # handed off; the end is on its way to the pairing
+        assert setup.pairing.step() == []  # handed off, with the final event on its way to the pairing
         setup.prefills[0].step = broken  # type: ignore[method-assign,assignment]
         events = [event for _ in range(6) for event in setup.pairing.step()]
         check_streams(events, "a", count=1)
@@ -551,7 +551,7 @@ def test_a_decode_takes_an_id_once() -> None:
 
 
 def test_a_request_that_waited_long_for_pages_outlives_its_prefill() -> None:
-    """Decode hears of the loss before its host does: the grace for naming another prefill starts then."""
+    """Decode notices the loss before its host does, and its wait for another prefill starts then."""
     clock = VirtualClock()
     with several(2, 1, "tcp", engine=pd.EngineConfig(max_running_requests=1), clock=clock) as setup:
         decode, (first, second) = setup.decodes[0], setup.prefills

@@ -1,4 +1,4 @@
-"""Who waits behind whom: nobody behind what it does not need, and a stream behind no backlog."""
+"""Which request waits for which: none waits for ports it does not need, and a stream waits for no backlog."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BIG = request("big", 5, prompt=prompt_of(60))
 
 
 def uneven(**more: Any) -> Setup:
-    """A decode that holds everything, and one that does not hold BIG."""
+    """Return a pairing with a decode that can hold every request, and one that cannot hold BIG."""
     pools = [pool_of(model_of(), num_pages=count) for count in (64, 64, 8)]
     return join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], **more)
 
@@ -78,7 +78,7 @@ def test_nobody_waits_behind_a_request_whose_only_link_is_down() -> None:
 
 
 def test_a_full_decode_idles_no_other_and_who_waits_for_it_gets_its_first_place() -> None:
-    """Nobody who came later is placed where the big one has to go."""
+    """No later request is sent where the big one has to go."""
     engine = pd.EngineConfig(max_running_requests=1)
     with uneven(engine=engine, config=pd.PairingConfig(max_queued_per_decode=1)) as setup:
         large, small = grants_of(setup)
@@ -99,7 +99,7 @@ def test_a_full_decode_idles_no_other_and_who_waits_for_it_gets_its_first_place(
 
 
 def test_of_requests_for_the_same_ports_none_is_overtaken() -> None:
-    """A policy that says wait for one says so for all behind it that could go nowhere else."""
+    """When a policy lets a request wait, all behind it wait that need the same ports, without being asked about."""
     asked: list[int] = []
 
     def never(shape: pd.types.RequestShape, prefills: Sequence[Any], decodes: Sequence[Any]) -> None:
@@ -118,7 +118,7 @@ def test_of_requests_for_the_same_ports_none_is_overtaken() -> None:
 
 
 def full_of_low(**more: Any) -> Setup:
-    """A queue of three requests of priorities 0, -1 and -1 behind ports that do nothing."""
+    """Return a pairing with a queue of three requests of priorities 0, -1 and -1, for ports that do nothing."""
     setup = local(config=pd.PairingConfig(max_queued_requests=3), clock=VirtualClock(), **more)
     for name, priority in {"a": 0, "b": -1, "c": -1}.items():
         setup.pairing.submit(request(name, priority=priority))
@@ -155,7 +155,7 @@ def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
         take, late_ids = setup.pairing._admission.act, ["x"]
 
         def late() -> None:
-            """The step that sends the queue on has begun when the submit comes."""
+            """Submit after the step has taken its inbox."""
             take()
             while late_ids:
                 setup.pairing.submit(request(late_ids.pop(), priority=5))
@@ -187,7 +187,7 @@ def test_a_displaced_request_that_was_cancelled_ends_once() -> None:
 
 
 def test_a_low_priority_runs_though_high_ones_never_end() -> None:
-    """At most OLDEST_EVERY turns after PATIENCE_S, at each engine."""
+    """It waits at most OLDEST_EVERY turns after PATIENCE_S at each engine."""
     clock = VirtualClock()
     engine = pd.EngineConfig(max_running_requests=1, chunked_prefill_size=4)
     config = pd.PairingConfig(max_queued_per_decode=2)
@@ -225,7 +225,7 @@ def test_with_fair_shares_a_tenant_does_not_wait_for_all_of_another(fair: bool) 
 
 
 def test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill() -> None:
-    """Its largest gap, in steps, stays close to that without a backlog."""
+    """Its largest gap, in steps, is close to the gap without a backlog."""
     gaps = {}
     for backlog in (0, 12):
         pools = [pool_of(model_of(), num_pages=count) for count in (256, 20, 256)]

@@ -1,4 +1,4 @@
-"""Clients and served engines when the other end is silent, wrong or gone: errors that say so, and no thread left."""
+"""Clients and served engines when the other end is silent, wrong or gone: the errors say so, and no thread is left."""
 
 from __future__ import annotations
 
@@ -55,14 +55,16 @@ def test_a_client_that_waits_in_vain_leaves_nothing_behind() -> None:
 def test_a_client_for_the_other_role_is_refused() -> None:
     with local() as setup:
         ours, thread = serving(setup.decodes[0])
-        with pytest.raises(pd.TransferError, match="a prefill engine was asked for, the other end serves a decode"):
+        with pytest.raises(
+            pd.TransferError, match="a prefill engine was asked for, but the other end serves a decode engine"
+        ):
             pd.remote.PrefillClient(ours, timeout_s=5.0)
         thread.join(5.0)
         assert not thread.is_alive()
 
 
 class Strange:
-    """A connection of one's own whose reads fail in a way of their own."""
+    """A host's own kind of connection, whose reads raise an error of their own."""
 
     def send_bytes(self, buf: bytes, /) -> None:
         pass
@@ -107,7 +109,7 @@ def test_a_connection_that_ends_before_anything_was_said() -> None:
 
 
 def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return() -> None:
-    """Its host was stopped, or its machine is gone; before its first word it may still be getting ready."""
+    """Its host was stopped, or its machine is gone. Before its first message it may still be loading."""
     with local() as setup:
         ours, thread = serving(setup.prefills[0], pd.RemoteConfig(return_s=0.0))
         thread.join(SILENT_S + 0.5)
@@ -152,7 +154,7 @@ def test_a_served_engine_goes_on_while_it_waits_for_a_peer_that_does_not_answer(
 
 
 def test_of_loads_a_client_keeps_the_newest() -> None:
-    """However long its host does not step; it is woken, since a load may be what it waits for."""
+    """This holds however long its host does not step. The host is woken, since it may wait for a load."""
     with local() as setup:
         engine = setup.prefills[0]
         ours, theirs = Pipe()
@@ -195,7 +197,7 @@ def test_who_waits_for_a_connection_learns_that_the_port_was_closed() -> None:
 
 
 def test_a_link_is_closed_after_it_was_opened_if_it_was_asked_for_in_that_order() -> None:
-    """In the other order it would stay, and a port that is gone would be dialled on."""
+    """In the other order the link would stay, and a port that is gone would be dialled for ever."""
     with local() as setup:
         decode, peer = setup.decodes[0], setup.prefills[0].address
         begun, go, done = threading.Event(), threading.Event(), []
@@ -264,7 +266,7 @@ def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None
 
 
 def test_a_client_of_a_process_that_stands_still_never_waits() -> None:
-    """Submitting to an engine whose process stands still, with a full pipe, and cancelling, and closing."""
+    """Submit, cancel and close while the engine's process stands still and the pipe is full."""
     with local() as setup:
         ours, theirs = Pipe()
         engine = setup.prefills[0]

@@ -29,7 +29,7 @@ NUM_THREADS = 4
 
 @pytest.fixture(autouse=True)
 def _switching_often() -> Iterator[None]:
-    """Threads take turns after microseconds instead of milliseconds, so that races happen."""
+    """Make threads switch after microseconds instead of milliseconds, so that races happen."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -37,8 +37,8 @@ def _switching_often() -> Iterator[None]:
 
 
 def together(work: Callable[[int], None], meanwhile: Callable[[], object] = lambda: None) -> None:
-    """Runs `work(0)` to `work(NUM_THREADS - 1)` in threads that start at one moment, and `meanwhile` again and again
-    until they end; fails when one raised or does not end."""
+    """Run `work(0)` to `work(NUM_THREADS - 1)` in threads that start together, and `meanwhile` repeatedly until they
+    end. Fail when one raised or does not end."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(NUM_THREADS)
 

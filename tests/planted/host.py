@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         "a request whose submit was interrupted keeps its id",
         "src/pdinfer/pairing/pairing.py",
-        "                self._withdraw(tracked, displaced)\n",
+        "                self._admission.withdraw(tracked, displaced)\n",
         "",
         INTERRUPTS + "test_an_id_whose_submit_was_interrupted_is_free",
     ),

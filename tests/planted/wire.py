@@ -71,7 +71,7 @@ MUTANTS = [
     Mutant(
         "an answer about another peer is accepted",
         "src/pdinfer/remote/client.py",
-        "                if report.peer in self._answers:  # else it comes too late\n"
+        "                if report.peer in self._answers:  # otherwise it comes too late\n"
         "                    self._answers[report.peer] = report\n",
         "                for peer in self._answers:\n                    self._answers[peer] = report\n",
         "tests/e2e/test_faulty_peers.py::test_an_answer_about_another_peer_is_not_taken_for_the_one_that_was_asked",

@@ -1,4 +1,5 @@
-"""The way into a Pairing: whether a request gets a place in the queue, and what a step does of all that was asked."""
+"""The way into a Pairing: checks that there is a place in the queue, and carries requests and cancellations to a
+step."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from pdinfer.pairing.tracked_request import TrackedRequest, Wish
 
 
 class Admission:
-    """Carries what hosts ask of a Pairing from `inbox` to its broker. Any thread may ask for a place, one thread acts.
-    `lock` is held for a moment only, since a step needs it too."""
+    """Carries what hosts ask of a Pairing from `inbox` to its broker. Any thread may check for a place, and one thread
+    acts. `lock` is held only briefly, since a step needs it too."""
 
     def __init__(
         self,
@@ -32,15 +33,15 @@ class Admission:
         self._inbox = inbox
         self._lock = lock
         self._config = config
-        self._wishes: deque[tuple[TrackedRequest, Wish]] = deque()  # those that a step has taken and not dealt with
+        self._wishes: deque[tuple[TrackedRequest, Wish]] = deque()  # taken by a step and not handled yet
 
     def take(self) -> None:
-        """Take what came in; whoever calls it holds the lock."""
+        """Take what came in. The caller holds the lock."""
         self._wishes.extend(self._inbox.take())
 
     def act(self) -> None:
         """Queue, cancel and displace what was asked for since the last step."""
-        with self._lock:  # who counts the queue sees each in one place
+        with self._lock:  # a thread that counts the queue sees each request in one place
             self.take()
             for tracked, wish in self._wishes:
                 if wish is Wish.SERVE and self._broker.requests.get(tracked.request_id) is tracked:
@@ -55,13 +56,13 @@ class Admission:
 
     @property
     def has_room(self) -> bool:
-        """Whether the queue has a place that nobody needs to give up."""
+        """Whether the queue has a free place."""
         return len(self._queued()) < self._config.max_queued_requests
 
     def check(self, tracked: TrackedRequest) -> TrackedRequest | None:
-        """Return the request of a lower priority that has to give its place in a full queue to this one, if any.
+        """Return the request of a lower priority that gives its place in a full queue to this one, or None.
 
-        Raises Overloaded when there is no place, or when the request's deadline would be over before its turn.
+        Raises Overloaded when there is no place, or when the request's deadline would probably pass before its turn.
         """
         displaced, full = None, f"the queue already holds {self._config.max_queued_requests} requests"
         if not self.has_room:
@@ -77,6 +78,12 @@ class Admission:
             )
         return displaced
 
+    def withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
+        """Take back a request whose `submit` was interrupted. The request that was to give way for it still does."""
+        self._broker.requests.pop(tracked.request_id, None)
+        if displaced is not None:
+            self._inbox.put((displaced, Wish.DISPLACE))
+
     def _check_deadline(self, tracked: TrackedRequest) -> None:
         if tracked.deadline_at is None:
             return
@@ -89,7 +96,7 @@ class Admission:
             )
 
     def _queued(self) -> list[TrackedRequest]:
-        """Who holds a place in the queue, as far as the last step and submits since then know."""
+        """Return the requests that hold a place in the queue after the last step and the submits since then."""
         unseen = [tracked for tracked, wish in self._inbox.peek() if wish is Wish.SERVE]
         return [tracked for tracked in (*self._broker.queue, *unseen) if tracked.displaced is None]
 
@@ -98,10 +105,10 @@ class Admission:
         return None if waits_s is None else waits_s / 2
 
     def _turn_in_s(self, priority: float = float("-inf")) -> float | None:
-        """Estimate how many seconds pass before a request of this priority that comes now has its turn.
+        """Estimate how many seconds a new request of this priority waits for its turn; None before speeds are known.
 
-        Prefills first compute what they have and what the requests ahead of it bring, and, when every decode has some
-        waiting for pages, decodes what those may generate. None when no speed has been measured.
+        Prefills first compute what they have and what the requests ahead bring. When requests wait for pages at every
+        decode, decodes first generate what the requests ahead may generate.
         """
         prefills = [port.load() for port in list(self._ports.prefills.values())]
         decodes = [port.load() for port in list(self._ports.decodes.values())]

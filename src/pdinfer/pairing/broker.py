@@ -1,11 +1,11 @@
-"""What becomes of the requests of a Pairing: the pair each is sent to, what the ports answer, and what is done when a
-port, or the link between two, is lost.
+"""Takes the requests of a Pairing to their end: sends each to a pair of ports, acts on what the ports answer, and finds
+other ports when one, or a link between two, is lost.
 
     queue ─► policy ─► decode.submit ─► Granted ─► prefill.submit ─► (the channel) ─► TokenEvent
       ▲                      │                                                          │
       └── Refused: no room ──┴──────────────────── its decode is lost ──────────────────┘
 
-Everything here happens in the thread that steps the Pairing.
+Everything here runs in the thread that steps the Pairing.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from pdinfer.stats import LostPort, PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
 
 LOOK_S = 0.1
-"""How often loads are searched for links that were lost or are back."""
+"""How often loads are searched for links that were lost or came back."""
 LINK_WAIT_S = WRITER_GRACE_S
-"""How long a request waits for a link that is down: as long as decode waits for the prefill of one that it has."""
+"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class Broker:
-    """The requests under way and the decisions about them. `requests` holds all that have not ended; the host's threads
-    add to it. `emit` takes every event for the host."""
+    """The requests under way and the decisions about them. `requests` holds all that have not ended, and the host's
+    threads add to it. `emit` takes every event for the host."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Broker:
         self._ended: Counter[FinishReason] = Counter()
 
     def advance(self) -> None:
-        """One step: sends on what can be sent, steps every port, and ends what has to end."""
+        """Take one step: send what can be sent, step every port, and end what has to end."""
         now = self._clock()
         self.lost_ports.recover(self._ports)
         if (self.requests or self._ports.links_down) and now >= self._look_at:
@@ -83,12 +83,12 @@ class Broker:
             self.step_port(address, decode)
         for address, prefill in list(self._ports.prefills.items()):
             self.step_port(address, prefill)
-        if num_moved != self._num_moved:  # nothing else would wake the host for those
+        if num_moved != self._num_moved:  # nothing else would wake the host for moved requests
             self._dispatch(now)
         self._end_overdue()
 
     def wakes_at(self) -> float:
-        """When, by our clock, a step would do something though nothing happens; infinity when never."""
+        """Return when, by our clock, a step is due even if nothing happens, or infinity."""
         now = self._clock()
         wakes = [tracked.wakes_at(now) for tracked in list(self.requests.values())]
         if self._ports.links_down or (wakes and self._ports.has_links):
@@ -99,7 +99,7 @@ class Broker:
 
     @property
     def stats(self) -> PairingStats:
-        """What is and what was."""
+        """A snapshot of counts."""
         now = self._clock()
         return PairingStats(
             num_queued_requests=len(self.queue),
@@ -114,8 +114,9 @@ class Broker:
         )
 
     def recover(self, told: Sequence[TokenEvent]) -> None:
-        """After a step that did not end: who is queued waits on, and ports that are away stay away; of all other
-        requests nobody knows what was lost on the way, so they end. `told` are the events that the host has not got."""
+        """Make everything consistent after an interrupted step. Queued requests keep waiting and ports that are away
+        stay away. All other requests end, since nobody knows what was lost on the way. `told` are the events that the
+        host has not fetched."""
         if (ended := self._progress.settle(told)) is not None and self.requests.get(ended.request_id) is ended:
             del self.requests[ended.request_id]
         if (losing := self._progress.losing) is not None and losing[0] in self._ports.all:
@@ -141,7 +142,7 @@ class Broker:
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def cancel(self, tracked: TrackedRequest) -> None:
-        """Ends a request that waits in the queue; has the decode of another one end it."""
+        """End a request that is queued, or ask its decode to end it."""
         if self.requests.get(tracked.request_id) is not tracked:
             return
         if tracked.decode is None:
@@ -152,16 +153,16 @@ class Broker:
             self._ports.decodes[tracked.decode].cancel(tracked.request_id)
 
     def displace(self, tracked: TrackedRequest) -> None:
-        """Ends a request that gives its place in the queue to one of higher priority, unless it has left it."""
+        """End a request that gives its place in the queue to one of higher priority, unless it has left the queue."""
         if tracked in self.queue and self.requests.get(tracked.request_id) is tracked:
             self.queue.remove(tracked)
             self.end(tracked, FinishReason.FAILED, tracked.displaced)
         tracked.displaced = None
 
     def _dispatch(self, now: float) -> None:
-        """Sends requests of the queue, in turn, to the pair the policy chooses. Where it says wait, only those wait too
-        that could go to no other ports: a request never waits behind one that needs what it does not, and gets the
-        first place on the ports that it does need."""
+        """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
+        requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
+        none is overtaken on the ports it does need."""
         most = self._ports.most_tokens
         for tracked in self.queue:
             if (end := self._end_queued(tracked, now, most)) is not None:
@@ -172,7 +173,7 @@ class Broker:
             return
         pending = self._chooser.pending(list(self.requests.values()))
         rooms = self._ports.rooms
-        held: list[list[int]] = []  # by how many ports of each side hold it: those that hold more hold less too
+        held: list[list[int]] = []  # how many ports of each side fit a held request; they are nested
         decodes = self._ports.decodes
         for tracked in self.queue.in_turn(now):
             fitting = [len(room) - bisect_left(room, tracked.max_tokens) for room in rooms]
@@ -187,7 +188,8 @@ class Broker:
     def _end_queued(
         self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]
     ) -> tuple[FinishReason, PDInferError | None] | None:
-        """Why it need not wait any longer, if so; `most_tokens` is what the ports of each side can hold."""
+        """Return how a queued request ends now, or None while it waits. `most_tokens` is what the ports of each side
+        can hold."""
         if tracked.expired(now):
             return FinishReason.DEADLINE, None
         side = next((side for side, tokens in most_tokens.items() if tracked.max_tokens > tokens), None)
@@ -215,12 +217,12 @@ class Broker:
     # -- what ports say ---------------------------------------------------------------------------------------------
 
     def step_port(self, address: PeerAddress, port: Port) -> None:
-        """Steps one port and acts on what it says; one that raises, or says what cannot be, is lost, and the others
+        """Step one port and act on its events. A port that raises or sends an impossible event is lost; the other ports
         go on."""
         came = self._progress.came
         try:
             events = port.step()
-        except MemoryError:  # this process has none left, whatever port it was for
+        except MemoryError:  # this process has none left, whichever port asked for it
             raise
         except Exception as error:  # noqa: BLE001 - whatever a port raises
             self._lose(address, port, error)
@@ -253,7 +255,7 @@ class Broker:
             self._tell(tracked, event.index, tracked.passed_on(event, self._clock()))
 
     def _tell(self, tracked: TrackedRequest, num_tokens: int, event: TokenEvent) -> None:
-        """Emits what the host hears of a request that has given `num_tokens` before; the last one ends it."""
+        """Emit an event of a request that had `num_tokens` tokens before. A final event ends the request."""
         self._progress.telling = tracked, num_tokens, event
         self._emit(event)
         if event.finish_reason is not None:
@@ -262,7 +264,7 @@ class Broker:
         self._progress.telling = None
 
     def _ignore(self, event: Event, request_id: str, decode: PeerAddress) -> None:
-        """Nobody waits for it any more."""
+        """Drop an event that nobody waits for any more."""
         if isinstance(event, Granted):
             if decode in self._ports.decodes:
                 self._ports.decodes[decode].cancel(request_id)
@@ -270,7 +272,7 @@ class Broker:
             self._awaiting_release.discard(request_id, decode)
 
     def _forward(self, tracked: TrackedRequest, granted: Granted) -> None:
-        """Tells prefill to start; its port may have left since the choice."""
+        """Make prefill start. Its port may have left since it was chosen."""
         if tracked.failure is not None or tracked.cancelled:
             return  # decode has been asked to end it
         self._num_retries += tracked.num_grants > 0
@@ -283,7 +285,7 @@ class Broker:
             self._relink(self._clock())
 
     def _refused(self, tracked: TrackedRequest, error: PDInferError) -> None:
-        """Decode has no place: back to the queue. Any other reason is final."""
+        """Queue a request again for which its decode has no room. Any other refusal is final."""
         if not isinstance(error, Overloaded) or tracked.failure is not None:
             self.end(tracked, FinishReason.FAILED, tracked.failure or error)
         elif tracked.cancelled:  # decode did not know it any more when the cancellation came
@@ -295,11 +297,11 @@ class Broker:
     # -- ports and links that are lost ------------------------------------------------------------------------------
 
     def assigned(self, address: PeerAddress) -> list[TrackedRequest]:
-        """Unfinished requests that still need this port."""
+        """Return the unfinished requests that still need this port."""
         return [tracked for tracked in list(self.requests.values()) if tracked.needs(address)]
 
     def _lose(self, address: PeerAddress, port: Port, error: Exception) -> None:
-        """A port failed: its process is gone, silent or hangs, or it broke."""
+        """Give up a port that failed: its process is gone, silent or hangs, or the port broke."""
         _log.error("a port was lost: %s: %s", address, error)
         role = "decode" if address in self._ports.decodes else "prefill"
         reason = escaped(str(error) or type(error).__name__)
@@ -317,8 +319,8 @@ class Broker:
         self.part_with(address, error)
 
     def take_back(self, address: PeerAddress, port: Port) -> None:
-        """Has a decode that is removed, and may live on, let go of what it has. It may be added again and still say of
-        these requests what is then for others to say; of ports that were removed before, nothing is kept."""
+        """Make a decode that is removed release its requests. It may live on, be added again, and still send events of
+        requests that other decodes serve by then. Nothing is kept about ports that were removed before."""
         self._awaiting_release.keep(self._ports.decodes)
         for tracked in self.assigned(address):
             if tracked.decode == address:
@@ -326,7 +328,7 @@ class Broker:
                 port.cancel(tracked.request_id)
 
     def part_with(self, address: PeerAddress, error: Exception) -> None:
-        """Takes a port off the list. What it had goes to others, as far as it may."""
+        """Remove a port, and move what it had to other ports as far as possible."""
         self._ports.drop(address)
         lost = TransferError(f"its decode is lost: {address}: {error}")
         for tracked in list(self.requests.values()):
@@ -335,8 +337,8 @@ class Broker:
         self._relink(self._clock())
 
     def _move(self, tracked: TrackedRequest, lost: TransferError) -> None:
-        """Another decode for a request whose own is gone, or its end. What the old one may still say of it is not heard
-        any more: it is no port, and this is not its request."""
+        """Queue a request for another decode after its own is gone, or end it. Events of the old decode are dropped
+        from now on, since the request is no longer assigned to it."""
         if tracked.cancelled:
             self.end(tracked, FinishReason.CANCELLED)
         elif tracked.failure is not None or tracked.stays_lost(may_continue=self._config.continue_elsewhere):
@@ -347,8 +349,8 @@ class Broker:
             self.queue.put(tracked)
 
     def _relink(self, now: float) -> None:
-        """Another prefill for every request that decode holds and whose own is gone or out of its reach; for a running
-        one too, which will need it if it is retracted. One that finds none is stranded."""
+        """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,
+        since they need it when they are retracted. A request for which there is none is stranded."""
         self._num_changes, self._stranded = self._ports.num_changes, False
         pending = self._chooser.pending(list(self.requests.values()))
         for tracked in list(self.requests.values()):
@@ -368,8 +370,8 @@ class Broker:
             self._ports.decodes[decode].change_writers(tracked.request_id, writers=self._ports.writers(prefill))
 
     def _strand(self, tracked: TrackedRequest, decode: PeerAddress, now: float) -> None:
-        """No prefill can be named now. A link may come back: decode itself waits for that, and ends the request after
-        WRITER_GRACE_S. When there is no prefill at all, only a port that joins could help."""
+        """Let a request wait for a prefill. A link may come back: decode itself waits for that, and ends the request
+        after WRITER_GRACE_S. When there is no prefill at all, only a port that joins can help."""
         prefills, _ = self._ports.fitting(tracked.max_tokens)
         if tracked.landed or prefills:
             tracked.give_up_at = None
@@ -377,16 +379,16 @@ class Broker:
             tracked.cancel_requested(
                 now, TransferError(f"no prefill port is left for it; it was sent to {tracked.prefill}")
             )
-            self._ports.decodes[decode].cancel(tracked.request_id)  # its answer ends the request
+            self._ports.decodes[decode].cancel(tracked.request_id)  # decode's answer ends the request
 
     # -- ends -------------------------------------------------------------------------------------------------------
 
     def end(self, tracked: TrackedRequest, reason: FinishReason, error: PDInferError | None = None) -> None:
-        """Ends a request that no decode will."""
+        """End a request that no decode ends."""
         self._tell(tracked, tracked.num_tokens, tracked.final_event(reason, error, self._clock()))
 
     def _end_overdue(self) -> None:
-        """What a decode was to end and has not: it may be frozen, or in a long step."""
+        """End requests that their decode should have ended by now. It may be frozen, or in a long step."""
         now = self._clock()
         for tracked in list(self.requests.values()):
             if (end := tracked.overdue(now)) is not None:

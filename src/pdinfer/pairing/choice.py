@@ -1,4 +1,4 @@
-"""What a policy is shown when it chooses, and what becomes of its answer."""
+"""Shows a policy what it may choose from, and checks its answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pdinfer.types import Choice, PeerAddress, RequestShape
 
 
 class PendingLoad:
-    """What each prefill will get once decode has granted its pages. It cannot know of that itself, and a policy that
-    went by its load alone would send a whole burst to one prefill."""
+    """The work that each prefill will get once decode has granted pages for it. The prefill's own load does not include
+    it yet, so a policy that saw only that load would send a whole burst to one prefill."""
 
     def __init__(self, coming: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
         self._requests: Counter[PeerAddress] = Counter()
@@ -27,11 +27,12 @@ class PendingLoad:
                 self.add(prefill, shape)
 
     def add(self, prefill: PeerAddress, shape: RequestShape) -> None:
+        """Count a request that this prefill will get."""
         self._requests[prefill] += 1
         self._tokens[prefill] += shape.num_prompt_tokens + shape.num_output_tokens
 
     def on_top_of(self, load: PrefillLoad) -> PrefillLoad:
-        """Return the load with what is pending added."""
+        """Return the load including the pending work."""
         return attrs.evolve(
             load,
             num_queued_requests=load.num_queued_requests + self._requests[load.address],
@@ -49,12 +50,12 @@ class Chooser:
         self._num_choices = 0
 
     def pending(self, requests: Iterable[TrackedRequest]) -> PendingLoad:
-        """Return what the prefills of these requests do not know of yet."""
+        """Return the work that the prefills of these requests do not know of yet."""
         coming = [tracked for tracked in requests if not tracked.forwarded]
         return PendingLoad((tracked.prefill, tracked.shape(self._num_choices)) for tracked in coming)
 
     def pair(self, tracked: TrackedRequest, pending: PendingLoad) -> Choice | None:
-        """Return a prefill and a decode for a request, or None to let it wait; `pending` then has it too."""
+        """Return a prefill and a decode for a request, and add it to `pending`; None lets the request wait."""
         shape = tracked.shape(self._num_choices)
         choice = choose(self._ports, self._policy, shape, pending, max_queued_per_decode=self._max_queued_per_decode)
         if choice is not None:
@@ -63,7 +64,8 @@ class Chooser:
         return choice
 
     def prefill(self, tracked: TrackedRequest, decode: PeerAddress, pending: PendingLoad) -> PeerAddress | None:
-        """Return another prefill for a request that this decode holds, or None when there is none."""
+        """Return another prefill for a request that `decode` holds, and add it to `pending`; None when there is
+        none."""
         shape = tracked.shape(self._num_choices)
         choice = choose(self._ports, self._policy, shape, pending, decode=decode)
         if choice is None:

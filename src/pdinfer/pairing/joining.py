@@ -1,5 +1,5 @@
-"""How a port that joins a Pairing is linked to those that are at work. All of it happens in the thread that adds the
-port, and holds up no other."""
+"""Links a port that joins a Pairing to the ports at work, in the thread that adds it, without delaying other
+threads."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pdinfer.pairing.ports import Port
 from pdinfer.types import PeerAddress
 
 FIRST_TRY_S = 1.0
-"""How long a pair may take at first. A port that does not answer costs so much and no more, if another one does."""
+"""How long each pair may take in the first round. If any port answers, one that does not costs no more than this."""
 
 _log = logging.getLogger("pdinfer")
 
 
 def link(port: Port, others: Iterable[Port], *, timeout_s: float) -> dict[PeerAddress, TransferError]:
-    """Connects a port to those of the other side; returns which of them cannot be reached now, and why.
+    """Connect a port to the ports of the other side, and return which of them cannot be reached now, and why.
 
-    One link is enough to begin with: the others are left to the channels, which go on dialling. While there is none,
-    all are tried once more, for `timeout_s` together. Raises LayoutMismatch.
+    One link is enough to begin with. The others are left to the channels, which keep dialling. When no port could be
+    reached, all are tried once more, within `timeout_s` in total. Raises LayoutMismatch.
     """
     known = {other.address: other for other in others}
     end = time.monotonic() + timeout_s
@@ -51,7 +51,7 @@ def _try(port: Port, others: dict[PeerAddress, Port], timeout_s: float) -> dict[
 
 
 def _connect(one: Port, other: Port, timeout_s: float) -> None:
-    """It is the prefill that dials, every rank of the decode."""
+    """Make the prefill dial every rank of the decode."""
     prefill, decode = (one, other) if one.role == "prefill" else (other, one)
     for rank in decode.addresses:
         prefill.connect(rank, timeout_s=timeout_s)

@@ -1,4 +1,4 @@
-"""Ports that were lost: what is told of them, and which may come back."""
+"""The ports that a Pairing has lost: what `stats` tells of them, and which may come back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdinfer.stats import LostPort
 from pdinfer.types import PeerAddress
 
 MAX_PORTS_LOST = 64
-"""How many losses `stats` tells of."""
+"""How many losses `stats` lists."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -27,7 +27,7 @@ class LostPorts:
         self._lost: deque[tuple[float, LostPort]] = deque(maxlen=MAX_PORTS_LOST)
 
     def told(self, now: float) -> tuple[LostPort, ...]:
-        """Return the newest losses, oldest first."""
+        """Return the newest losses, in order of time."""
         return tuple(attrs.evolve(lost, age_s=now - at) for at, lost in list(self._lost))
 
     def set_aside(self, port: Port, ports: Ports) -> None:
@@ -40,12 +40,12 @@ class LostPorts:
             self._close(port)
 
     def add(self, lost: LostPort, now: float) -> None:
-        """Count a loss, and keep it to be told."""
+        """Count and record a loss."""
         self.num_lost += 1
         self._lost.append((now, lost))
 
     def recover(self, ports: Ports) -> None:
-        """Put ports that are back to use again, and let those go that will not come back."""
+        """Use ports again that are back, and close those that never will be."""
         for address, port in list(self.away.items()):
             try:
                 if not port.recover():

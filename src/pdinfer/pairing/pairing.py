@@ -1,10 +1,10 @@
-"""Start reading here: a Pairing takes requests, has a prefill and a decode serve each, and returns what they say.
+"""Start reading here: a Pairing takes requests, has a prefill and a decode serve each, and returns their events.
 
     submit ─► inbox ─► Broker: queue, choice, ports ─► TokenEvent ─► step
 
-It holds no tensor and computes nothing. Its ports are engines in this process, or clients of engines elsewhere
-(`pdinfer.remote`); any number of each, joining and leaving while it runs. This file is what a host calls; what becomes
-of a request is decided in `pdinfer.pairing.broker`.
+It holds no tensor and computes nothing. Its ports are engines in this process, or clients of engines in other processes
+(`pdinfer.remote`). There may be any number of each, and they may join and leave while it runs. This file is what a host
+calls; `pdinfer.pairing.broker` decides what happens to each request.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Pairing(OfOneProcess):
     """Pairs any number of prefill ports with any number of decode ports and serves requests over them.
 
     `submit`, `cancel`, `add` and `close` may be called from any thread; `step`, `generate`, `remove` and `drain` from
-    one at a time. Every submitted request ends in exactly one event with a `finish_reason`. Connects its ports when
-    made, as `add` does; ConfigError when a side is empty.
+    one thread at a time. Every submitted request ends in exactly one event with a `finish_reason`. The constructor
+    connects the ports as `add` does, and raises ConfigError when a side is empty.
     """
 
-    ends = frozenset({"close", "_forget"})  # the latter ends a `generate` that a child drops
+    ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Pairing(OfOneProcess):
         self._clock = clock
         self._random_bytes = random_bytes
         self._ports = Ports()
-        self._admitting = threading.RLock()  # held for a moment only: `step` needs it too
+        self._admitting = threading.RLock()  # held only briefly: `step` needs it too
         self._joining: dict[PeerAddress, object] = {}
         self._inbox: Inbox[tuple[TrackedRequest, Wish]] = Inbox()
         self._broker = Broker(self._ports, self.config, policy, clock, self._emit)
@@ -96,7 +96,8 @@ class Pairing(OfOneProcess):
         policy: Policy = least_tokens,
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> Pairing:
-        """One process, one model, one pool that both engines share: pages change hands without a copy."""
+        """Make a prefill and a decode in this process, with one model and one pool. Pages change hands without a
+        copy."""
         model = checkpoint_or_model
         if not isinstance(model, Model):
             mtp = engine is not None and engine.num_draft_tokens > 0
@@ -109,7 +110,7 @@ class Pairing(OfOneProcess):
 
     @property
     def num_unfinished(self) -> int:
-        """Requests submitted and without a final event."""
+        """How many submitted requests have no final event yet."""
         return len(self._broker.requests)
 
     @property
@@ -126,15 +127,16 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def submit(self, request: Request) -> str:
-        """Takes a request and returns its id, made up when it has none, as is a seed. Never blocks.
+        """Take a request and return its id. An id and a seed are made up where it has none. Never blocks.
 
         Raises RequestError for a request that can never be served, and Overloaded when the queue is full or so long
-        that the request's deadline would probably be over before its turn; then nothing was taken. In a full queue it
-        takes the place of the youngest request of the lowest priority below its own, which ends FAILED with Overloaded.
+        that the request's deadline would probably pass before its turn. Nothing was taken then. In a full queue the
+        request takes the place of the youngest one of the lowest priority below its own, which ends FAILED with
+        Overloaded.
         """
         request = check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
-        with self._admitting:  # of two threads with one id, or with the last place in the queue, one gets it
+        with self._admitting:  # only one of two threads gets an id, or the last place in the queue
             if self._closed:
                 raise RequestError("the pairing is closed")
             if tracked.request_id in self._broker.requests:
@@ -146,21 +148,21 @@ class Pairing(OfOneProcess):
                     self._inbox.put((displaced, Wish.DISPLACE))
                 self._inbox.put((tracked, Wish.SERVE))
                 return tracked.request_id
-            except BaseException:  # nobody will know that it was taken
-                self._withdraw(tracked, displaced)
+            except BaseException:  # the caller never learns that it was taken
+                self._admission.withdraw(tracked, displaced)
                 raise
 
     @interruptible
     def cancel(self, request_id: str) -> None:
-        """Ends a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
-        tracked = self._broker.requests.get(request_id)  # now: the id may name another request by the time of the step
+        """End a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
+        tracked = self._broker.requests.get(request_id)  # now, since the id may name another request later
         if tracked is not None:
             self._inbox.put((tracked, Wish.CANCEL))
 
     def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
-        """Serves `requests` and yields their events as they come. Pulls lazily, and waits where `submit` would raise
+        """Serve `requests` and yield their events as they come. Pulls lazily, and waits where `submit` would raise
         Overloaded. A bad request yields its FAILED event and the others go on. Closing the iterator cancels what it
-        submitted; events of other requests stay for `step`."""
+        submitted. Events of other requests stay for `step`."""
         mine: set[str] = set()
         source = iter(requests)
         more = True
@@ -175,7 +177,7 @@ class Pairing(OfOneProcess):
                     try:
                         mine.add(self.submit(pulled))
                     except Overloaded:
-                        break  # the queue was filled meanwhile: by another thread, or by `requests` itself
+                        break  # another thread, or `requests` itself, has filled the queue meanwhile
                     except RequestError as error:
                         yield refusal(pulled, error, self._random_bytes(8).hex())
                     pulled = None
@@ -194,26 +196,26 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def step(self) -> list[TokenEvent]:
-        """Sends waiting requests on, steps every port that runs here, and returns the events since the last step."""
+        """Send waiting requests on, step every port, and return the events since the last step."""
         events: list[TokenEvent] = []
         try:
             with self._stepping:
                 self._advance()
                 events, self._undelivered = self._undelivered, []
             return events
-        except BaseException:  # the caller has not got them
+        except BaseException:  # the caller did not get them
             self._undelivered = events + self._undelivered
             raise
 
     @interruptible
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a step would do something, at most `timeout_s`; tells whether it would."""
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._undelivered or self._closed:
             return bool(self._undelivered)
         return self._sleep(timeout_s)
 
     def _sleep(self, timeout_s: float) -> bool:
-        """As `wait`, for a host that knows of the events it has not fetched."""
+        """Sleep as `wait` does, but ignore events that the host has not fetched."""
         if self._closed or any(port.wait(0.0) for port in self._ports.all):
             return True
         left_s = self._broker.wakes_at() - self._clock()
@@ -221,7 +223,8 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def drain(self, timeout_s: float) -> bool:
-        """Steps until every request has ended or the time is over; the next `step` returns the events."""
+        """Step until every request has ended or `timeout_s` is over, and return whether all have ended. The next `step`
+        returns the events."""
         end = time.monotonic() + timeout_s
         while self.num_unfinished and time.monotonic() < end:
             self._advance()
@@ -231,23 +234,23 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def close(self) -> None:
-        """Ends unfinished requests with CANCELLED (a last `step` returns the events) and closes the ports, once a step
-        that is under way has ended. No port in another process is waited for. A second call does nothing."""
+        """End unfinished requests with CANCELLED and close the ports, once a step that is under way has ended. One last
+        `step` returns the events. Does not wait for ports in other processes. A second call does nothing."""
         with self._admitting:
             if self._closed and not self._unfinished_call:
                 return
-            self._closed = self._unfinished_call = True  # the latter until the ports are closed
+            self._closed = self._unfinished_call = True  # unfinished until the ports are closed
         self._inbox.wake()
         with self._stepping, contextlib.ExitStack() as closing:
             for tracked in list(self._broker.requests.values()):
                 self._broker.end(tracked, FinishReason.CANCELLED)
-            # one that cannot be closed does not keep the others open
+            # a port that cannot be closed does not keep the others open
             for port in [*self._broker.lost_ports.away.values(), *reversed(self._ports.all)]:
                 closing.callback(port.close)
         self._unfinished_call = False
 
     def let_go(self) -> None:
-        """Opens the locks that an interrupted call of this thread holds; what is called from here does so itself."""
+        """Open the locks that an interrupted call of this thread still holds. Ports open their own."""
         let_go()
         open_lock(self._admitting)
         open_lock(self._stepping)
@@ -256,10 +259,13 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def add(self, port: PrefillPort | DecodePort) -> None:
-        """Connects a port to the ports of the other side and puts it to use. Other threads step meanwhile. A pair that
-        cannot be connected now is dialled again, and in `stats.links_down` until it is. TransferError when there are
-        others and none can be connected, or the pairing is closed; LayoutMismatch when one has another layout,
-        ConfigError when the port says that it is one which is here. Then it does not join."""
+        """Connect a port to the ports of the other side and use it. Other threads may step meanwhile. A pair that
+        cannot be connected now is dialled again, and is in `stats.links_down` until it is connected.
+
+        Raises TransferError when no port of the other side can be connected or the pairing is closed, LayoutMismatch
+        when the layouts of two ports differ, and ConfigError when the port is part of this pairing already. The port
+        does not join then.
+        """
         token = object()
         try:
             with self._admitting:
@@ -275,7 +281,7 @@ class Pairing(OfOneProcess):
                 self._inbox.wake()
 
     def _join(self, port: PrefillPort | DecodePort, token: object) -> None:
-        """Links the port to who is here, then to who has joined meanwhile, until nobody has."""
+        """Link the port to the ports here, then to those that have joined meanwhile, until there are none."""
         met: set[PeerAddress] = set()
         unlinked: dict[PeerAddress, TransferError] = {}
         while True:
@@ -284,7 +290,9 @@ class Pairing(OfOneProcess):
                 newcomers = [other for other in others if other.address not in met]
                 if self._closed or self._joining.get(port.address) is not token:
                     what = "pairing was closed" if self._closed else "port was removed"
-                    raise TransferError(f"the {what} while the port was connected; it is open, and yours")
+                    raise TransferError(
+                        f"the {what} while the port was connected; it stays open, and is yours to close"
+                    )
                 if not newcomers:
                     if others and all(other.address in unlinked for other in others):
                         raise unlinked[others[0].address]
@@ -296,8 +304,8 @@ class Pairing(OfOneProcess):
             self._find_lost([other for other in newcomers if other.address in unlinked])
 
     def _find_lost(self, others: Iterable[Port]) -> None:
-        """A known port that turns out to be lost is no reason to refuse a new one. Who steps finds it out; if nobody
-        does now, this thread does."""
+        """Step the ports that did not answer, which may be lost: that is no reason to refuse a new one. When another
+        thread is stepping, it finds out itself."""
         if self._stepping.acquire(blocking=False):
             try:
                 for other in others:
@@ -308,12 +316,12 @@ class Pairing(OfOneProcess):
 
     @interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
-        """Chooses the port no more, steps until its requests have ended or `drain_s` is over, and lets it go, open.
-        What it still has then goes to another one, as if the port were lost. Events stay for the next `step`."""
+        """Stop choosing a port, step until its requests have ended or `drain_s` is over, and let it go, still open.
+        Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`."""
         address = port.address
         self._broker.lost_ports.away.pop(address, None)
         with self._admitting:
-            self._joining.pop(address, None)  # whoever adds it now is told
+            self._joining.pop(address, None)  # a thread that is adding it now is told
         self._ports.leaving.add(address)
         end = time.monotonic() + drain_s
         try:
@@ -323,9 +331,9 @@ class Pairing(OfOneProcess):
             with self._stepping:
                 self._change(partial(self._part_with, port))
                 self._advance()
-                # so that it answers those who took its rooms away
+                # so that it answers the peers that took its rooms away
                 self._change(partial(self._broker.step_port, address, port))
-        finally:  # one that is still here, since this was interrupted, stays
+        finally:  # after an interrupt the port may still be here, and then stays
             self._ports.leaving.discard(address)
 
     def _part_with(self, port: Port) -> None:
@@ -345,8 +353,8 @@ class Pairing(OfOneProcess):
         self._broker.advance()
 
     def _change(self, change: Callable[[], None]) -> None:
-        """Does what may not stay half done, in a thread that has `_stepping`. After an interrupt the next change makes
-        everything anew first."""
+        """Make a change that must not stay half done, in the thread that holds `_stepping`. After an interrupt, the
+        next change first makes everything consistent."""
         if self._closed:
             change()
             return
@@ -366,28 +374,22 @@ class Pairing(OfOneProcess):
         self._unfinished_call = False
 
     def _advance_for(self, mine: set[str]) -> list[TokenEvent]:
-        """The events of `mine`; all others wait for `step`."""
+        """Step, and return the events of `mine`. All others wait for `step`."""
         with self._stepping:
             self._advance()
             events = self._undelivered
             self._undelivered = [event for event in events if event.request_id not in mine]
         return [event for event in events if event.request_id in mine]
 
-    def _withdraw(self, tracked: TrackedRequest, displaced: TrackedRequest | None) -> None:
-        """Takes back a request whose `submit` was interrupted. Who was to give way for it does so."""
-        self._broker.requests.pop(tracked.request_id, None)
-        if displaced is not None:
-            self._inbox.put((displaced, Wish.DISPLACE))
-
     def _emit(self, event: TokenEvent) -> None:
-        """Keeps an event for the host, unless nobody will ask for it."""
+        """Keep an event for the host, unless nobody will read it."""
         if event.request_id not in self._unread_ids:
             self._undelivered.append(event)
         elif event.finish_reason is not None:
             self._unread_ids.discard(event.request_id)
 
     def _forget(self, request_ids: set[str]) -> None:
-        """Cancels requests whose events nobody will read, and makes the cancellation happen."""
+        """Cancel requests whose events nobody will read, and step so that the cancellation happens."""
         with self._stepping:
             self._undelivered = [event for event in self._undelivered if event.request_id not in request_ids]
         unfinished = [request_id for request_id in request_ids if request_id in self._broker.requests]

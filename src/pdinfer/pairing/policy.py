@@ -1,7 +1,8 @@
-"""Which prefill and which decode take a request: pure functions over snapshots, scores shown.
+"""Policies choose the prefill and the decode for a request. They are pure functions of snapshots and show their scores.
 
-A policy gets the ports that can take one more request, with every link between them in `shape.links`, and returns a
-`Choice`, or None to let the request wait. It may score the two sides apart, as those below do, or pairs together:
+A policy gets the loads of the ports that can take one more request, and every link between them in `shape.links`. It
+returns a `Choice`, or None to let the request wait. It may score each side by itself, as the policies below do, or each
+pair as a whole:
 
     def fastest_link(shape, prefills, decodes):
         link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
@@ -19,7 +20,7 @@ Policy = Callable[[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]], C
 
 
 def round_robin(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
-    """Every port in turn, whatever its load."""
+    """Choose every port in turn, whatever its load."""
     if not prefills or not decodes:
         return None
     return Choice(
@@ -29,8 +30,8 @@ def round_robin(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: S
 
 
 def least_tokens(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
-    """The prefill with the fewest tokens still to compute, and the decode with the fewest tokens held or waiting per
-    page of its pool: traffic-aware, so long prompts do not pile up behind each other."""
+    """Choose the prefill with the fewest tokens still to compute, and the decode with the fewest tokens held or waiting
+    per page of its pool. Counting tokens keeps long prompts from piling up behind each other."""
     if not prefills or not decodes:
         return None
     prefill = min(prefills, key=lambda load: load.num_queued_tokens)
@@ -43,5 +44,5 @@ def least_tokens(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: 
 
 
 def _held_share(load: DecodeLoad) -> float:
-    """Tokens running, granted and waiting over the tokens the pool can hold."""
+    """Return the tokens running, granted and waiting as a share of the tokens that the pool can hold."""
     return (load.num_running_tokens + load.num_waiting_tokens) / (load.num_total_pages * load.page_size)

@@ -1,4 +1,4 @@
-"""The ports of a Pairing: what an engine has to offer, here or elsewhere, and the book of those that take part."""
+"""The ports of a Pairing: what an engine has to offer, here or in another process, and which ports take part."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request,
 
 
 class Port(Protocol):
-    """What prefill and decode ports have in common. `submit` and `cancel` never raise; a `step` that does says that the
-    port is lost."""
+    """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
+    the port is lost."""
 
     @property
     def role(self) -> str:
-        """Say which side the port is on: "prefill" or "decode"."""
+        """The side of the port: "prefill" or "decode"."""
 
     @property
     def address(self) -> PeerAddress: ...
 
     @property
     def addresses(self) -> tuple[PeerAddress, ...]:
-        """Those of every rank that has what is submitted to the port, its own `address` first."""
+        """The addresses of all ranks that share the port's requests, its own `address` first."""
 
     @property
     def limits(self) -> RequestLimits: ...
@@ -51,7 +51,7 @@ class Port(Protocol):
 
 
 class PrefillPort(Port, Protocol):
-    """A prefill engine, here or elsewhere."""
+    """A prefill engine, in this process or another."""
 
     def submit(self, request: Request, grant: PageGrant) -> None: ...
 
@@ -59,7 +59,7 @@ class PrefillPort(Port, Protocol):
 
 
 class DecodePort(Port, Protocol):
-    """A decode engine, here or elsewhere."""
+    """A decode engine, in this process or another."""
 
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None: ...
 
@@ -70,8 +70,8 @@ class DecodePort(Port, Protocol):
 
 @runtime_checkable
 class ReturningPort(Port, Protocol):
-    """A port that may come back after it was lost, with nothing of what it had: `recover` tells whether it has, and
-    raises when it will not."""
+    """A port that may come back after it was lost, without the requests it had. `recover` returns whether it is back,
+    and raises when it never will be."""
 
     def recover(self) -> bool: ...
 
@@ -80,9 +80,9 @@ AnyPort = TypeVar("AnyPort", bound=Port)
 
 
 class Ports:
-    """The ports of both sides by address, and which of them reach each other. A leaving port serves what it has and is
-    chosen no more. `num_changes` grows whenever a port or a link comes or goes. One thread looks, and any may add and
-    drop meanwhile: whoever goes through `prefills` or `decodes` has them as they were."""
+    """The ports of both sides by address, and which of them reach each other. A port in `leaving` serves what it has
+    and is not chosen any more. `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`,
+    while any thread may add and drop ports: `prefills` and `decodes` are replaced, never changed."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
@@ -97,17 +97,18 @@ class Ports:
 
     @property
     def has_links(self) -> bool:
-        """Whether any port told of a link, which may then be lost."""
+        """Whether any port has reported a link, which can then be lost."""
         return bool(self._met)
 
     @property
     def all(self) -> list[Port]:
-        """Decodes first: they grant what prefills then run."""
+        """All ports, decodes first: they grant what prefills then run."""
         return [*self.decodes.values(), *self.prefills.values()]
 
     @property
     def most_tokens(self) -> dict[str, int]:
-        """By role, the longest request that a port which may be chosen can hold; 0 when there is none."""
+        """The longest request that a port can hold, by role, among the ports that may be chosen; 0 without such a
+        port."""
         sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
         return {
             role: max((port.limits.max_tokens for port in self._fitting(ports, 0).values()), default=0)
@@ -115,12 +116,12 @@ class Ports:
         }
 
     def opposite(self, port: Port) -> list[Port]:
-        """The ports of the other side."""
+        """Return the ports of the other side."""
         return [*(self.decodes if port.role == "prefill" else self.prefills).values()]
 
     def add(self, port: Port, unlinked: Collection[PeerAddress] = ()) -> None:
-        """Lists a port that is connected to those of the other side but the `unlinked`: these pairs are down until one
-        end tells of a link."""
+        """Add a port that is connected to all ports of the other side except the `unlinked` ones. Those pairs are down
+        until one end reports a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
         with self._changing:
             if port.role == "prefill":
@@ -137,7 +138,7 @@ class Ports:
             self._version += 1
 
     def drop(self, address: PeerAddress) -> None:
-        """Takes a port off the list."""
+        """Remove a port and its links."""
         with self._changing:
             keys = set(map(peer_key, self._ranks_of(address)))
             self.leaving.discard(address)
@@ -153,13 +154,13 @@ class Ports:
         return (address,) if port is None else port.addresses
 
     def part(self, port: Port) -> None:
-        """Has the ports of the other side close their links to one that is lost: it may still be alive."""
+        """Make the ports of the other side close their links to a lost port, which may still be alive."""
         for other in self.opposite(port):
             for rank in port.addresses:
                 other.disconnect(rank)
 
     def take_back(self, port: Port) -> None:
-        """Lists a port that was lost. Its links are dialled anew, for which nobody waits."""
+        """Add a port again that was lost, and have its links dialled again without waiting for them."""
         for other in self.opposite(port):
             prefill, decode = (port, other) if port.role == "prefill" else (other, port)
             for rank in decode.addresses:
@@ -168,8 +169,8 @@ class Ports:
         self.add(port, [other.address for other in self.opposite(port)])
 
     def look(self) -> None:
-        """Finds out which pairs have lost each other: either end tells of a link that is closed, or no more of one that
-        it had. Channels dial again by themselves, so a pair may be back at the next look."""
+        """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
+        Channels dial again by themselves, so a pair may be back at the next look."""
         told = {
             (peer_key(port.address), peer_key(peer.address)): peer.connected
             for port in self.all
@@ -189,16 +190,16 @@ class Ports:
             self._version += 1
 
     def linked(self, prefill: PeerAddress | None, decode: PeerAddress) -> bool:
-        """Whether both are here and reach each other."""
+        """Return whether both ports are here and reach each other."""
         return prefill in self.prefills and decode in self.decodes and (prefill, decode) not in self.links_down
 
     def has_linked_pair(self, total: int) -> bool:
-        """Return whether a prefill and a decode that may be chosen for so many tokens reach each other."""
+        """Return whether any prefill and decode that can hold `total` tokens reach each other."""
         prefills, decodes = self.fitting(total)
         return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
 
     def links(self) -> tuple[Link, ...]:
-        """Return the pairs that reach each other, with what was measured on their links by the last look."""
+        """Return every pair that reaches each other, with what was measured on its link around the last look."""
         version = self._version
         if self._links[0] != version:
             self._links = version, tuple(self._measured())
@@ -220,12 +221,12 @@ class Ports:
                 )
 
     def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
-        """Who writes what is submitted to this prefill."""
+        """Return the ranks that write what is submitted to this prefill."""
         return self.prefills[prefill].addresses
 
     def roomiest_limits(self) -> list[RequestLimits]:
-        """Of each side the limits of the port that takes the longest request, with the logits processors of all. Any
-        thread, while ports come and go."""
+        """Return, for each side, the limits of the port that takes the longest request, with the logits processors of
+        all ports. Any thread may call it."""
         sides = [
             [port.limits for port in list(self.prefills.values())],
             [port.limits for port in list(self.decodes.values())],
@@ -241,7 +242,7 @@ class Ports:
 
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
-        """The longest request that each prefill and each decode holds which may be chosen, in ascending order."""
+        """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
         prefills, decodes = self._fitting(self.prefills, 0), self._fitting(self.decodes, 0)
         return (
             sorted(port.limits.max_tokens for port in prefills.values()),
@@ -249,7 +250,7 @@ class Ports:
         )
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
-        """The prefills and the decodes that may be chosen for a request of so many tokens, were they not full."""
+        """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
         return self._fitting(self.prefills, total), self._fitting(self.decodes, total)
 
     def _fitting(self, ports: Mapping[PeerAddress, AnyPort], total: int) -> dict[PeerAddress, AnyPort]:
@@ -266,7 +267,7 @@ def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: 
 
 
 def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float | None:
-    """Return the bytes a second that arrived from all ranks of a prefill together, None where none were measured."""
+    """Return how many bytes per second all ranks of a prefill send together, or None when no speed was measured."""
     speeds = [peers[key].mb_per_s for key in map(peer_key, prefill.addresses) if key in peers]
     return sum(speeds) * 1e6 or None
 

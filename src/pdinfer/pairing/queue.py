@@ -1,9 +1,9 @@
-"""The queue of a Pairing: who waits for a prefill and a decode, and whose turn it is.
+"""The queue of a Pairing: requests that wait for a prefill and a decode, and which of them is next.
 
-    priority ─► who streams already ─► the tenant that has had least, if shares are fair ─► deadline and age
+    priority ─► streams that have begun ─► the tenant that has had least, with fair shares ─► deadline and age
 
-Every OLDEST_EVERY-th turn goes by age alone, so that low priorities have theirs. Who cannot go now is asked again at
-the next step, in its place: nobody waits behind it for ports that it cannot use.
+Every OLDEST_EVERY-th turn goes by age alone, so that low priorities are served too. A request that cannot be served now
+keeps its place until the next step, and does not block requests that need other ports.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pdinfer.engine.schedule import PATIENCE_S, is_turn_of_oldest
 from pdinfer.pairing.tracked_request import TrackedRequest
 
 MAX_TENANTS = 1024
-"""Of so many tenants it is kept what they have had; beyond it, of the half that has had most."""
+"""Shares are kept for this many tenants. When there are more, only the half that has had most is kept."""
 
 
 class Queue:
-    """Requests that wait. One thread puts, removes and serves; any may count them and look for one that gives way."""
+    """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them."""
 
     def __init__(self, *, fair_share: bool = False) -> None:
         self._fair_share = fair_share
@@ -34,26 +34,26 @@ class Queue:
         return iter(list(self._waiting))
 
     def put(self, tracked: TrackedRequest) -> None:
-        """Adds one; where it stands is its priority's, its tenant's and its age's to say."""
+        """Add a request. Its place follows from its priority, its tenant and its age."""
         self._waiting[tracked] = None
 
     def remove(self, tracked: TrackedRequest) -> None:
-        """Takes one out that is not served: it has ended."""
+        """Remove a request that has ended without being served."""
         del self._waiting[tracked]
 
     def serve(self, tracked: TrackedRequest) -> None:
-        """Takes one out that has had its turn."""
+        """Remove a request that is served, and count it for its tenant."""
         self.remove(tracked)
         self._num_turns += 1
         if self._fair_share and not tracked.is_resumed:
             self._shares.add(tracked.request.cache_salt, tracked.max_tokens)
 
     def restore(self, requests: Iterable[TrackedRequest]) -> None:
-        """These wait, and nobody else, whatever an interrupt has left of the queue; shares stay."""
+        """Make these the waiting requests, whatever an interrupt has left in the queue. Shares stay as they are."""
         self._waiting = dict.fromkeys(requests)
 
     def in_turn(self, now: float) -> Iterator[TrackedRequest]:
-        """Everybody once, the next one always whose turn it is after those served meanwhile."""
+        """Yield every request once, each time the one that is next after those served meanwhile."""
         self._shares.look({self._tenant(tracked) for tracked in self._waiting})
         levels: dict[tuple[int, bool], dict[bytes, deque[TrackedRequest]]] = defaultdict(lambda: defaultdict(deque))
         for tracked in sorted(self._waiting, key=lambda tracked: tracked.due_at):
@@ -85,30 +85,30 @@ class Queue:
 
 
 def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedRequest | None:
-    """Who loses its place to a request of this priority: of the lowest below it, the one that came last, unless its
-    stream has begun."""
+    """Return the request that loses its place to one of this priority: the newest of the lowest priority below it whose
+    stream has not begun, or None."""
     below = [one for one in requests if one.request.priority < priority and not one.is_resumed]
     return min(reversed(below), key=lambda one: (one.request.priority, -one.submitted_at), default=None)
 
 
 class Shares:
-    """The tokens that each tenant has had. Who was away has saved up nothing: it begins with the least that one of
-    those who waited had, as in start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996)."""
+    """The tokens that each tenant has had. A tenant that was away has saved nothing up: it starts with the least that
+    any waiting tenant had, as in start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996)."""
 
     def __init__(self) -> None:
         self._had: dict[bytes, int] = {}
         self._least = 0
 
     def of(self, tenant: bytes) -> int:
-        """Who has the least has the next turn."""
+        """Return the tokens of a tenant. The tenant with the fewest is next."""
         return max(self._had.get(tenant, 0), self._least)
 
     def look(self, tenants: Collection[bytes]) -> None:
-        """These wait now."""
+        """Note which tenants wait now."""
         self._least = min(map(self.of, tenants), default=self._least)
 
     def add(self, tenant: bytes, num_tokens: int) -> None:
-        """The tenant has had a turn for so many tokens."""
+        """Count a turn of a tenant for this many tokens."""
         self._had[tenant] = self.of(tenant) + num_tokens
         if len(self._had) > MAX_TENANTS:
             most = sorted(self._had.items(), key=lambda item: item[1])[MAX_TENANTS // 2 :]

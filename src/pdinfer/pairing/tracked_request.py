@@ -1,4 +1,4 @@
-"""One request inside a Pairing: where it was sent, how far it got, and when it has to end."""
+"""One request in a Pairing: where it was sent, how far it got, and when it has to end."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
-"""How often to look whether a port has ended a request whose deadline is over."""
+"""How often to check whether a port has ended a request whose deadline has passed."""
 DEADLINE_GRACE_S = 0.1
-"""How much later than its deadline a request may be ended by the decode that has it; then the Pairing does."""
+"""How long after its deadline a request may be ended by its decode. After that the Pairing ends it."""
 CANCEL_GRACE_S = 0.05
-"""The same for one that is not wanted any more."""
+"""The same after a request was cancelled."""
 
 MAX_DECODES_LOST = 3
-"""With so many decodes lost that had granted it pages, a request goes to no further one: it may be what kills them."""
+"""After this many lost decodes that had granted it pages, a request goes to no other one: it may be what kills them."""
 
 TOKENLESS = frozenset({FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED})
 
 
 class Wish(enum.Enum):
-    """What a host's thread wants done with a request. DISPLACE: a request of higher priority needs its place."""
+    """What a host's thread wants done with a request. DISPLACE means that a request of higher priority needs its
+    place."""
 
     SERVE = enum.auto()
     CANCEL = enum.auto()
@@ -35,12 +36,14 @@ class Wish(enum.Enum):
 
 @attrs.define(eq=False)
 class TrackedRequest:
-    """One unfinished request, its id and seed filled in. It waits in the queue while `decode` is None. `landed` is set
-    by the first token after a grant: from then on prefill is out of it. `forwarded` says that prefill has the attempt
-    under way; before that only we know that it is coming. `failure` is why we had decode end it; `ends_by` is when we
-    end it ourselves, whether decode answers or not. `give_up_at` is how long it waits for a port or a link that is
-    not there. `displaced` is why it gives its place in the queue to another. `lost` is why it had to leave its last
-    decode, `tokens` what it has given since `request` was made, and `streamed_s` for how long lost decodes ran it."""
+    """One unfinished request with its id and seed filled in.
+
+    It waits in the queue while `decode` is None; `queued_s` is how long it did. `forwarded` says that prefill has the
+    current attempt; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a
+    grant, when prefill is done with it. `failure` is why decode was asked to end it, and `ends_by` is when the Pairing
+    ends it even if decode does not answer. `give_up_at` is when it stops waiting for a missing port or link.
+    `displaced` is why it gives its place in the queue to another request. `lost` is why it had to leave its last
+    decode, `tokens` are those emitted since `request` was made, and `streamed_s` is how long lost decodes ran it."""
 
     request_id: str
     request: Request
@@ -71,7 +74,7 @@ class TrackedRequest:
     def of(
         cls, request: Request, now: float, default_deadline_s: float | None, random_bytes: Callable[[int], bytes]
     ) -> TrackedRequest:
-        """Makes up an id and a seed where the request has none."""
+        """Track a request. An id and a seed are made up where it has none."""
         request_id, sampling = request.request_id, request.sampling
         if request_id is None:
             request_id = random_bytes(8).hex()
@@ -92,43 +95,43 @@ class TrackedRequest:
 
     @property
     def max_tokens(self) -> int:
-        """Prompt and output when it has run to its length."""
+        """The tokens of the prompt and the longest output."""
         return len(self.request.prompt) + self.request.sampling.max_new_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
-        """What prefill has to run for it: the prompt, and the output it came with or has given."""
+        """The tokens that prefill has to run: the prompt, and the output so far."""
         return len(self.request.prompt) + self.num_tokens
 
     @property
     def is_resumed(self) -> bool:
-        """Whether it comes with output: somebody reads its stream already."""
+        """Whether it has output, so that its stream is being read already."""
         return self.num_tokens > 0
 
     @cached_property
     def due_at(self) -> float:
-        """Requests of one priority have their turn in this order."""
+        """The key by which requests of one priority are ordered."""
         return due_at(self.submitted_at, self.deadline_at)
 
     def needs(self, address: PeerAddress) -> bool:
-        """Whether the request cannot go on without this port."""
+        """Return whether the request cannot go on without this port."""
         return self.decode == address or (self.prefill == address and not self.landed)
 
     # -- when it ends -----------------------------------------------------------------------------------------------
 
     def expired(self, now: float) -> bool:
-        """Whether its deadline is over."""
+        """Return whether its deadline has passed."""
         return self.deadline_at is not None and now >= self.deadline_at
 
     def cancel_requested(self, now: float, failure: PDInferError | None = None) -> None:
-        """Decode was asked to end it: it was cancelled or, with `failure`, cannot go on."""
+        """Note that decode was asked to end it, since it was cancelled or, with `failure`, cannot go on."""
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
         self.give_up_at = None
 
     def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
-        """How it ends when its decode has had all the time it gets."""
+        """Return how it ends when its decode has used up its time, else None."""
         if self.decode is None or now < self.ends_by:
             return None
         if self.cancelled:
@@ -138,15 +141,15 @@ class TrackedRequest:
         return FinishReason.DEADLINE, None
 
     def gives_up(self, now: float, grace_s: float) -> bool:
-        """Whether it has waited in vain for `grace_s`, counted from when that was first asked."""
+        """Return whether it has waited in vain for `grace_s`, counted from the first call."""
         if self.give_up_at is None:
             self.give_up_at = now + grace_s
         self.give_up_at = min(self.give_up_at, now + grace_s)
         return now >= self.give_up_at
 
     def wakes_at(self, now: float) -> float:
-        """When, if nothing happens, it is worth looking at. A deadline that is over is for the port that has it to
-        tell, by a clock and a moment of its own: look again a little later."""
+        """Return when to look at it again if nothing happens. After its deadline, its decode ends it by a clock of its
+        own, so look again a little later."""
         give_up_at = float("inf") if self.give_up_at is None else self.give_up_at
         deadline_at = float("inf") if self.deadline_at is None else self.deadline_at
         if self.decode is None:
@@ -156,15 +159,15 @@ class TrackedRequest:
     # -- when its decode is lost ------------------------------------------------------------------------------------
 
     def stays_lost(self, *, may_continue: bool) -> bool:
-        """Whether it cannot go to another decode. Without a token it may, with tokens once and only if the host allows
-        it."""
+        """Return whether it cannot go to another decode. A request without tokens may go, until it has lost
+        MAX_DECODES_LOST decodes; one with tokens may go once, and only if the host allows it."""
         if self.first_token_s is not None:
             return self.continued or not may_continue
         return self.num_decodes_lost + (self.num_grants > 0) >= MAX_DECODES_LOST
 
     def leave(self, now: float, lost: PDInferError) -> None:
-        """Back to the queue without the decode it had: it goes on behind the tokens that were told of, as one that its
-        host resumes. Tokens depend on seed and position, so it gives those that it would have given."""
+        """Forget the decode it had, so that it can wait in the queue. It goes on behind the tokens that the host got,
+        like a request that its host resumes. Tokens depend on seed and position, so it gives the same ones."""
         self.num_decodes_lost += self.num_grants > 0
         if self.first_token_s is not None:
             self.continued = True
@@ -179,12 +182,12 @@ class TrackedRequest:
     # -- what others see of it --------------------------------------------------------------------------------------
 
     def request_at(self, now: float) -> Request:
-        """The request as the next hop gets it: with the seconds that are left."""
+        """Return the request for the next hop, with the seconds that are left."""
         left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
         return attrs.evolve(self.request, deadline_s=left_s)
 
     def shape(self, ordinal: int) -> RequestShape:
-        """What a policy may know of it."""
+        """Return what a policy may know of it."""
         return RequestShape(
             ordinal=ordinal,
             num_prompt_tokens=len(self.request.prompt),
@@ -194,14 +197,14 @@ class TrackedRequest:
         )
 
     def granted(self, now: float) -> None:
-        """Decode has pages for it: an attempt begins."""
+        """Note that decode has granted pages and a new attempt begins."""
         self.num_grants += 1
         self.granted_s = now - self.submitted_at
         self.landed = False
 
     def passed_on(self, event: TokenEvent, now: float) -> TokenEvent:
-        """Decode's event as the host sees it: decode counts seconds from its own submit, the host from ours.
-        TransferError for one that cannot come now."""
+        """Return decode's event as the host sees it. Decode counts seconds from its own submit, the host counts from
+        the Pairing's. Raises TransferError for an event that cannot come now."""
         self._check(event)
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
@@ -224,12 +227,12 @@ class TrackedRequest:
         return attrs.evolve(event, usage=usage)
 
     def _check(self, event: TokenEvent) -> None:
-        """Events of one request come in order, with what it asked for and has."""
+        """Check that events come in order and match what the request asked for."""
         usage = event.usage
         num_tokens = self.num_tokens + (event.token is not None)
         reason = None
         if event.index != self.num_tokens:
-            reason = f"token {event.index} came where token {self.num_tokens} was due"
+            reason = f"token {event.index} came when token {self.num_tokens} was due"
         elif (event.token is None) != (event.finish_reason in TOKENLESS):
             reason = f"a token of {event.token} came with {event.finish_reason}"
         elif len(event.top_logprobs) > (self.request.sampling.logprobs or 0):
@@ -239,14 +242,14 @@ class TrackedRequest:
         elif usage is not None and usage.prompt_tokens != len(self.request.prompt):
             reason = f"its usage counts {usage.prompt_tokens} tokens of its prompt of {len(self.request.prompt)}"
         elif usage is not None and usage.cached_tokens > len(self.request.prompt) + num_tokens:
-            reason = f"its usage says that {usage.cached_tokens} of its tokens were cached"
+            reason = f"its usage says that {usage.cached_tokens} of its tokens were cached, more than it has"
         elif usage is not None and usage.num_accepted_tokens > usage.num_draft_tokens:
-            reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were right"
+            reason = f"its usage says that {usage.num_accepted_tokens} of {usage.num_draft_tokens} drafts were accepted"
         if reason is not None:
-            raise TransferError(f"a decode said what cannot be of request {self.request_id!r}: {reason}")
+            raise TransferError(f"a decode sent an impossible event for request {self.request_id!r}: {reason}")
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
-        """The end of a request that decode never accepted, does not answer for, or that is lost with it."""
+        """Return the final event of a request that decode never accepted, does not answer for, or lost."""
         usage = Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
@@ -265,7 +268,7 @@ class TrackedRequest:
         )
 
     def _timeline(self, decodes: Timeline | None) -> Timeline:
-        """Decode's, counted from our submit; without one, what was seen from here."""
+        """Return decode's timeline counted from the Pairing's submit or, without one, what the Pairing saw itself."""
         if decodes is None:
             queued_s = None if self.decode is None and self.lost is None else self.queued_s
             return Timeline(queued_s=queued_s, granted_s=self.granted_s, first_token_s=self.first_token_s)
@@ -276,6 +279,6 @@ class TrackedRequest:
 
 
 def refusal(request: Request, error: PDInferError, spare_id: str) -> TokenEvent:
-    """The final event of a request that was never taken; `spare_id` names it when it has no usable id itself."""
+    """Return the final event of a request that was never accepted. `spare_id` is its id when it has no usable one."""
     request_id = request.request_id if isinstance(request.request_id, str) else spare_id
     return TokenEvent(request_id=request_id, token=None, index=0, finish_reason=FinishReason.FAILED, error=error)

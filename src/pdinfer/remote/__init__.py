@@ -1,11 +1,11 @@
-"""An engine in another process, as a port of a Pairing here.
+"""Makes an engine in another process a port of a Pairing here.
 
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
     known.py      what a client knows of its engine
     served.py     `serve`, where the engine is
-    session.py    the threads that carry messages, and notice who is silent
-    messages.py   what is said
-    orphan.py     the end of a served process when its parent is gone
+    session.py    the threads that carry messages, and notice when the other end is silent
+    messages.py   the messages
+    orphan.py     ends a served process that hangs when its parent is gone
 
 May import: config, engine, kv, process, the ground.
 """

@@ -1,17 +1,17 @@
-"""An engine in another process, as a port of a Pairing here.
+"""Clients that make an engine in another process a port of a Pairing here.
 
-`serve(engine, connection)` runs where the engine is; `PrefillClient(connection)` or `DecodeClient(connection)` stand
-for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end of
-`multiprocessing.Pipe()`; each process hosts its own loop, and KV never passes through here.
+`serve(engine, connection)` runs where the engine is, and `PrefillClient(connection)` or `DecodeClient(connection)`
+stand for it where the Pairing is. A connection is anything with `send_bytes`, `recv_bytes` and `poll`, such as one end
+of `multiprocessing.Pipe()`. Each process hosts its own loop, and KV never passes through here.
 
     client ── Connect, Submit, Cancel, Renew, Close, Beat ──► serve          one message, one send_bytes
     client ◄── Ready, Connected, Stepped, Beat ────────────── serve
 
-Neither end waits for the other: messages leave in threads of their own (`pdinfer.remote.session`), where it is also
-noticed that a process is gone or stands still.
+Neither end waits for the other. Messages leave in threads of their own (`pdinfer.remote.session`), which also notice
+when a process is gone or stands still.
 
-A session lasts as long as its connection. A client whose engine is heard again asks to renew it, and is told Ready when
-nothing of what it asked for before is left.
+A session lasts as long as its connection. A client that hears from a lost engine again asks to renew the session, and
+gets Ready when nothing runs any more of what it asked for before.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ M = TypeVar("M")
 
 
 class _Client(OfOneProcess):
-    """What both clients share. Methods may be called from any thread but `step`, `recover` and `close`; none but
-    `connect` waits for the engine's process, and it holds up no other."""
+    """What both clients share. Methods other than `step`, `recover` and `close` may be called from any thread. Only
+    `connect` waits for the engine's process, and it delays no other method."""
 
     role: ClassVar[str]
 
@@ -97,7 +97,8 @@ class _Client(OfOneProcess):
         try:
             ready = self._await(Ready, timeout_s)
             if ready.load.of_role(self.role) is None:
-                raise TransferError(f"a {self.role} engine was asked for, the other end serves a {ready.limits.name}")
+                served = ready.limits.name
+                raise TransferError(f"a {self.role} engine was asked for, but the other end serves a {served} engine")
         except BaseException:
             self.close()
             raise
@@ -106,7 +107,7 @@ class _Client(OfOneProcess):
         self.addresses = ready.addresses or (ready.address,)
 
     def _meet(self, connection: MessageStream) -> None:
-        with self._lock:  # its threads may have something to say at once
+        with self._lock:  # its threads may deliver a message at once
             self._session = Session(
                 connection,
                 messages.decode_report,
@@ -117,7 +118,8 @@ class _Client(OfOneProcess):
             )
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Has the engine connect its channel; raises what that raised. With `timeout_s` 0 it does not wait."""
+        """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
+        wait."""
         if timeout_s <= 0:
             self._session.post(Connect(peer, timeout_s))
             return
@@ -135,15 +137,16 @@ class _Client(OfOneProcess):
             raise answer.error
 
     def disconnect(self, peer: PeerAddress) -> None:
-        """Has the engine close its channel's link to a peer."""
+        """Make the engine close its channel's link to a peer."""
         self._session.post(Disconnect(peer))
 
     def cancel(self, request_id: str) -> None:
+        """Make the engine end a request. Never blocks."""
         self._session.post(Cancel(request_id))
 
     def step(self) -> list[Event]:
-        """What the engine said since the last call. TransferError when its process is lost: gone, silent, or in a step
-        that hangs."""
+        """Return the engine's events since the last call. Raises TransferError when its process is lost: gone, silent,
+        or in a step that hangs."""
         self._read_all()
         events, self._events = self._events, []
         if self._lost and not events:
@@ -151,7 +154,8 @@ class _Client(OfOneProcess):
         return events
 
     def recover(self) -> bool:
-        """After a loss: whether the engine is back, with nothing of what it had; TransferError when it will not be."""
+        """Return whether a lost engine is back, without the requests it had. Raises TransferError when it never will
+        be."""
         self._read_all()
         if self._gone:
             raise self._loss()
@@ -160,24 +164,26 @@ class _Client(OfOneProcess):
         return not self._lost
 
     def notify(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until a step would give something."""
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
 
     def close(self) -> None:
-        """Tells the engine's process to close it, and does not wait until it has. A second call does nothing."""
+        """Make the engine's process close it, without waiting for that. A second call does nothing."""
         self._closing.set()
         self._session.close(Close())
 
     def _send_submit(self, message: Command, num_tokens: int) -> None:
-        with self._lock:  # numbered in the order in which they are sent
+        with self._lock:  # so that numbers are in the order of sending
             if self._engine.submit(num_tokens):
                 self._session.post(message)
 
     def _seen(self) -> tuple[Load, int, int, float]:
-        """The engine's own load, requests and tokens submitted that are not yet part of it, and its last step's age."""
+        """Return the load that the engine reported, the requests and tokens submitted that are not part of it yet, and
+        the age of its last step."""
         with self._lock:
             engine = self._engine
             return engine.load, engine.num_unseen_requests, engine.num_unseen_tokens, engine.step_age_s
@@ -185,7 +191,7 @@ class _Client(OfOneProcess):
     # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
 
     def _lose(self, reason: str) -> None:
-        """The port is lost; what is said before the next Ready is about requests that were given up."""
+        """Give the port up. Reports before the next Ready are about requests that were given up too."""
         with self._lock:
             if not self._engine.is_live:
                 return
@@ -208,7 +214,8 @@ class _Client(OfOneProcess):
             self._renew()
 
     def _check_step(self, age_s: float) -> None:
-        """Gives a port up whose step takes too long; it is back when the step ends, unless that takes return_s."""
+        """Give up a port whose step takes too long. It is back when the step ends, unless that takes `return_s`
+        more."""
         limit_s = self._config.hung_s
         if limit_s is None:
             limit_s = None if self._engine.ready is None else self._engine.ready.hung_s
@@ -222,7 +229,7 @@ class _Client(OfOneProcess):
             self._inbox.wake()
 
     def _disconnected(self) -> None:
-        """No more will come over this connection."""
+        """Note that nothing more will come over this connection."""
         with self._lock:
             session = self._session
         reason = str(session.loss)
@@ -234,7 +241,7 @@ class _Client(OfOneProcess):
         self._inbox.put(None)
 
     def _redial(self) -> None:
-        """Makes another connection."""
+        """Make another connection."""
         assert self._dial is not None
         pause_s, left_s = REDIAL_S[0], self._config.return_s
         while left_s > 0 and not self._closing.wait(min(pause_s, left_s)):
@@ -254,8 +261,8 @@ class _Client(OfOneProcess):
         self._inbox.wake()
 
     def _deliver(self, report: Report | None) -> None:
-        """In the reading thread: loads are kept, only the newest, so that a host that does not step collects nothing
-        but its events."""
+        """Take a report in the reading thread. Only the newest load is kept, so that a host that does not step collects
+        nothing but events."""
         if report is None:
             self._disconnected()
             return
@@ -266,7 +273,7 @@ class _Client(OfOneProcess):
             return
         if isinstance(report, Connected):
             with self._answered:
-                if report.peer in self._answers:  # else it comes too late
+                if report.peer in self._answers:  # otherwise it comes too late
                     self._answers[report.peer] = report
                 self._answered.notify_all()
             return
@@ -280,8 +287,8 @@ class _Client(OfOneProcess):
             self._inbox.put(report)
 
     def _read_all(self) -> None:
-        """What has come, each report remembered until it is read: of an interrupted host's requests all end, but a loss
-        or a return of the port counts."""
+        """Read the reports that have come, each kept until it is read. All requests of an interrupted host end, but it
+        must not miss that the port was lost or came back."""
         self._arrived.extend(self._inbox.take())
         while self._arrived:
             self._read(self._arrived[0])
@@ -304,7 +311,7 @@ class _Client(OfOneProcess):
         return TransferError(f"the process at the other end of a port did not answer within {timeout_s:g} s")
 
     def _await(self, kind: type[M], timeout_s: float) -> M:
-        """The next report of that kind; what else arrives meanwhile is kept for `step`."""
+        """Return the next report of this kind. Other reports that arrive meanwhile are kept for `step`."""
         end = time.monotonic() + timeout_s
         while True:
             woken = self._inbox.wait(max(0.0, end - time.monotonic()))
@@ -323,11 +330,11 @@ class _Client(OfOneProcess):
 
 
 class PrefillClient(_Client):
-    """A prefill engine behind a connection: a `PrefillPort`. Waits until the engine is ready; TransferError when its
-    process goes away, takes longer than `timeout_s` or serves a decode engine.
+    """A prefill engine behind a connection: a `PrefillPort`. The constructor waits until the engine is ready, and
+    raises TransferError when its process goes away, takes longer than `timeout_s`, or serves a decode engine.
 
-    Where `connection` is a function that makes one, such as `partial(multiprocessing.connection.Client, address,
-    authkey=key)`, it is called anew when a connection breaks, for `config.return_s`."""
+    `connection` may be a function that makes one, such as `partial(multiprocessing.connection.Client, address,
+    authkey=key)`. It is called again when a connection breaks, for up to `config.return_s`."""
 
     role = "prefill"
 
@@ -348,7 +355,7 @@ class PrefillClient(_Client):
 
 
 class DecodeClient(_Client):
-    """A decode engine behind a connection: a `DecodePort`. Otherwise as `PrefillClient`."""
+    """A decode engine behind a connection: a `DecodePort`. In all else like `PrefillClient`."""
 
     role = "decode"
 

@@ -1,4 +1,4 @@
-"""What a client knows of its engine: who it is, what it reported last, and what it was sent since."""
+"""What a client knows of its engine: its identity, its last report, and the requests sent since."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pdinfer.remote.messages import Load, Ready, Stepped
 
 
 class KnownEngine:
-    """An engine as its reports tell of it, checked against what it was asked. `is_live` from a Ready until the port is
-    lost; `num_renewals` is the number of the last Renew of this session. Its client calls it under one lock."""
+    """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
+    port is lost. `num_renewals` is the number of the last Renew of this session. The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
@@ -35,15 +35,15 @@ class KnownEngine:
 
     @property
     def step_age_s(self) -> float:
-        """How long ago its last step ended, as its last beat told and aged since."""
+        """How long ago its last step ended: the age in its last beat, plus the time since."""
         return self._step_age_s + time.monotonic() - self._told_at
 
     def beat(self, step_age_s: float) -> None:
-        """Take the age of its last step from a beat."""
+        """Note the age of its last step, as a beat tells it."""
         self._step_age_s, self._told_at = step_age_s, time.monotonic()
 
     def submit(self, num_tokens: int) -> bool:
-        """Number a request that is to be sent now; return False when the port is lost and nothing is to be sent."""
+        """Number a request that is about to be sent. Return False when the port is lost and it must not be sent."""
         if not self.is_live:
             return False
         self._num_submitted += 1
@@ -51,13 +51,13 @@ class KnownEngine:
         return True
 
     def lose(self) -> None:
-        """What was submitted is given up."""
+        """Note that the port is lost, and give up what was submitted."""
         self.is_live = False
         self._unseen.clear()
 
     def take(self, report: Ready | Stepped) -> bool:
-        """Keep what the engine reports; return False for what was said before the session was renewed. Raises
-        TransferError for what this engine cannot say now."""
+        """Take a report. Return False for one from before the session was renewed. Raises TransferError for a report
+        that this engine cannot send now."""
         if self._is_old(report):
             return False
         self._check(report)
@@ -71,12 +71,12 @@ class KnownEngine:
         return isinstance(report, Stepped) or report.session < self.num_renewals
 
     def _check(self, report: Ready | Stepped) -> None:
-        """Whoever says what cannot be is given up: its load is what policies go by."""
+        """Check a report strictly, since policies rely on its load."""
         if isinstance(report, Ready):
             self._meet(report)
         ready, load = self.ready, report.load.of_role(self.role)
         if ready is None or (load is not None and load.address != ready.address):
-            raise TransferError("it tells the load of another engine than it said it is")
+            raise TransferError("it tells the load of another engine than the one it said it is")
         if isinstance(report, Ready):
             return
         if load is None:
@@ -93,7 +93,7 @@ class KnownEngine:
 
     def _meet(self, ready: Ready) -> None:
         if self.is_live or ready.address not in (ready.addresses or (ready.address,))[:1]:
-            raise TransferError("it says who it is twice, or in two ways")
+            raise TransferError("it has said who it is twice, or in two ways")
         if ready.version != messages.VERSION:
             raise TransferError(f"it speaks version {ready.version}, this end speaks {messages.VERSION}")
         if self.ready is not None and (ready.address, ready.limits) != (self.ready.address, self.ready.limits):

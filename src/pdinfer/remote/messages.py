@@ -1,4 +1,4 @@
-"""What a served engine and its client say to each other: one message, one MessagePack frame."""
+"""The messages between a served engine and its client. Each is one MessagePack frame."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, TokenEvent
 
 VERSION = 2
-"""Of what is said here; an engine tells its own in Ready."""
+"""The version of these messages. An engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
 MAX_EVENTS = 1 << 20
-"""Of one step: a token for each of its sequences, and those that were drafted."""
+"""The most events of one step: a token for each of its sequences, and the drafted ones."""
 
 
 class PackedRequest(msgspec.Struct):
@@ -35,7 +35,8 @@ class PackedRequest(msgspec.Struct):
     output: Packed
 
     def __post_init__(self) -> None:
-        """ValueError, which refuses the message, for lists that are none; the rest `admission.check_request` judges."""
+        """Raise ValueError, which refuses the message, for bytes that are not packed tokens. All else is checked by
+        `admission.check_request`."""
         wire.check_packed("prompt", self.prompt)
         wire.check_packed("output", self.output)
 
@@ -49,7 +50,7 @@ class PackedRequest(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """One of the two."""
+    """The load of an engine: one of the two."""
 
     prefill: PrefillLoad | None = None
     decode: DecodeLoad | None = None
@@ -61,11 +62,11 @@ class Load(msgspec.Struct):
         return cls(decode=engine.load())
 
     def of_role(self, role: str) -> PrefillLoad | DecodeLoad | None:
-        """Return the load of a "prefill" or a "decode" engine, None when it is of the other."""
+        """Return the load of a "prefill" or a "decode" engine, or None when it is that of the other role."""
         return self.prefill if role == "prefill" else self.decode
 
     def ageless(self) -> Load:
-        """Without what changes by itself as time passes: two that are equal tell no news."""
+        """Return the load without ages, which change as time passes. Two equal loads bring no news."""
         return Load(self.prefill and _ageless(self.prefill), self.decode and _ageless(self.decode))
 
 
@@ -75,13 +76,13 @@ def _ageless(load: AnyLoad) -> AnyLoad:
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """A sign of life of a process, in both directions; an engine's tells how many seconds ago its last step ended."""
+    """A sign of life, in both directions. An engine's beat tells how many seconds ago its last step ended."""
 
     step_age_s: Seconds | None = None
 
 
 class Connect(msgspec.Struct, tag="connect"):
-    """Open the channel to a peer; Connected answers, other messages may come before."""
+    """Connect the channel to a peer. Connected answers, and other messages may come before it."""
 
     peer: PeerAddress
     timeout_s: Seconds
@@ -109,34 +110,34 @@ class ChangeWriters(msgspec.Struct, tag="change_writers"):
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
-    """The request is not wanted any more."""
+    """End a request."""
 
     request_id: Name
 
 
 class Disconnect(msgspec.Struct, tag="disconnect"):
-    """Close the channel's link to a peer that is not to be trusted any more."""
+    """Close the channel's link to a peer that must not be trusted any more."""
 
     peer: PeerAddress
 
 
 class Renew(msgspec.Struct, tag="renew"):
-    """End what runs for this client, then say Ready anew; `session` counts the renewals of this session."""
+    """End what runs for this client, then send Ready again. `session` counts the renewals of this session."""
 
     session: Count
 
 
 class Close(msgspec.Struct, tag="close"):
-    """The engine is not wanted any more."""
+    """Close the engine."""
 
 
 Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWriters | Cancel | Renew | Close
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The first message of a session, and of each renewal of it, whose number is `session`: who the engine is, with the
-    addresses of all ranks behind this one port; `version` is the VERSION it speaks, 1 where it says none, `hung_s` how
-    long its steps may take."""
+    """The first message of a session, and the first after each renewal, whose number is `session`. It tells who the
+    engine is, with the addresses of all ranks behind this port. `version` is the VERSION it speaks, 1 where it says
+    none, and `hung_s` is how long its steps may take."""
 
     address: PeerAddress
     limits: RequestLimits
@@ -156,7 +157,7 @@ class Connected(msgspec.Struct, tag="connected"):
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
-    """What a step gave. `num_seen` counts the submits taken since the start; loads then include them."""
+    """The events of a step. `num_seen` counts the submits taken since Ready, which the load includes."""
 
     num_seen: Count
     load: Load
@@ -165,7 +166,7 @@ class Stepped(msgspec.Struct, tag="stepped"):
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
 
     def __post_init__(self) -> None:
-        """ValueError, which refuses the message, for pages granted to another request than the one beside them."""
+        """Raise ValueError, which refuses the message, when a grant and the request beside it do not match."""
         for grant, request in self.granted:
             if grant.grant.request_id != request.request.request_id:
                 raise ValueError(f"a grant for {grant.grant.request_id!r} comes with another request")
@@ -181,12 +182,12 @@ _reports: msgspec.msgpack.Decoder[Report] = msgspec.msgpack.Decoder(Report, dec_
 
 
 def encode(message: Command | Report) -> bytes:
-    """The bytes of a message, and a digest of them: a prompt that was altered on the way would be answered."""
+    """Return the bytes of a message and their digest. Without it, a prompt altered on the way would be answered."""
     return digested(_encoder.encode(message))
 
 
 def decode_command(data: bytes) -> Command:
-    """What a client asks; TransferError for bytes that are no command."""
+    """Return a client's command. Raises TransferError for bytes that are not one."""
     try:
         return _commands.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -194,7 +195,7 @@ def decode_command(data: bytes) -> Command:
 
 
 def decode_report(data: bytes) -> Report:
-    """What an engine reports; TransferError for bytes that are no report."""
+    """Return an engine's report. Raises TransferError for bytes that are not one."""
     try:
         return _reports.decode(_verified(data))
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -202,16 +203,16 @@ def decode_report(data: bytes) -> Report:
 
 
 PIECE_BYTES = 1 << 17
-"""A longer message travels in pieces, each a sign of life of its own: one piece takes less than any silence even where
-a connection carries 60 kB a second."""
+"""A longer message travels in pieces, each of which is a sign of life. A piece takes less time than any silence limit
+even over a connection that carries 60 kB a second."""
 MORE, LAST = b"\xc1\x01", b"\xc1\x00"
-"""What a piece begins with: no MessagePack begins with 0xc1."""
+"""The first bytes of a piece. No MessagePack begins with 0xc1."""
 MAX_BYTES = 256 << 20
-"""Of a message in pieces."""
+"""The most bytes of a message in pieces."""
 
 
 def pieces(data: bytes) -> Iterator[bytes]:
-    """What is sent for a message: the message itself, unless it is long."""
+    """Yield what is sent for a message: the message itself unless it is long."""
     if len(data) <= PIECE_BYTES:
         yield data
         return
@@ -221,13 +222,13 @@ def pieces(data: bytes) -> Iterator[bytes]:
 
 
 class Joiner:
-    """Joins pieces to the message they are of."""
+    """Joins pieces to whole messages."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def add(self, piece: bytes) -> bytes | None:
-        """The message that is whole with this piece, if it is; TransferError when it gets too long."""
+        """Return the message that this piece completes, or None. Raises TransferError when a message gets too long."""
         head = piece[: len(MORE)]
         if head not in (MORE, LAST):
             if self._data:
@@ -235,7 +236,7 @@ class Joiner:
             return piece
         self._data += memoryview(piece)[len(head) :]
         if len(self._data) > MAX_BYTES:
-            raise TransferError(f"a message of more than {MAX_BYTES} bytes")
+            raise TransferError(f"a message has more than {MAX_BYTES} bytes")
         if head == MORE:
             return None
         data, self._data = bytes(self._data), bytearray()
@@ -243,12 +244,12 @@ class Joiner:
 
 
 def digested(body: bytes) -> bytes:
-    """`body` with its xxh3_64 behind it."""
+    """Return `body` followed by its xxh3_64 digest."""
     return body + xxhash.xxh3_64_digest(body)
 
 
 def _verified(data: bytes) -> bytes:
     body = data[:-DIGEST_BYTES]
     if data != digested(body):
-        raise ValueError("its digest is another one")
+        raise ValueError("its digest does not match its bytes")
     return body

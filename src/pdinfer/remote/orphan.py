@@ -1,9 +1,8 @@
-"""The end of a process whose interpreter is stuck, when its parent is gone: on Linux, by the kernel alone.
+"""Ends a process whose interpreter is stuck when its parent is gone, by the Linux kernel alone.
 
-No thread of ours runs while a step holds the interpreter's lock. So the kernel is asked for a signal when the parent
-dies; its handler is `alarm` of the C library, which takes the signal's number for seconds; and SIGALRM ends a process
-that has not called `disarm` by then. A process that gets on calls it all the time.
-"""
+No thread of ours runs while a step holds the interpreter's lock. So the kernel is asked to send a signal when the
+parent dies. The signal's handler is `alarm` of the C library, which takes the signal's number for seconds, and SIGALRM
+ends a process that has not called `disarm` by then. A process that makes progress calls it all the time."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ import sys
 
 PR_SET_PDEATHSIG, PR_GET_PDEATHSIG = 1, 2
 STUCK_S = 36
-"""The seconds, and the signal: a real-time one, which nothing else sends."""
+"""The seconds, and the number of the signal: a real-time signal, which nothing else sends."""
 
 
 def arm() -> bool:
-    """Makes this process end STUCK_S after its parent, unless `disarm` is called; whether that can be had. Not when
-    somebody else uses the parent's signal, this one, or the process's timer. Main thread only."""
+    """Make this process end STUCK_S after its parent unless `disarm` is called, and return whether that is possible. It
+    is not when the parent's death signal, this signal or the process's timer is in use. Main thread only."""
     if sys.platform != "linux" or not signal.SIGRTMIN < STUCK_S < signal.SIGRTMAX:
         return False
     in_use = signal.getsignal(STUCK_S) != signal.SIG_DFL or signal.getsignal(signal.SIGALRM) != signal.SIG_DFL
@@ -33,6 +32,6 @@ def arm() -> bool:
 
 
 def disarm() -> None:
-    """Stops the countdown, if it runs: the interpreter does."""
+    """Stop the countdown if it runs. That the interpreter got here shows that it is not stuck."""
     if signal.getitimer(signal.ITIMER_REAL)[0]:
         signal.alarm(0)

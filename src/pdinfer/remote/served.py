@@ -1,8 +1,8 @@
-"""An engine behind a connection: the loop that hosts it in its own process, and what becomes of it without a client.
+"""Hosts an engine behind a connection, in its own process, and decides what to do without a client.
 
-A client that is silent has stopped or is out of reach, and may come back: what it asked for goes on, and waits for it
-on the connection. When the connection ends the client can only come back over another one, in a new session; what ran
-in the old one is cancelled. Either way it has `RemoteConfig.return_s`.
+A silent client has stopped or cannot be reached, and may come back. What it asked for goes on, and waits for it on the
+connection. When the connection ends, the client can come back only over another one, in a new session, and what ran in
+the old session is cancelled. In both cases it has `RemoteConfig.return_s` to come back.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from pdinfer.remote.session import TICK_S, MessageStream, Session
 from pdinfer.types import Event, Granted, PeerAddress, Refused
 
 REPORT_S = 0.02
-"""How old a busy engine's load may become where no event carries a newer one."""
+"""How old the reported load of a busy engine may get while no event carries a newer one."""
 IDLE_S = 0.1
-"""How long a served engine sleeps at most, and so how late a deadline of a request that is not running can be."""
+"""How long a served engine sleeps at most. The deadline of a request that is not running may be this late."""
 ACCEPT_AGAIN_S = 1.0
 
 _log = logging.getLogger("pdinfer")
@@ -55,7 +55,8 @@ _log = logging.getLogger("pdinfer")
 
 @runtime_checkable
 class Listener(Protocol):
-    """Where clients connect, such as a `multiprocessing.connection.Listener`; its `authkey` says who may."""
+    """The place where clients connect, such as a `multiprocessing.connection.Listener`, whose `authkey` says who
+    may."""
 
     def accept(self) -> MessageStream: ...
 
@@ -66,16 +67,18 @@ def serve(
     *,
     config: RemoteConfig | None = None,
 ) -> None:
-    """Hosts `engine` for the client at the other end: returns, the engine closed, when that one closes or is gone for
-    good. A client that falls silent finds what it asked for when it comes back within `config.return_s`. Where
-    `connection` is a listener, one whose connection broke has as long to make another: what it asked for is cancelled
-    then. A new engine waits for its first client as long as it takes.
+    """Host `engine` for the client at the other end. Return, with the engine closed, when the client closes it or is
+    gone for good. A new engine waits for its first client without a limit.
 
-    A step that does not end keeps nobody's process: when the client is gone for good and `config.exit_s` later the same
-    step runs, the process exits with status 1, where `serve` runs in its main thread.
+    A client that falls silent finds what it asked for when it comes back within `config.return_s`. Where `connection`
+    is a listener, a client whose connection broke has the same time to make another one, but what it asked for is
+    cancelled.
 
-    Of an engine that runs as ranks every rank is served, those to which nobody talks with `connection` None. All return
-    when one of them does, and raise RankLost when one is lost.
+    A step that never ends does not keep the process alive: when the client is gone for good and the same step still
+    runs `config.exit_s` later, the process exits with status 1 if `serve` runs in its main thread.
+
+    When an engine runs as ranks, serve every rank, with `connection` None on those that no client talks to. All of them
+    return when one does, and raise RankLost when one is lost.
     """
     if connection is None:
         with engine:
@@ -95,8 +98,8 @@ def serve(
 
 
 class _Host(OfOneProcess):
-    """The loop around a served engine. `renewal` is the number of the session's renewal that is to be answered, 0 for a
-    new session, None while commands are obeyed; `dismissed` means that nobody wants the engine any more."""
+    """The loop around a served engine. `renewal` is the number of the session's renewal that has to be answered, 0 for
+    a new session, and None while commands are obeyed. `dismissed` means that nobody wants the engine any more."""
 
     def __init__(
         self, engine: PrefillEngine | DecodeEngine, connection: MessageStream | Listener, config: RemoteConfig
@@ -127,7 +130,7 @@ class _Host(OfOneProcess):
         _start(self.watch)
 
     def close(self) -> None:
-        """Ends the connection and our threads; the one that accepts ends with the next connection."""
+        """End the connection and our threads. The thread that accepts ends with the next connection."""
         self.ended.set()
         if self.session is not None:
             self.session.close()
@@ -135,7 +138,7 @@ class _Host(OfOneProcess):
     # -- the client -------------------------------------------------------------------------------------------------
 
     def meet(self, connection: MessageStream) -> None:
-        """Talks to whoever is at the other end of a new connection."""
+        """Begin a session with the client at the other end of a new connection."""
         if self.session is not None:
             self.session.close()
         self.session = Session(
@@ -148,7 +151,7 @@ class _Host(OfOneProcess):
         )
 
     def accept(self) -> None:
-        """Gets one connection."""
+        """Accept one connection."""
         while not self.ended.is_set():
             try:
                 connection = self.listener.accept()  # type: ignore[union-attr]
@@ -163,7 +166,7 @@ class _Host(OfOneProcess):
 
     def deliver(self, command: Command | None) -> None:
         if isinstance(command, Close) or (command is None and not self.may_return):
-            self.dismissed = True  # seen by `watch` though the step should hang
+            self.dismissed = True  # so that `watch` sees it even if the step hangs
         if not isinstance(command, Beat):
             self.inbox.put(command)
 
@@ -175,8 +178,8 @@ class _Host(OfOneProcess):
         return Beat(time.monotonic() - self.stepped_at)
 
     def watch(self) -> None:
-        """Counts for how long there has been no client, and how long a step has gone on since nobody wants the engine.
-        In ticks, as silence is counted: a process that was stopped has waited for nobody."""
+        """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
+        is counted in ticks, like silence, so that the time in which this process was stopped does not count."""
         ticked_at, away_s, stuck_s, num_steps = time.monotonic(), 0.0, 0.0, 0
         while not self.ended.wait(TICK_S):
             if self.is_armed:
@@ -202,7 +205,7 @@ class _Host(OfOneProcess):
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Steps until nobody will want the engine any more."""
+        """Step until nobody wants the engine any more."""
         while True:
             self.begin()
             items = self.inbox.take()
@@ -227,7 +230,7 @@ class _Host(OfOneProcess):
                 self.inbox.wait(IDLE_S)
 
     def begin(self) -> None:
-        """Says Ready for a session that is new or to be renewed, once nothing runs for it: its ids may come again."""
+        """Send Ready for a session that is new or renewed, once nothing runs for the client: its ids may come again."""
         if self.renewal is None:
             return
         engine = self.engine
@@ -264,7 +267,7 @@ class _Host(OfOneProcess):
             self.act(item)
 
     def act(self, command: Command) -> None:
-        """On a command that was said after Ready."""
+        """Act on a command that was sent after Ready."""
         engine = self.engine
         if isinstance(command, Connect):
             self.about(command.peer, self.connect, command, self.session)
@@ -284,8 +287,8 @@ class _Host(OfOneProcess):
             _log.error("a %s does not understand %s", type(engine).__name__, type(command).__name__)
 
     def about(self, peer: PeerAddress, work: Callable[..., None], *arguments: object) -> None:
-        """In a thread of its own, since a peer that does not answer must not hold up the steps. In the order in which
-        it was asked for, since a link that is closed before it is opened would stay."""
+        """Do work about a peer in a thread of its own, since a peer that does not answer must not delay the steps. Work
+        about one peer is done in order, since a link that is closed before it is opened would stay."""
         self.links = {other: thread for other, thread in self.links.items() if thread.is_alive()}
         before = self.links.get(peer)
 
@@ -297,7 +300,7 @@ class _Host(OfOneProcess):
         self.links[peer] = _start(work_in_turn)
 
     def connect(self, command: Connect, session: Session[Command]) -> None:
-        """Answers, whatever comes of it."""
+        """Connect to a peer, and answer in any case."""
         error: PDInferError | None = None
         try:
             self.engine.connect(command.peer, timeout_s=command.timeout_s)
@@ -309,7 +312,7 @@ class _Host(OfOneProcess):
         session.post(Connected(command.peer, error, getattr(error, "fields", ())))
 
     def report(self, events: Sequence[Event], *, urgent: bool, busy: bool) -> None:
-        """Tells what a step gave; of one that gave nothing the new load, now and then."""
+        """Report the events of a step or, after a step without any, a new load now and then."""
         assert self.session is not None
         report = _stepped(self.engine, events, self.num_seen)
         now = time.monotonic()

@@ -1,9 +1,9 @@
-"""Messages over a connection, carried by threads of their own: whoever has something to say never waits for the other
-process, and one that stands still is noticed.
+"""Messages over a connection, carried by threads of their own: a sender never waits for the other process, and a
+process that stands still is noticed.
 
-Three threads, because each may be stuck alone: one reads, one sends, one keeps time. A process that is alive sends a
-beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or its host is gone. A long
-message travels in pieces and each of them is a sign of life.
+There are three threads, because each may be stuck alone: one reads, one sends, one keeps time. A live process sends a
+beat every BEAT_S whatever its other threads do, so silence means that it was stopped, or that its machine is gone. A
+long message travels in pieces, and each piece is a sign of life.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pdinfer.remote.messages import Beat, Command, Report
 TICK_S = 0.2
 BEAT_S = 0.4
 SILENT_S = RemoteConfig().silent_s
-"""An end that was not heard for so long is silent: known, with the tick that notices it, within 3 s."""
+"""An end that was not heard for this long is silent. With the tick that notices it, that is known within 3 s."""
 MAX_UNSENT_BYTES = 256 << 20
-"""A process that lives empties its connection at once; so much is left only by one that does not read."""
+"""A live process empties its connection at once, so this much waits only for a process that does not read."""
 FLUSH_S = 0.2
-"""How long a last word may take to leave. Not longer: that the connection ends says the same."""
+"""How long a last message may take to leave. It need not be longer: the end of the connection says the same."""
 
 _log = logging.getLogger("pdinfer")
 
 
 class MessageStream(Protocol):
-    """Whole messages over some byte stream; `recv_bytes` raises EOFError or OSError when the other end is gone."""
+    """Whole messages over some byte stream. `recv_bytes` raises EOFError or OSError when the other end is gone."""
 
     def send_bytes(self, buf: bytes, /) -> None: ...
 
@@ -52,10 +52,13 @@ M = TypeVar("M")
 
 
 class Session(OfOneProcess, Generic[M]):
-    """Hands every message that arrives to `deliver`, and a last None once the other end is lost (gone, silent for
-    `silent_s` and another `return_s` since its first word, or not reading) or this one was closed. `beat` makes the
-    sign of life; `on_silence` is told when the other end falls silent, and when it is heard again. All are called from
-    our threads."""
+    """Carries messages over one connection, with heartbeats.
+
+    `deliver` gets every message that arrives, and a last None once the other end is lost or this end was closed. The
+    other end is lost when it is gone, does not read, or has been silent for `silent_s` plus `return_s` after its first
+    message. `beat` makes the sign of life. `on_silence` is told when the other end falls silent, and when it is heard
+    again. All are called from the session's threads.
+    """
 
     def __init__(
         self,
@@ -93,27 +96,27 @@ class Session(OfOneProcess, Generic[M]):
 
     @property
     def loss(self) -> str | None:
-        """What became of the other end, once it is lost: "is gone"."""
+        """How the other end was lost, such as "is gone"; None before."""
         return self._loss
 
     @property
     def broke(self) -> bool:
-        """Whether the connection itself ended: another one may lead to the same process."""
+        """Whether the connection itself ended. Another one may lead to the same process."""
         return self._broke
 
     @property
     def is_behind(self) -> bool:
-        """Whether something waits to be sent."""
+        """Whether messages wait to be sent."""
         return bool(self._outgoing)
 
     def forget(self) -> None:
-        """Drops what waits to be sent."""
+        """Drop the messages that wait to be sent."""
         with self._changed:
             self._unsent_bytes -= sum(map(len, self._outgoing))
             self._outgoing.clear()
 
     def post(self, message: Command | Report) -> None:
-        """Queues a message; never blocks. Once the other end is lost it goes nowhere."""
+        """Queue a message. Never blocks. Once the other end is lost, the message is dropped."""
         data = messages.encode(message)
         with self._changed:
             if self._loss is None and not self._closing:
@@ -124,14 +127,14 @@ class Session(OfOneProcess, Generic[M]):
         if overfull:
             self._give_up(f"does not read: {MAX_UNSENT_BYTES} bytes wait for it")
 
-    def close(self, *last_words: Command | Report) -> None:
-        """Says `last_words` instead of whatever still waits, and ends the connection: within a second, whatever the
-        other end does. A second call does nothing."""
+    def close(self, *last_messages: Command | Report) -> None:
+        """Send `last_messages` instead of those that wait, and end the connection, within a second whatever the other
+        end does. A second call does nothing."""
         with self._changed:
             if self._closing:
                 return
             self._closing = True
-            self._outgoing = deque(map(messages.encode, last_words))
+            self._outgoing = deque(map(messages.encode, last_messages))
             self._changed.notify_all()
         self._sender.join(FLUSH_S)
         self._stopping.set()
@@ -140,7 +143,7 @@ class Session(OfOneProcess, Generic[M]):
             thread.join(FLUSH_S)
         self.connection.close()
         if self._loss is None:
-            self._loss = "is not listened to any more: its port was closed here"
+            self._loss = "is not heard any more: its port was closed here"
             self._deliver(None)
 
     # -- our threads ------------------------------------------------------------------------------------------------
@@ -159,8 +162,8 @@ class Session(OfOneProcess, Generic[M]):
         except (OSError, EOFError):
             reason, broke = "is gone", True
         except TransferError as error:
-            reason = f"makes no sense: {error}"
-        except Exception as error:  # noqa: BLE001 - whatever a connection raises, nobody reads it any more
+            reason = f"sent an invalid message: {error}"
+        except Exception as error:  # noqa: BLE001 - whatever a connection raises, it cannot be read any more
             _log.exception("reading a connection failed; the port is given up")
             reason = f"is gone: {type(error).__name__}"
         self._give_up(reason, broke=broke)
@@ -178,19 +181,19 @@ class Session(OfOneProcess, Generic[M]):
                 with self._changed:
                     self._unsent_bytes -= len(data)
         except Exception as error:  # noqa: BLE001 - as for reading
-            # Its last words may still be on their way to the thread that reads, which ends on its own behind them.
+            # Its last messages may still be on the way to the thread that reads, which ends by itself after them.
             self._reader.join(BEAT_S)
             self._give_up(f"is gone: {error}", broke=True)
 
     def _keep_time(self) -> None:
-        """Silence is counted in ticks that found it, not read off a clock: a process that was stopped itself has heard
-        nothing either, and reads what has arrived before it judges."""
+        """Send beats, and notice silence. Silence is counted in ticks, not read off a clock: a process that was stopped
+        itself has heard nothing either, and has to read what has arrived before it judges."""
         num_heard, silent_s, since_beat_s, is_silent = 0, 0.0, BEAT_S, False
         ticked_at = time.monotonic()
         while not self._stopping.is_set() and self._loss is None:
             if since_beat_s >= BEAT_S:
                 since_beat_s = 0.0
-                if not self._outgoing:  # what waits there is as good a sign
+                if not self._outgoing:  # a waiting message is as good a sign of life
                     self.post(self._beat())
             self._stopping.wait(TICK_S)
             now = time.monotonic()
@@ -217,8 +220,8 @@ class Session(OfOneProcess, Generic[M]):
         self._deliver(None)
 
     def _shut(self) -> None:
-        """Ends a read or a send that is stuck in another thread, where the connection is a socket: closing alone does
-        not. It also tells the other process, though a forked child may still hold the descriptor."""
+        """End a read or a send that is stuck in another thread, where the connection is a socket: closing it does not.
+        This also tells the other process, although a forked child may still hold the descriptor."""
         with contextlib.suppress(AttributeError, OSError, ValueError):
             end = socket.socket(fileno=self.connection.fileno())  # type: ignore[attr-defined]
             try:

@@ -1,4 +1,4 @@
-"""Policies pick from what is there, by the numbers they show."""
+"""Policies choose among the loads they are shown, by the scores they report."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_large_pool_may_hold_more() -> None:
 
 
 def test_a_policy_that_names_a_stranger_is_told_so_and_loses_nothing() -> None:
-    """The request stays in the queue, and ends as usual once the policy is mended."""
+    """The request stays in the queue, and ends as usual once the policy is repaired."""
     stranger = PeerAddress(b"s" * 16, 1, 0)
     broken = [True]
 

@@ -1,4 +1,4 @@
-"""Which pairs may be chosen when some have lost each other: for every policy, one that reaches, if there is one."""
+"""Which pairs may be chosen when some links are down, and what a policy is shown of the links that are up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMON: dict[str, Any] = {
 
 @attrs.define(eq=False)
 class FakePort:
-    """A port that says what the test wants of its links; `links` holds what its channel would tell."""
+    """A port whose channel reports the links that a test puts into `links`, with the speeds in `mb_per_s`."""
 
     address: PeerAddress
     links: dict[PeerAddress, bool]
@@ -73,7 +73,7 @@ def ports_of(fakes: dict[PeerAddress, FakePort]) -> Ports:
 
 
 def linked_fakes() -> dict[PeerAddress, FakePort]:
-    """Three of each, all connected."""
+    """Return three ports of each side, all connected."""
     prefills = {address: FakePort(address, dict.fromkeys(DECODES, True)) for address in PREFILLS}
     return prefills | {address: FakePort(address, dict.fromkeys(PREFILLS, True)) for address in DECODES}
 
@@ -90,7 +90,7 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
     fakes = linked_fakes()
     ports = ports_of(fakes)
     assert ports.links_down == frozenset()
-    for prefill, decode in down:  # one side knows first
+    for prefill, decode in down:  # one side notices first
         if told_by_prefill:
             fakes[prefill].links[decode] = False
         else:
@@ -110,7 +110,8 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
 
 
 def test_what_was_never_told_of_is_not_down_and_what_comes_back_is_up() -> None:
-    """A load from before the link was opened, a channel that tells of no links, and one that forgets a lost peer."""
+    """Cover a load from before the link was opened, a channel that reports no links, and one that forgets a lost
+    peer."""
     fakes = linked_fakes()
     for port in fakes.values():
         port.links = {}
@@ -158,7 +159,7 @@ def test_a_policy_that_insists_on_a_pair_without_a_link_is_told_so() -> None:
 
 
 def fastest_link(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
-    """A joint score: no side is chosen without the other."""
+    """Score pairs jointly, as no policy can that chooses each side by itself."""
     link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
     return None if link is None else Choice(prefill=link.prefill, decode=link.decode)
 
@@ -207,7 +208,7 @@ def test_links_are_told_anew_when_a_port_joins_or_leaves_and_only_between_ports_
     assert {(link.prefill, link.decode) for link in seen[0].links} == {(one, DECODES[2]) for one in PREFILLS[1:]}
 
 
-def test_of_a_port_with_several_ranks_a_link_tells_what_all_of_them_bring() -> None:
+def test_a_link_of_a_port_with_several_ranks_has_the_speed_of_all_of_them_together() -> None:
     fakes = linked_fakes()
     ports = Ports()
     fakes[DECODES[0]].mb_per_s = {PREFILLS[0]: 2.0, PREFILLS[1]: 3.0}

@@ -1,4 +1,4 @@
-"""Queue: who has the next turn, who gives way, and what a tenant's share is. No engine, no clock."""
+"""The queue: which request is next, which one gives way, and what share a tenant gets. No engine, no clock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def queue_of(*requests: TrackedRequest, fair_share: bool = False) -> Queue:
 
 
 def served(queue: Queue, count: int, *, now: float = 0.0) -> list[str]:
-    """Who is served when there is one place at a time."""
+    """Return who is served when there is one place at a time."""
     names = []
     for _ in range(count):
         first = next(queue.in_turn(now))

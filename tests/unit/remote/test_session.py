@@ -1,4 +1,5 @@
-"""Messages between processes when the other end stands still, reads nothing, or is gone: nobody waits, and it shows."""
+"""Messages between processes when the other end stands still, does not read, or is gone: no call waits, and it is
+noticed."""
 
 from __future__ import annotations
 
@@ -19,12 +20,12 @@ from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
 from pdinfer.remote.session import Session
 
 SOON_S = 1.0
-"""What does not wait for the other end takes less, on a busy machine too."""
+"""A call that does not wait for the other end takes less time than this, even on a busy machine."""
 BEAT = messages.encode(Beat())
 
 
 class OneEnd:
-    """A session at one end of a pipe; the test holds the other."""
+    """A session at one end of a pipe. The test holds the other end."""
 
     def __init__(self) -> None:
         self.ours, theirs = Pipe()
@@ -40,7 +41,7 @@ class OneEnd:
             self.lost.set()
 
     def hear(self) -> Command:
-        """The next message that is no beat."""
+        """Return the next message other than a beat."""
         while isinstance(message := messages.decode_command(self.ours.recv_bytes()), Beat):
             pass
         return message
@@ -56,13 +57,13 @@ def end() -> Iterator[OneEnd]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beats and silences a sixth as long."""
+    """Make beats and silences a sixth as long."""
     for name in ("TICK_S", "BEAT_S", "SILENT_S"):
         monkeypatch.setattr(session, name, getattr(session, name) / 6)
 
 
 def check_ends(connection: Connection) -> None:
-    """Behind what was sent the other process sees the end."""
+    """Check that the other process sees the end of the connection after what was sent."""
     messages_left = 1000
     try:
         while messages_left:
@@ -110,7 +111,7 @@ def test_an_end_that_goes_on_speaking_is_not_lost(end: OneEnd) -> None:
 def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(
     end: OneEnd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after SIGSTOP and SIGCONT: the clock has moved on by minutes when the first tick comes."""
+    """Move the clock on by minutes before a tick, as SIGSTOP and SIGCONT would."""
     end.ours.send_bytes(BEAT)
     time.sleep(0.1)
     real = time.monotonic
@@ -146,7 +147,7 @@ def test_last_words_are_heard_though_sending_finds_out_first(end: OneEnd) -> Non
 
 @pytest.mark.usefixtures("_quick")
 def test_an_end_that_freezes_in_the_middle_of_a_message_while_nobody_reads_ours(end: OneEnd) -> None:
-    """Reading and sending are both stuck then."""
+    """Both reading and sending are stuck then."""
     end.ours.send_bytes(BEAT)
     with open(end.ours.fileno(), "wb", closefd=False) as pipe:
         pipe.write((100).to_bytes(4, "big") + bytes(50))
@@ -186,7 +187,7 @@ def test_closing_says_the_last_word_and_twice_is_once(end: OneEnd) -> None:
     with pytest.raises(EOFError):
         end.ours.recv_bytes()
     end.session.post(Cancel("late"))
-    assert end.delivered == [None]  # for whoever waits for an answer
+    assert end.delivered == [None]  # for a thread that waits for an answer
 
 
 @pytest.mark.parametrize("stuck", ["sending", "reading", "both", "neither"])
@@ -216,7 +217,7 @@ def test_the_beat_tells_what_it_is_asked_to() -> None:
 
 
 def test_what_has_left_does_not_count_as_waiting(end: OneEnd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every connection ends after so many bytes, however fast they are read."""
+    """Otherwise every connection would end after that many bytes, however fast they are read."""
     monkeypatch.setattr(session, "MAX_UNSENT_BYTES", 1 << 20)
     for number in range(64):
         end.session.post(Cancel(str(number).ljust(256)))
@@ -228,7 +229,7 @@ def test_what_has_left_does_not_count_as_waiting(end: OneEnd, monkeypatch: pytes
 
 
 class Throttled:
-    """A line of so many bytes a second between two connections."""
+    """Two connections joined at a limited number of bytes a second."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.ours, far = Pipe()
@@ -246,7 +247,7 @@ class Throttled:
 
 
 def test_a_message_that_takes_longer_than_the_silence_is_none() -> None:
-    """Its bytes are a sign of life, though no beat can come before its end."""
+    """Its pieces are signs of life, although no beat can come before its end."""
     line = Throttled(2.0e6)
     heard: list[Report | Command | None] = []
     lost = threading.Event()
