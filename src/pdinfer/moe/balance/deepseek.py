@@ -12,8 +12,8 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
 
 FLOAT32_EXPONENT = 110
-"""A sum of MAX_EXPERTS = 2^16 loads below 2^110 fits float32, whose exponents end at 128. This leaves as much room below
-as possible."""
+"""A sum of MAX_EXPERTS = 2^16 loads below 2^110 fits float32, whose exponents end at 128. A lower exponent would leave
+less room below."""
 LEAST_LOAD = 2.0**-900
 """The least load that is kept. Any part of it is a float64 of full precision."""
 
