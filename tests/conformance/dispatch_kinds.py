@@ -36,8 +36,11 @@ class _Expanded(Contiguous):
 
 @attrs.frozen
 class OneCall:
-    """As DeepEP's ElasticBuffer has it: one call for prefill and decode, which waits for its counts or does not
-    (`loose`), rows expanded by expert, an unweighted sum: the experts weigh."""
+    """A dispatcher in the manner of DeepEP's ElasticBuffer.
+
+    One call serves prefill and decode, and waits for its counts or does not (`loose`). Rows are expanded by expert, and
+    the sum is unweighted, because the experts weight their results.
+    """
 
     num_experts: int
     loose: bool
@@ -116,7 +119,7 @@ EXACT = ("local", "all_to_all", "all_to_all-bfloat16")
 
 
 def lose(rank: int) -> None:
-    """That rank dies between dispatch and combine."""
+    """Let that rank die between dispatch and combine."""
     group = Topology.from_env().connect().ep
     dispatcher = AllToAllDispatcher(group, 1, OPS)
     ids_TK = torch.arange(group.size)[None]
@@ -127,7 +130,7 @@ def lose(rank: int) -> None:
 
 
 def run_suite(name: str, seeds: int) -> list[str]:
-    """The whole suite on this rank; the names of the collectives it took."""
+    """Run the whole suite on this rank, and return the names of the collectives it took."""
     sys.modules["deep_ep"] = fake_deep_ep
     topology = Topology.from_env()
     groups = topology.connect() if topology.world_size > 1 else None

@@ -24,7 +24,7 @@ GARBAGE = float("nan")
 
 @attrs.frozen
 class Kind:
-    """How to make a dispatcher, what it is made for, and how exact its sums are."""
+    """A kind of dispatcher: how to make one, for which sizes, and how exact its sums are."""
 
     make: Callable[[Group, int, int], TokenDispatcher]  # (group, experts per rank, top_k)
     width: int = 3
@@ -62,7 +62,7 @@ class World:
         return cls(kind, group, dispatcher, experts_per_rank, top_k)
 
     def batch(self, generator: torch.Generator, *, at_most: int = MAX_TOKENS) -> list[Routed]:
-        """What each rank sends; ranks without tokens are frequent."""
+        """Draw what each rank sends. Ranks without tokens are frequent."""
         counts = torch.randint(-2, at_most + 1, (self.group.size,), generator=generator).clamp_(min=0).tolist()
         return [self.routed(count, first=rank * MAX_TOKENS, generator=generator) for rank, count in enumerate(counts)]
 
@@ -96,7 +96,7 @@ class World:
 
 
 def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
-    """The rows of each expert of this rank."""
+    """Return the rows of each expert of this rank."""
     counts = dispatched.counts_E.tolist()
     if isinstance(dispatched, Masked):
         return [rows[:count] for rows, count in zip(dispatched.x_END, counts, strict=True)]
@@ -160,7 +160,7 @@ def nobody_has_a_token(kind: Kind, group: Group, seed: int) -> None:
 
 
 def sums_are_those_of_one_rank(kind: Kind, group: Group, seed: int) -> None:
-    """Bit by bit, where every result returns as it is."""
+    """Compare bit by bit, where every result returns unchanged."""
     generator = torch.Generator().manual_seed(seed)
     world = World.draw(kind, group, generator)
     mine = world.batch(generator)[group.rank]

@@ -36,7 +36,7 @@ class Config:
 
 
 class Late:
-    """Fills tensors when it is waited for."""
+    """An event that fills tensors when it is waited for."""
 
     def __init__(self, fill: Callable[[], None]) -> None:
         self.fill = fill
@@ -206,7 +206,7 @@ class Buffer:
         return shown, event, hook
 
     def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Part r to rank r; what came from each."""
+        """Send part r to rank r, and return what came from each."""
         counts = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)

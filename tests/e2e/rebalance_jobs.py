@@ -26,7 +26,7 @@ TWO = {"dp_size": 2, "ep_size": 2}
 
 
 def scattered(running: pd.ExpertPlacement, seed: int) -> pd.ExpertPlacement:
-    """Any placement of these sizes but `running`, an expert twice on a rank included; the same for a seed on every
+    """Return any placement of these sizes but `running`, the same for a seed on every rank. An expert may be twice on a
     rank."""
     random = np.random.default_rng(seed)
     ranks, experts = running.num_ranks, running.num_logical_experts
@@ -48,7 +48,7 @@ def serve_rank(
     config: dict[str, Any],
     _fault: Any,
 ) -> dict[str, Any]:
-    """Serves an engine. Decode's ranks stage one placement after the other, prefill's follow their load."""
+    """Serve an engine. Decode's ranks stage one placement after the other, prefill's follow their load."""
     rank = int(os.environ["RANK"])
     role, sizes = ("prefill", prefill) if rank < size_of(prefill) else ("decode", decode)
     rank -= 0 if role == "prefill" else size_of(prefill)
@@ -118,7 +118,7 @@ def count_agreements() -> list[bool]:
 
 
 def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
-    """Stages placements until `count` have come into use; what was dropped is staged again."""
+    """Stage placements until `count` have come into use. A dropped one is staged again."""
     while not ended.wait(0.002):
         load = engine.load()
         if load.placement_epoch >= count:
@@ -132,7 +132,7 @@ def stage_all(engine: Engine, count: int, ended: threading.Event) -> None:
 
 
 def addresses_of(engine: Engine) -> list[int]:
-    """Where weights and tables of experts lie."""
+    """Return the addresses of the experts' weights and tables."""
     replicas = engine.model.experts.replicas
     tables = [] if replicas is None else [replicas.slots_LEX, replicas.until_LEX]
     weights = [stack for layer in engine.model.moe_layers() for stack in (layer.experts.gate_up, layer.experts.down)]
@@ -140,7 +140,7 @@ def addresses_of(engine: Engine) -> list[int]:
 
 
 def placement_of(engine: Engine) -> Any:
-    """Where this rank thinks experts are."""
+    """Return the placement that this rank uses, as lists."""
     placement = engine.model.experts.placement
     return None if placement is None else placement.physical_to_logical_map.tolist()
 
@@ -149,7 +149,7 @@ def placement_of(engine: Engine) -> Any:
 
 
 def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: Any) -> pd.DecodeEngine:
-    """A decode engine of this rank, without requests."""
+    """Make a decode engine of this rank, without requests."""
     topology = pd.Topology(rank=int(os.environ["RANK"]), world_size=size_of(sizes), **sizes)
     experts = pd.ExpertConfig(num_redundant_experts=4, expert_distribution_recorder_mode="window")
     channel_at = Path(folder) / f"idle{topology.rank}"
@@ -159,7 +159,7 @@ def idle_engine(checkpoint: str, folder: str, sizes: dict[str, int], **config: A
 
 
 def step_until(engine: Engine, done: Callable[[], bool]) -> None:
-    """Steps and waits as a host does."""
+    """Step and wait as a host does."""
     end = time.monotonic() + WAIT_S
     while not done():
         assert time.monotonic() < end, engine.load()
@@ -172,7 +172,7 @@ def placed(load: pd.types.DecodeLoad) -> list[Any]:
 
 
 def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
-    """One rank alone stages; then the other another one; rank 1 cancels; then both the same."""
+    """Rank 0 alone stages, rank 1 stages another placement and cancels, then both stage the same."""
     with idle_engine(checkpoint, folder, TWO, rebalance_bytes_per_step=1) as engine:
         rank, running = int(os.environ["RANK"]), engine.model.experts.placement
         assert running is not None
@@ -201,7 +201,7 @@ def stage_and_cancel(checkpoint: str, folder: str) -> dict[str, Any]:
 
 
 def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
-    """Rank 1 runs out of memory in the second part of a migration; then it has more."""
+    """Rank 1 runs out of memory in the second part of a migration, and has enough for the next try."""
     with idle_engine(checkpoint, folder, TWO, rebalance_bytes_per_step=1) as engine:
         rank, running = int(os.environ["RANK"]), engine.model.experts.placement
         assert running is not None
@@ -236,7 +236,7 @@ def fail_in_the_middle(checkpoint: str, folder: str) -> dict[str, Any]:
 
 
 def add_up(checkpoint: str, folder: str) -> dict[str, Any]:
-    """Ranks that counted different things; rank 1 asks for the sum."""
+    """Ranks counted different things, and rank 1 asks for the sum."""
     rank = int(os.environ["RANK"])
     with idle_engine(checkpoint, folder, TWO) as engine:
         recorder = engine.model.experts.recorder

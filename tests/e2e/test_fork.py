@@ -84,7 +84,8 @@ def served(kind: str) -> Iterator[tuple[pd.Pairing, list[OfOneProcess]]]:
         else:
             setup = stack.enter_context(two_sided(kind))
         engines = setup.engines
-        yield setup.pairing, [setup.pairing, *engines, *setup.pools, *(engine.channel for engine in engines)]
+        parts = [part for engine in engines for part in (engine.channel, engine.experts)]
+        yield setup.pairing, [setup.pairing, *engines, *setup.pools, *parts]
 
 
 def two_sided(kind: str) -> Setup:

@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def rebalance_under_load(ranks: Ranks, checkpoint: str, size: int, redundant: int, count: int) -> None:
-    """Decode's ranks are given placements; prefill's ask a solver, which is killed at the first question."""
+    """Give placements to decode's ranks, while prefill's ask a solver that is killed at the first request."""
     sizes = {"dp_size": size, "ep_size": size}
     options: dict[str, Any] = {"count": count, "redundant": redundant, "bytes_per_step": 80_000}
     requests, events = [], []

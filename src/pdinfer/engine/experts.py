@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pdinfer.moe.migration import Rebalancing
 from pdinfer.moe.placement import ExpertPlacement, Ints
+from pdinfer.process.forked import OfOneProcess
 
 
-class EngineExperts:
+class EngineExperts(OfOneProcess):
     """The experts of one engine, as its attribute `experts`. Everything here may be used from any thread and returns at
     once; what it asks for happens in later steps, on all ranks."""
 

@@ -1,9 +1,9 @@
-"""The mixture of experts: where they lie, how tokens reach them, and how they move while engines run.
+"""The mixture of experts: where experts lie, how tokens reach them, and how experts move while engines run.
 
     layer.py        route, dispatch, run, combine
     router.py       which experts a token goes to
     experts.py      the experts of this rank, stacked
-    parallel.py     where one rank's model has its experts
+    parallel.py     where a model has its experts on one rank
     dispatchers/    how rows reach other ranks
     placement/      which slot holds which expert
     balance/        from the load of experts to a placement

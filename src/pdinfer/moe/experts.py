@@ -27,7 +27,7 @@ class Experts:
 
     @classmethod
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
-        """`experts` are the logical ones in the slots of this rank; one that is there twice is held twice."""
+        """Build the experts of one layer. `experts` is the logical expert of each slot here, repeats included."""
         hidden, size = config.hidden_size, config.moe_intermediate_size
         of_expert = [f"{name}.{number}" for number in experts]
         into = [(f"{each}.gate_proj.weight", f"{each}.up_proj.weight") for each in of_expert]
@@ -46,16 +46,18 @@ class Experts:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one expert."""
+        """How many bytes one expert takes."""
         return num_bytes(expert(self.gate_up, 0)) + num_bytes(expert(self.down, 0))
 
     def read_slot(self, slot: int) -> Tensor:
-        """The weights of the expert in a slot of this rank: a new uint8 tensor [slot_bytes] on their device."""
+        """Return the weights of the expert in a slot of this rank: a new uint8 tensor [slot_bytes] on their device."""
         return torch.cat([to_bytes(expert(stack, slot)) for stack in (self.gate_up, self.down)])
 
     def write_slot(self, slot: int, data: Tensor) -> None:
-        """Puts into a slot, in place, what `read_slot` returned on this rank or on another. Raises ConfigError for data
-        of another size."""
+        """Write into a slot, in place, what `read_slot` returned on this rank or on another.
+
+        Raises ConfigError for data of another size.
+        """
         if data.dtype != torch.uint8 or data.shape != (self.slot_bytes,):
             raise ConfigError(
                 f"an expert takes {self.slot_bytes} bytes here, got {data.dtype} of shape {list(data.shape)}: ranks "
@@ -66,7 +68,7 @@ class Experts:
             from_bytes(view, part)
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
-        """The result of each dispatched row, in the shape and dtype of the rows."""
+        """Return the result of each dispatched row, in the shape and dtype of the rows."""
         if isinstance(dispatched, Masked):
             return self._masked(dispatched)
         if dispatched.loose:
@@ -75,7 +77,7 @@ class Experts:
         return y_SD if dispatched.weights_S is None else y_SD.mul_(dispatched.weights_S[:, None])
 
     def _loose(self, rows: Contiguous) -> Tensor:
-        """Waits for the counts, for want of an op that reads them where they are. Syncs the device."""
+        """Run rows whose counts are on the device. Syncs the device, because no op reads the counts there."""
         counts_E = rows.counts_E.to("cpu", torch.int64)
         there = slice(0, int(counts_E.sum()))
         weights_S = None if rows.weights_S is None else rows.weights_S[there]
@@ -84,7 +86,7 @@ class Experts:
         return y_SD
 
     def _masked(self, rows: Masked) -> Tensor:
-        """Takes out the rows that are there, for want of an op that reads them where they lie. Syncs the device."""
+        """Run the rows that are present, gathered first. Syncs the device, because no op reads them where they lie."""
         there_EN = torch.arange(rows.x_END.shape[1], device=rows.x_END.device) < rows.counts_E[:, None]
         weights_S = None if rows.weights_EN is None else rows.weights_EN[there_EN]
         counts_E = rows.counts_E.to("cpu", torch.int64)

@@ -22,10 +22,10 @@ from pdinfer.trace import Trace, mark
 
 @attrs.frozen
 class MoE:
-    """sum_k w_k * Expert_k(x) + Shared(x). The shared experts are one MLP, n_shared_experts times as wide.
+    """The layer sum_k w_k * Expert_k(x) + Shared(x), its shared experts in one MLP, n_shared_experts times as wide.
 
-    `record` is told the experts that the router chose; `replicas` turns them into those that ranks have, and is None
-    where they are the same.
+    `record` receives the logical experts that the router chose. `replicas` maps them to physical experts; it is None
+    where the two are the same.
     """
 
     router: Router
@@ -59,7 +59,7 @@ class MoE:
         return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace)))
 
     def _in_two_batches(self, x_TD: Tensor, trace: Trace | None) -> Tensor:
-        """Half of the rows travel while the other half is computed."""
+        """Compute one half of the rows while the other half travels."""
         halves = x_TD.tensor_split(2)
         dispatched = [self._dispatch(half_TD, trace) for half_TD in halves]
         returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]

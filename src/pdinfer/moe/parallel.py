@@ -1,4 +1,4 @@
-"""Where one rank's model has its experts, and how tokens get there."""
+"""Where a model has its experts on one rank, and how tokens get there."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from pdinfer.parallel import Group
 
 @attrs.define(eq=False, kw_only=True)
 class ExpertParallel:
-    """What all mixture-of-experts layers of a model share. `layers` are their numbers, that of an MTP layer last, and
-    the rows of `placement`, which is None in a model without any; `epoch` numbers the placements that it has had.
-    Without `replicas`, on one rank, slots are mere names: every expert is where its own number says. `recorder` counts
-    what this rank's tokens choose."""
+    """What all mixture-of-experts layers of a model share.
+
+    `layers` holds the numbers of these layers, that of an MTP layer last. They are the rows of `placement`, which is
+    None in a model without experts. `epoch` numbers the placements that the model has had. On one rank there are no
+    `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
+    this rank choose.
+    """
 
     group: Group
     layers: Sequence[int]
@@ -36,7 +39,7 @@ class ExpertParallel:
 
     @classmethod
     def alone(cls, config: ModelConfig, ops: Ops, *, mtp: bool) -> ExpertParallel:
-        """All experts on one rank."""
+        """Put all experts on one rank."""
         layers = _moe_layers(config, mtp)
         placement = ExpertPlacement.trivial(len(layers), config.n_routed_experts, 1) if layers else None
         dispatcher = LocalDispatcher(config.n_routed_experts, ops)
@@ -55,8 +58,10 @@ class ExpertParallel:
         options: ExpertConfig,
         placement: ExpertPlacement | None,
     ) -> ExpertParallel:
-        """What `connect` would give before it meets the others: for plans, to build on and not to run. See
-        `check_dispatcher`."""
+        """Return what `connect` would, without meeting the other ranks: enough to plan a model, not to run it.
+
+        Raises what `check_dispatcher` raises.
+        """
         if placement is None:
             return cls.alone(config, ops, mtp=mtp)
         check_dispatcher(_sizes(config, group, placement, dtype), options, device)
@@ -77,8 +82,11 @@ class ExpertParallel:
         options: ExpertConfig,
         placement: ExpertPlacement | None,
     ) -> ExpertParallel:
-        """A collective: every rank of `group` gives the same; `placement` is one that `checked_placement` returned.
-        Raises ConfigError where ranks differ; see `choose_dispatcher` too."""
+        """Connect this rank to the experts on the others. A collective: all ranks pass the same arguments.
+
+        `placement` comes from `checked_placement`. Raises ConfigError where ranks differ, and what `choose_dispatcher`
+        raises.
+        """
         if placement is None:
             return cls.alone(config, ops, mtp=mtp)
         _check_same(group, placement, options, device)
@@ -112,7 +120,7 @@ class ExpertParallel:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What is odd about the placement that runs, in sentences."""
+        """What is odd about the placement in use, in sentences."""
         if self.placement is None or self.replicas is None or not (count := int(self.placement.twins.sum())):
             return ()
         told = (
@@ -122,7 +130,7 @@ class ExpertParallel:
         return (told,)
 
     def experts_of(self, layer: int) -> list[int]:
-        """The logical experts in this rank's slots."""
+        """Return the logical experts in the slots of this rank."""
         assert self.placement is not None
         if self.group.size == 1:
             return list(range(self.placement.num_logical_experts))
@@ -131,27 +139,29 @@ class ExpertParallel:
         return experts
 
     def record_of(self, layer: int) -> Callable[[Tensor], None] | None:
-        """What counts the choices of a layer's router."""
+        """Return the function that counts the choices of a layer's router, or None when nothing is recorded."""
         return None if self.recorder is None else partial(self.recorder.record, self.layers.index(layer))
 
     def check_step(self, num_tokens: int, told: str, *, tp_size: int) -> None:
-        """Raises ConfigError where a step of `num_tokens`, which `tp_size` ranks divide, has more on a rank than can be
-        dispatched; `told` names the options that make it so large."""
+        """Check that a step of `num_tokens`, divided by `tp_size` ranks, can be dispatched.
+
+        Raises ConfigError where a rank has too many of them; `told` names the options that make the step so large.
+        """
         if self.dispatcher.max_tokens is not None:
             check_step_fits(self.dispatcher.max_tokens, self.two_batch_overlap, num_tokens, told, tp_size=tp_size)
 
     def end_step(self) -> None:
-        """Says that the layers have run once; what was recorded since is one step. Syncs nothing."""
+        """Close a step of the recorder, after all layers have run once. Syncs nothing."""
         if self.recorder is not None:
             self.recorder.end_step()
 
     def replicas_of(self, layer: int) -> LayerReplicas | None:
-        """Where this rank sends the tokens of a layer."""
+        """Return where this rank sends the tokens of a layer, or None where slots are mere names."""
         return None if self.replicas is None else self.replicas.of_layer(self.layers.index(layer))
 
 
 def check_step_fits(max_tokens: int, two_batch_overlap: bool, num_tokens: int, told: str, *, tp_size: int) -> None:
-    """As `ExpertParallel.check_step`, for a dispatcher of `max_tokens`."""
+    """Check a step as `ExpertParallel.check_step` does, for a dispatcher of `max_tokens`."""
     on_rank = -(-num_tokens // tp_size)
     in_batch = -(-on_rank // 2) if two_batch_overlap else on_rank
     if in_batch > max_tokens:
@@ -178,8 +188,11 @@ def _moe_layers(config: ModelConfig, mtp: bool) -> list[int]:
 def checked_placement(
     config: ModelConfig, num_ranks: int, placement: ExpertPlacement | None, options: ExpertConfig, *, mtp: bool
 ) -> ExpertPlacement | None:
-    """`placement`, if it is of this model and of `num_ranks` ranks; without one, that which has expert `p % E` in slot
-    p; None for a model without experts. Raises ConfigError with the values that do not fit."""
+    """Return the placement to begin with, or None for a model without experts.
+
+    It is `placement` where one is given, else the one with expert `p % E` in slot p. Raises ConfigError, with the
+    values, for a placement that does not fit the model or `num_ranks`.
+    """
     num_layers = len(_moe_layers(config, mtp))
     num_experts, redundant = config.n_routed_experts, options.num_redundant_experts
     if num_layers == 0:
@@ -209,7 +222,7 @@ def checked_placement(
 
 
 def _check_same(group: Group, placement: ExpertPlacement, options: ExpertConfig, device: torch.device) -> None:
-    """Ranks that think differently of where experts are would give wrong tokens."""
+    """Raise ConfigError where ranks differ in placement or options: they would compute wrong tokens."""
     said = f"{options}".encode() + placement.physical_to_logical_map.tobytes()
     if placement.slot_shares is not None:
         said += placement.slot_shares.tobytes()

@@ -13,7 +13,7 @@ from pdinfer.layers import WeightSource
 
 @attrs.frozen
 class Router:
-    """Scores every expert in float32 and keeps the best: rules in `kernels.ops.Route`."""
+    """The router of a layer: it scores every expert in float32 and keeps the best, as `kernels.ops.Route` says."""
 
     weight_ED: Tensor
     bias_E: Tensor | None
@@ -34,7 +34,7 @@ class Router:
         return cls(weight_ED, bias_E, config, ops)
 
     def __call__(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """(ids_TK int64, weights_TK float32)."""
+        """Return the chosen logical experts and their weights: ids_TK int64, weights_TK float32."""
         config = self.config
         return self.ops.route(
             self.ops.linear(x_TD.float(), self.weight_ED),

@@ -1,8 +1,8 @@
-"""Which rank this is, and how ranks act together.
+"""The place of this rank among all ranks, and how ranks act together.
 
-    topology.py   how ranks are divided into groups: plain ints until `connect`
+    topology.py   how ranks are divided into groups, in plain ints until `connect`
     groups.py     the collectives that pdinfer uses
-    slices.py     which tokens of a grant each of several writers sends, each exactly once
+    slices.py     which tokens of a grant each of several writers sends
 
 Tested by tests/e2e/test_rank_groups.py too.
 

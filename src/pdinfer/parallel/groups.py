@@ -1,7 +1,7 @@
 """Ranks that act together: the few collectives that pdinfer uses, over torch.distributed.
 
-Every rank of a group makes the same calls in the same order. A group of one rank is the smallest: its calls return what
-they were given. `Topology.connect` makes the groups of an engine.
+Every rank of a group makes the same calls in the same order. In a group of one rank, calls return what they were given.
+`Topology.connect` makes the groups of an engine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pdinfer.process.forked import OfOneProcess
 
 @attrs.frozen(eq=False)
 class Group(OfOneProcess):
-    """`ranks` of the world, of which `ranks[rank]` is this one. `process_group` is None when it is alone.
+    """Some `ranks` of the world; `ranks[rank]` is this one. `process_group` is None when this rank is alone.
 
-    Every method raises RankLost when the others do not take part within the deadline the groups were made with. Tensors
-    are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape on all
-    ranks. With `calls` every call is noted there: ranks that stay in step note the same.
+    Every method raises RankLost when the others do not take part within the deadline with which the groups were made.
+    Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
+    on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Group(OfOneProcess):
 
     @property
     def is_shared_by_fork(self) -> bool:
-        """One that is alone has no connections."""
+        """Whether a forked child would share connections. A rank that is alone has none."""
         return self.process_group is not None
 
     @property
@@ -45,14 +45,14 @@ class Group(OfOneProcess):
         return len(self.ranks)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum over ranks, in place."""
         if self.process_group is not None:
             with _calling(self, "all_reduce", x):
                 dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[n, ...] of every rank, in rank order -> [size * n, ...]."""
+        """Gather [n, ...] of every rank, in rank order -> [size * n, ...]."""
         if self.process_group is None:
             return x
         gathered = x.new_empty(self.size * len(x), *x.shape[1:])
@@ -61,7 +61,7 @@ class Group(OfOneProcess):
         return gathered
 
     def all_gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """[counts[rank], ...] of every rank, in rank order -> [sum(counts), ...]. Syncs nothing."""
+        """Gather [counts[rank], ...] of every rank, in rank order -> [sum(counts), ...]. Syncs nothing."""
         if self.process_group is None:
             return x
         most = max(counts)
@@ -73,21 +73,23 @@ class Group(OfOneProcess):
         return torch.cat([gathered[rank, :count] for rank, count in enumerate(counts)])
 
     def all_gather_columns(self, x: Tensor) -> Tensor:
-        """[n, m] of every rank -> [n, size * m], those of rank 0 first."""
+        """Gather [n, m] of every rank -> [n, size * m], the columns of rank 0 first."""
         if self.process_group is None:
             return x
         return self.all_gather(x).view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def part(self, x: Tensor, together: int = 1) -> Tensor:
-        """This rank's rows of an x that all ranks have: divided evenly, in rank order; `together` adjacent
-        ranks get the same rows, those of all of them."""
+        """Return this rank's rows of an x that all ranks have, divided evenly in rank order.
+
+        Each of `together` adjacent ranks gets the rows of all of them.
+        """
         if self.process_group is None:
             return x
         first = self.rank - self.rank % together
         return x[self._border(first, len(x)) : self._border(first + together, len(x))]
 
     def join(self, x: Tensor, total: int, together: int = 1) -> Tensor:
-        """Undoes `part`: the `total` rows of all ranks."""
+        """Undo `part`: return the `total` rows of all ranks."""
         if self.process_group is None or together == self.size:
             return x
         borders = [self._border(rank, total) for rank in range(self.size + 1)]
@@ -99,19 +101,21 @@ class Group(OfOneProcess):
         return total * rank // self.size
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
-        """What the group's rank `source` has, in place."""
+        """Copy x from the group's rank `source` to all ranks, in place."""
         if self.process_group is not None:
             with _calling(self, "broadcast", x):
                 dist.broadcast(_raw(x), group=self.process_group, group_src=source)
         return x
 
     def all_to_all(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Tensor:
-        """The first send_counts[0] rows go to rank 0, the next to rank 1, and so on -> [sum(receive_counts), ...], the
-        rows from rank 0 first."""
+        """Send the first send_counts[0] rows to rank 0, the next to rank 1, and so on.
+
+        Returns [sum(receive_counts), ...], the rows from rank 0 first.
+        """
         return self.all_to_all_begin(x, send_counts, receive_counts).wait()
 
     def all_to_all_begin(self, x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]) -> Begun:
-        """The same, and returns before the rows are there."""
+        """Do the same, and return before the rows have arrived."""
         if self.process_group is None:
             return Begun(self, "all_to_all", None, x, x)
         received = x.new_empty(sum(receive_counts), *x.shape[1:])
@@ -127,8 +131,10 @@ class Group(OfOneProcess):
         return Begun(self, "all_to_all", work, x, received)
 
     def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
-        """Sends tensors to ranks of the group and fills others from ranks, all at once. Between two ranks the order of
-        sends on one side is that of receives on the other; a rank without any makes no call."""
+        """Send tensors to ranks of the group and fill others from ranks, all at once.
+
+        Between two ranks, sends on one side have the order of receives on the other. A rank without any makes no call.
+        """
         if self.process_group is None or not (sends or receives):
             return
         group = self.process_group
@@ -142,7 +148,7 @@ class Group(OfOneProcess):
 
 @attrs.frozen(eq=False)
 class Begun:
-    """A call that other ranks take part in while this one computes. `x`, which it reads, must not change meanwhile."""
+    """A collective under way while this rank computes. It reads `x`, which must not change meanwhile."""
 
     group: Group
     what: str
@@ -151,7 +157,7 @@ class Begun:
     result: Tensor
 
     def wait(self) -> Tensor:
-        """Its result; once. A device's stream waits in place of the host. Raises RankLost."""
+        """Return the result; call it once. On a device, the stream waits instead of the host. Raises RankLost."""
         if self.work is not None:
             with _calling(self.group, self.what, None):
                 self.work.wait()
@@ -159,14 +165,17 @@ class Begun:
 
 
 ALONE = Group("alone")
-"""That of a rank which shares nothing."""
+"""The group of a rank that shares nothing."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Groups(OfOneProcess):
-    """The groups of one rank. `world` is everybody; `attention` are the ranks that have the same requests, its rank 0
-    is the one hosts talk to; `tp` of these share every token and divide the heads, `cp` divide the tokens of a prompt.
-    `dense_tp` divide the dense MLPs, `ep` the experts."""
+    """The groups of one rank.
+
+    `world` is all ranks. `attention` is the ranks that have the same requests, and hosts talk to its rank 0. Of these,
+    `tp` ranks have every token and divide the heads, `cp` ranks divide the tokens of a prompt. `dense_tp` ranks divide
+    the dense MLPs, `ep` ranks the experts.
+    """
 
     world: Group
     attention: Group
@@ -178,7 +187,7 @@ class Groups(OfOneProcess):
 
     @classmethod
     def single(cls) -> Groups:
-        """Those of a rank that is alone."""
+        """Return the groups of a rank that is alone."""
         return cls(
             world=Group("world"),
             attention=Group("attention"),
@@ -189,7 +198,7 @@ class Groups(OfOneProcess):
         )
 
     def close(self) -> None:
-        """Ends the connections, when `Topology.connect` began them."""
+        """End the connections if `Topology.connect` began them."""
         if self.owns_backend and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -209,12 +218,15 @@ def _calling(group: Group, what: str, x: Tensor | None) -> Iterator[None]:
 
 
 IN_TOUCH_S = 5.0
-"""How often ranks that work for themselves hear of each other: well within the time that a collective may take."""
+"""How often ranks that work on their own hear of each other: well within the time that a collective may take."""
 
 
 class InTouch:
-    """Keeps ranks together while each does work of its own, which may take one of them much longer than another, and
-    longer than a collective may take. One that dies meanwhile is RankLost on the others."""
+    """Contact between ranks while each does work of its own.
+
+    That work may take one rank much longer than another, and longer than a collective may take. When a rank dies
+    meanwhile, the others raise RankLost.
+    """
 
     def __init__(self, group: Group, device: torch.device, *, every_s: float = IN_TOUCH_S) -> None:
         self._group = group
@@ -223,13 +235,13 @@ class InTouch:
         self._due = time.monotonic() + every_s
 
     def going_on(self) -> None:
-        """To be called often; now and then it waits for the others to do so."""
+        """Say that the work goes on. Call it often; every `every_s` it waits until the others call it too."""
         if time.monotonic() >= self._due:
             self._all_are_done(0)
             self._due = time.monotonic() + self._every_s
 
     def done(self) -> None:
-        """Waits until all ranks are."""
+        """Wait until all ranks are done."""
         while not self._all_are_done(1):
             pass
 
@@ -238,5 +250,5 @@ class InTouch:
 
 
 def _raw(x: Tensor) -> Tensor:
-    """The same bytes in a dtype that every backend carries: gloo has no float8."""
+    """Return the same bytes in a dtype that every backend carries: gloo has no float8."""
     return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x

@@ -1,7 +1,7 @@
-"""Who sends which tokens of a grant when several ranks compute it, and the proof that each is sent exactly once.
+"""Which rank sends which tokens of a grant when several compute it, and the proof that each token is sent exactly once.
 
 Plain ranges, no tensors, no peers. Page sizes do not appear: a payload is named by its tokens, and each end finds them
-in its own pages (`KVLayout.spans`), so that a plan holds whatever the two page sizes are.
+in its own pages (`KVLayout.spans`). So a plan holds for any two page sizes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pdinfer.checks import within
 from pdinfer.errors import ConfigError
 
 Slices = tuple[tuple[range, ...], ...]
-"""For each rank the token ranges it computes, in rising order."""
+"""The token ranges that each rank computes, in rising order."""
 
 
 @attrs.frozen
 class Push:
-    """What one writer, by its index in `PageGrant.writers`, sends: `tokens` of every layer in `layers`."""
+    """What one writer sends: `tokens` of every layer in `layers`. `writer` is an index in `PageGrant.writers`."""
 
     writer: int
     layers: range
@@ -29,8 +29,11 @@ class Push:
 
 @attrs.frozen
 class Plan:
-    """Every push of a grant. Raises ConfigError, naming the first gap or overlap, unless the pushes cover each token of
-    each layer once and nothing beside them."""
+    """Every push of a grant.
+
+    Raises ConfigError, naming the first gap or overlap, unless the pushes cover each token of each layer once and
+    nothing else.
+    """
 
     layers: range
     tokens: range
@@ -44,7 +47,7 @@ class Plan:
             self._check(layer)
 
     def of(self, writer: int) -> tuple[Push, ...]:
-        """What one writer sends; a writer with nothing to send still says its last word."""
+        """Return what one writer sends. A writer with nothing to send still ends the grant with its last word."""
         return tuple(push for push in self.pushes if push.writer == writer)
 
     def _check(self, layer: int) -> None:
@@ -62,11 +65,12 @@ class Plan:
 
 
 def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
-    """Splits a sequence between `cp_size` ranks so that causal attention costs each about the same.
+    """Split a sequence between `cp_size` ranks so that causal attention costs each about the same.
 
-    Cut into 2 * cp_size chunks, rank r takes chunk r and chunk 2 * cp_size - 1 - r: a cheap one near the start and a
-    dear one near the end, as in the training of Llama 3 (arXiv:2407.21783, section 3.3.2). Chunks differ by one token
-    at most; a rank may get nothing when there are few tokens. ConfigError for a size below 1.
+    The sequence is cut into 2 * cp_size chunks. Rank r takes chunk r and chunk 2 * cp_size - 1 - r: a cheap one near
+    the start and an expensive one near the end, as in the training of Llama 3 (arXiv:2407.21783, section 3.3.2). Chunks
+    differ by one token at most. A rank may get nothing when there are few tokens. Raises ConfigError for a size below
+    1.
     """
     if cp_size < 1:
         raise ConfigError(f"a context-parallel size of {cp_size} was asked for; the least is 1")
@@ -77,8 +81,10 @@ def context_parallel_slices(tokens: range, cp_size: int) -> Slices:
 
 
 def even_slices(tokens: range, size: int) -> Slices:
-    """An equal share of adjacent tokens for each of `size` ranks that all have all of them; some may be empty.
-    ConfigError for a size below 1."""
+    """Return an equal share of adjacent tokens for each of `size` ranks that all have all tokens; some may be empty.
+
+    Raises ConfigError for a size below 1.
+    """
     if size < 1:
         raise ConfigError(f"{size} writers were asked for; the least is 1")
     borders = [tokens.start + len(tokens) * rank // size for rank in range(size + 1)]
@@ -86,8 +92,10 @@ def even_slices(tokens: range, size: int) -> Slices:
 
 
 def plan_writers(layers: range, tokens: range, slices: Slices) -> Plan:
-    """What each rank sends when it computed its slice: of all `layers`, the part of its slice that decode lacks, which
-    is `tokens`. ConfigError when the slices leave a gap in `tokens`, or overlap."""
+    """Plan what each rank sends once it computed its slice: the part of it that decode lacks, in all `layers`.
+
+    Decode lacks `tokens`. Raises ConfigError when the slices leave a gap in `tokens`, or overlap.
+    """
     pushes = (
         Push(writer, layers, missing)
         for writer, ranges in enumerate(slices)
@@ -98,7 +106,7 @@ def plan_writers(layers: range, tokens: range, slices: Slices) -> Plan:
 
 
 def _joined(ranges: Sequence[range]) -> Iterator[range]:
-    """Without empty ranges, and with neighbours as one."""
+    """Drop empty ranges and join neighbours."""
     last: range | None = None
     for span in filter(None, ranges):
         if last is None or last.stop != span.start:

@@ -1,4 +1,4 @@
-"""Which rank this is and how the ranks are divided: plain ints, frozen, until `connect`."""
+"""Which rank this is and how ranks are divided into groups: frozen plain ints, until `connect`."""
 
 from __future__ import annotations
 
@@ -56,16 +56,18 @@ class Topology:
 
     @classmethod
     def single(cls) -> Self:
-        """One rank that holds everything."""
+        """Return the topology of one rank that holds everything."""
         return cls()
 
     @classmethod
     def from_env(
         cls, *, tp_size: int = 1, cp_size: int = 1, ep_size: int | None = None, moe_dense_tp_size: int = 1
     ) -> Self:
-        """The rank that torchrun describes in RANK and WORLD_SIZE; one rank when they are unset. What `tp_size` and
-        `cp_size` leave of the world is data parallel, and experts are spread over all of it unless `ep_size` says
-        otherwise. Raises ConfigError for values that do not fit."""
+        """Return the topology that torchrun describes in RANK and WORLD_SIZE; one rank when they are unset.
+
+        What `tp_size` and `cp_size` leave of the world is data parallel. Experts are spread over the whole world unless
+        `ep_size` says otherwise. Raises ConfigError for values that do not fit.
+        """
         values = {}
         for field, name, default in (("rank", "RANK", "0"), ("world_size", "WORLD_SIZE", "1")):
             text = os.environ.get(name, default)
@@ -90,7 +92,7 @@ class Topology:
 
     @property
     def attention_size(self) -> int:
-        """Ranks that have the same requests: cp_size * tp_size."""
+        """How many ranks have the same requests: cp_size * tp_size."""
         return self.cp_size * self.tp_size
 
     @property
@@ -111,15 +113,15 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """Whether hosts talk to this rank: the first of those that have the same requests."""
+        """Whether hosts talk to this rank, the first of the ranks that have the same requests."""
         return self.rank % self.attention_size == 0
 
     def at(self, rank: int) -> Topology:
-        """The same sizes as another rank sees them."""
+        """Return the same sizes as another rank sees them."""
         return attrs.evolve(self, rank=rank)
 
     def apart(self) -> Groups:
-        """The groups of this rank with their ranks and its place in them, and nobody to talk to: for plans."""
+        """Return the groups of this rank without connections to the others: enough for plans."""
         return Groups(
             world=Group("world", tuple(range(self.world_size)), self.rank),
             attention=self._alone("attention", self.attention_size),
@@ -130,11 +132,11 @@ class Topology:
         )
 
     def connect(self, device: str | torch.device = "cpu", *, timeout_s: float = 60.0) -> Groups:
-        """Meets the other ranks and returns the groups of this one; a collective: every rank calls it.
+        """Meet the other ranks and return the groups of this one. A collective: every rank calls it.
 
         It uses the torch.distributed backend that the host has begun, or begins one as torchrun's variables say (gloo
         for host tensors, NCCL for those on "cuda"). `timeout_s` is how long any collective may take. Raises ConfigError
-        when the ranks do not agree on sizes, RankLost when one does not come.
+        when the ranks do not agree on sizes, RankLost when a rank does not come.
         """
         if self.world_size == 1:
             return Groups.single()
@@ -172,13 +174,13 @@ class Topology:
         )
 
     def _alone(self, name: str, size: int, *, stride: int = 1) -> Group:
-        """This rank's group of `size` ranks that are `stride` apart, before it meets them."""
+        """Return this rank's group of `size` ranks that are `stride` apart, not connected."""
         at = self.rank // stride % size
         first = self.rank - at * stride
         return Group(name, tuple(range(first, first + size * stride, stride)), at)
 
     def _group(self, name: str, kind: str, size: int, *, stride: int = 1) -> Group:
-        """The same with the others."""
+        """Return the same group, connected."""
         alone = self._alone(name, size, stride=stride)
         if size == 1:
             return alone
@@ -195,7 +197,7 @@ class Topology:
         return attrs.evolve(alone, process_group=ours)
 
     def _compare(self, world: Group) -> None:
-        """Ranks that were started with different sizes would wait for each other forever."""
+        """Raise ConfigError where ranks were started with different sizes: they would wait for each other forever."""
         ours = torch.tensor([[getattr(self, name) for name in SIZES]])
         for rank, theirs in enumerate(world.all_gather(ours).tolist()):
             for name, value, other in zip(SIZES, ours[0].tolist(), theirs, strict=True):
@@ -204,7 +206,7 @@ class Topology:
 
 
 def _world_timeout(kind: str) -> timedelta:
-    """How long a collective of all ranks may take, as whoever began the backend said."""
+    """Return how long a collective of all ranks may take, as set when the backend was begun."""
     assert dist.group.WORLD is not None
     timeout: timedelta = dist.group.WORLD._get_backend(torch.device(kind)).options._timeout  # noqa: SLF001 - not public
     return timeout

@@ -1,7 +1,7 @@
-"""From a deployment to numbers, without a device: does it fit, and do its engines fit each other.
+"""Whether a deployment fits its devices and its engines fit each other, computed without a device.
 
-    cluster.py        a plan of engines over ranks, checked
-    rank_weights.py   the weights that a rank holds, in bytes
+    cluster.py        a checked plan of engines over ranks
+    rank_weights.py   how many bytes of weights a rank holds
 
 May import: checkpoint, config, kernels, kv, model, moe, parallel, the ground.
 """

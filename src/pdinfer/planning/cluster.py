@@ -29,7 +29,7 @@ H800_BYTES = int(79.1 * 2**30)
 
 
 def _device(value: str | torch.device) -> torch.device:
-    """What `load_model` can load onto, by its torch name. Raises ConfigError."""
+    """Return a device that `load_model` can load onto, by its torch name. Raises ConfigError."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError):
@@ -41,14 +41,14 @@ def _device(value: str | torch.device) -> torch.device:
 
 @attrs.frozen(kw_only=True)
 class EnginePlan:
-    """One engine of a cluster, of ranks that each have a `device` of `device_bytes`.
+    """One engine of a cluster; each of its ranks has a `device` of `device_bytes`.
 
-    The checkpoint is `stored` as published ones are ("float", "fp8" or "w8a8_dynamic"), and `weights` is what
-    `load_model` is told: what a rank then holds decides, not what lies in the files. One that exists can be loaded, as
-    far as sizes say: raises ConfigError with the values where heads, MLPs or experts do not divide over the ranks, the
-    dispatcher or the cache cannot have such sizes, or weights and a page of KV do not fit into the memory, or into
-    `mem_fraction_static` of it. Without `device_bytes` nobody asks about memory. What drivers and DeepEP's buffers take
-    is not known here: a pool finds it in use, and has fewer pages than planned.
+    The checkpoint is `stored` as published ones are ("float", "fp8" or "w8a8_dynamic"), and `weights` is the argument
+    of `load_model`. What a rank then holds decides, not what lies in the files. A plan that exists can be loaded, as
+    far as sizes say. Raises ConfigError, with the values, where heads, MLPs or experts do not divide over the ranks,
+    where the dispatcher or the cache cannot have such sizes, and where weights and a page of KV do not fit into the
+    memory, or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's
+    buffers take is not known here: a pool finds that memory in use, and has fewer pages than planned.
     """
 
     name: str
@@ -77,22 +77,22 @@ class EnginePlan:
 
     @cached_property
     def placement(self) -> ExpertPlacement | None:
-        """Where experts are at first; None in a model without any."""
+        """The first placement of experts; None in a model without experts."""
         return checked_placement(self.config, self.topology.ep_size, None, self.experts, mtp=self.mtp)
 
     @cached_property
     def layout(self) -> KVLayout:
-        """What a page holds, on every rank alike; weights have no id here."""
+        """What a page holds, the same on every rank. It names no weights."""
         return kv_layout_of(self.config, DTYPES[self.config.dtype], self.cache, mtp=self.mtp)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """What a rank holds of the weights, all ranks the same."""
+        """How many bytes of weights each rank holds."""
         return self._weight_bytes(self.weights)
 
     @cached_property
     def float_weight_bytes(self) -> int:
-        """What it would hold as floats of the config's dtype."""
+        """How many bytes a rank would hold as floats of the config's dtype."""
         return self._weight_bytes("float")
 
     def _weight_bytes(self, weights: str) -> int:
@@ -109,14 +109,14 @@ class EnginePlan:
 
     @property
     def num_pages(self) -> int | None:
-        """Pages of a rank's pool; None where neither the cache nor its device's memory says how many."""
+        """How many pages a rank's pool has; None where neither the cache nor the device's memory says."""
         fraction = self.cache.mem_fraction_static
         if self.cache.num_pages is not None or self.device_bytes is None or fraction is None:
             return self.cache.num_pages
         return (int(self.device_bytes * fraction) - self.weight_bytes) // self.layout.page_bytes
 
     def _check_memory(self) -> None:
-        """Weights are asked for in any case: that checks all that is allocated."""
+        """Raise ConfigError where memory does not suffice. Weights are counted in any case: that checks their sizes."""
         needed = self.weight_bytes + (self.cache.num_pages or 1) * self.layout.page_bytes
         if self.device_bytes is None:
             return
@@ -137,12 +137,12 @@ class EnginePlan:
 
     @property
     def attention_groups(self) -> list[range]:
-        """The ranks that have the same requests, for every data-parallel rank: who hosts talk to first."""
+        """The ranks that have the same requests, one range per data-parallel rank. Hosts talk to the first of each."""
         size = self.topology.attention_size
         return [range(first, first + size) for first in range(0, self.topology.world_size, size)]
 
     def check_steps(self, num_tokens: int, told: str) -> None:
-        """Raises ConfigError where a step is larger than DeepEP's low-latency kernels are made for."""
+        """Raise ConfigError where a step is larger than DeepEP's low-latency kernels can carry."""
         options = self.experts
         if (options.moe_a2a_backend, options.deepep_mode) == ("deep_ep", "low_latency"):
             most, overlap = options.num_max_dispatch_tokens_per_rank, options.two_batch_overlap
@@ -161,15 +161,17 @@ class EnginePlan:
 
 
 def _gib(num_bytes: float) -> str:
-    """For people."""
+    """Return a size as text."""
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
 @attrs.frozen(kw_only=True)
 class ClusterPlan:
-    """Prefill and decode engines of which every one hands KV to every one. Raises ConfigError with the values when a
-    side is empty, pages differ in size or an engine's steps are larger than what carries their tokens, LayoutMismatch
-    when pages mean different things."""
+    """Prefill and decode engines, where every prefill engine hands KV to every decode engine.
+
+    Raises ConfigError, with the values, when a side is empty, when pages differ in size, and when an engine's steps are
+    larger than its dispatcher can carry; LayoutMismatch when pages mean different things.
+    """
 
     prefill: tuple[EnginePlan, ...]
     decode: tuple[EnginePlan, ...]
@@ -203,8 +205,10 @@ class ClusterPlan:
         return sum(engine.topology.world_size for engine in self.engines)
 
     def pairs(self) -> Iterator[tuple[EnginePlan, range, EnginePlan, range]]:
-        """(prefill, its ranks that write, decode, its ranks that each are written to) of every way that a request can
-        take, proven to bring each of these ranks every token of every layer once."""
+        """Yield every way that a request can take: prefill, its writing ranks, decode, its receiving ranks.
+
+        Each way is proven to bring each receiving rank every token of every layer once.
+        """
         for prefill in self.prefill:
             tokens = range(prefill.config.max_position_embeddings)
             plan_writers(prefill.layout.layers, tokens, even_slices(tokens, prefill.topology.attention_size))
@@ -219,8 +223,11 @@ class ClusterPlan:
 
 
 def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Nodes of each prefill and of each decode engine of a cluster as deployments are named: "P3x3D4" is three prefill
-    engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises ConfigError for other text."""
+    """Return the nodes of each prefill and of each decode engine, from the name of a deployment.
+
+    "P3x3D4" is three prefill engines of 3 nodes and a decode engine of 4, "P4D9" one of 4 and one of 9. Raises
+    ConfigError for other text.
+    """
     match = re.fullmatch(r"P(?:([1-9]\d?)x)?([1-9]\d?)D(?:([1-9]\d?)x)?([1-9]\d?)", text)
     if match is None:
         raise ConfigError(f'a cluster is named like "P3x3D4" or "P4D9", got {clip(text)}')
@@ -229,12 +236,12 @@ def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights: str = "stored") -> ClusterPlan:
-    """A cluster as a study of DeepSeek-V3 on 13 nodes of 8 H800 of 80 GB ran it (SGLang 0.4.8, July 2025): attention is
-    data parallel and experts are spread over all ranks of an engine, with 32 redundant ones, weights are multiplied in
-    the FP8 they are stored in.
+    """Return a cluster as in a study of DeepSeek-V3 on 13 nodes of 8 H800 of 80 GB (SGLang 0.4.8, July 2025).
 
-    `weights="stored"` holds that too, and makes floats of it call by call; "auto", which for want of FP8 products makes
-    bfloat16 of it once and for all, is refused where twice the bytes do not fit.
+    Attention is data parallel, and experts are spread over all ranks of an engine, with 32 redundant ones. In the study
+    weights are multiplied in FP8, as they are stored. `weights="stored"` holds FP8 too and converts it to floats in
+    each call. "auto" converts it to bfloat16 once, because FP8 products are missing, and is refused where twice the
+    bytes do not fit.
     """
     prefill_nodes, decode_nodes = engine_nodes(text)
     shared = ExpertConfig(

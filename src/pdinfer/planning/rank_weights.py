@@ -1,4 +1,4 @@
-"""What a rank of an engine holds of a model's weights, known without a checkpoint and without memory for them."""
+"""How many bytes of a model's weights a rank holds, without a checkpoint and without memory for them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology
 
 STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
-"""How published checkpoints are stored, by the names of `quantize_checkpoint`; "float" is not quantized."""
+"""How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
 
 
 @attrs.frozen(kw_only=True)
 class PublishedWeights:
-    """A checkpoint of `config` of which the same is quantized as in published ones; one of STORED."""
+    """A checkpoint of `config` in which the same weights are quantized as in published ones; `stored` is in STORED."""
 
     config: ModelConfig
     stored: str
@@ -38,13 +38,13 @@ class PublishedWeights:
         return Scheme.FLOAT if is_float else STORED[self.stored]
 
     def holds(self, name: str) -> bool:
-        """Only what every checkpoint has to."""
+        """Return False: only what every checkpoint must have is counted."""
         return False
 
 
 @attrs.define
 class Counted(Destinations):
-    """Destinations of which nothing is known but their bytes, which is quick."""
+    """Destinations that only count bytes, which is quick."""
 
     counted: int = 0
 
@@ -63,8 +63,11 @@ def rank_weight_bytes(
     experts: ExpertConfig,
     placement: ExpertPlacement | None,
 ) -> int:
-    """What `load_model` with these arguments would allocate for a published checkpoint: it builds the same model on the
-    meta device. The MTP layer's embedding and head are the model's. Raises what `load_model` would for such sizes."""
+    """Return how many bytes `load_model` with these arguments would allocate for a published checkpoint.
+
+    It builds the same model on the meta device. The MTP layer shares the model's embedding and head. Raises what
+    `load_model` would raise for such sizes.
+    """
     if stored not in STORED:
         raise ConfigError(f"stored must be one of {', '.join(STORED)}, got {stored!r}")
     dtype, groups = DTYPES[config.dtype], topology.apart()

@@ -30,7 +30,7 @@ def by_rank(placement: pd.ExpertPlacement) -> Ints:
 
 
 def rank_load(placement: pd.ExpertPlacement, load: Any) -> Floats:
-    """[L, ranks]: what each rank does when `load` comes."""
+    """Return the load of each rank under `load`: [L, ranks]."""
     load = np.asarray(load, np.float64)
     table = placement.physical_to_logical_map
     shares = placement.slot_shares
@@ -40,7 +40,7 @@ def rank_load(placement: pd.ExpertPlacement, load: Any) -> Floats:
 
 
 def balancedness(loads: Floats) -> Floats:
-    """Per layer."""
+    """Return the balancedness per layer."""
     return loads.mean(1) / loads.max(1)
 
 
@@ -50,7 +50,7 @@ def lognormal(num_layers: int, num_experts: int, seed: int = 0) -> Floats:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Floats, dict[str, Any]]:
-    """Any load with sizes that fit."""
+    """Draw any load with sizes that fit."""
     num_nodes = draw(st.integers(1, 3))
     num_ranks = num_nodes * draw(st.integers(1, 4))
     num_groups = num_nodes * draw(st.integers(1, 2))
@@ -173,7 +173,7 @@ def test_deepseeks_sizes_are_checked() -> None:
 
 @given(problems())
 def test_a_solution_is_a_placement_of_all_load(problem: tuple[Floats, dict[str, Any]]) -> None:
-    """That it is a placement at all says that no expert is missing and that shares sum to one."""
+    """A placement by itself proves that no expert is missing and that shares sum to one."""
     load, sizes = problem
     placement = solve_placement(load, **sizes)
     assert not placement.twins.any()
@@ -214,7 +214,7 @@ def test_twins_make_room_for_experts_that_are_at_home_and_cheap_layers_come_firs
 
 
 def test_loads_of_any_size_are_taken() -> None:
-    """Only proportions matter: powers of two change nothing, whatever float32 or float64 can say."""
+    """Only proportions matter: powers of two change nothing, even beyond the range of float32 and float64."""
     load = lognormal(2, 16)
     ours, theirs = solve_placement(load, num_ranks=4, num_redundant=4), pd.rebalance_experts(load, 20, 4, 2, 4)
     for factor in (2.0**-1000, 2.0**-140, 2.0**115, 2.0**1000):
@@ -262,7 +262,7 @@ def test_crossing_nodes_buys_balance_at_the_price_that_is_set() -> None:
 
 
 def test_shares_even_out_what_copies_alone_cannot() -> None:
-    """Expert 0 has half of all tokens; beside its two copies lie experts of unequal load."""
+    """Expert 0 has half of all tokens, and experts of unequal load lie beside its two copies."""
     placement = solve_placement([[60, 35, 5, 20]], num_ranks=2, num_redundant=2)
     assert rank_load(placement, [[60, 35, 5, 20]]).tolist() == [[60.0, 60.0]]
 
@@ -306,7 +306,7 @@ def test_nothing_moves_where_nothing_changed() -> None:
 
 
 def test_a_layer_laid_out_anew_keeps_the_ranks_and_slots_it_can() -> None:
-    """Loads of two experts change places: a new layout differs in names alone."""
+    """The loads of two experts change places, so a new layout differs in names alone."""
     load = lognormal(1, 16)
     previous = solve_placement(load, num_ranks=4)
     later = load.copy()

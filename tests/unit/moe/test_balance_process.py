@@ -26,7 +26,7 @@ LOAD = np.array([[1, 1, 1, 1, 90, 80, 1, 1]] * 2)
 
 
 def answers_to(*loads: Any) -> list[SolveAnswer]:
-    """Those of `serve`, in this process."""
+    """Return the answers of `serve`, run in this process."""
     requests, answers = io.BytesIO(), io.BytesIO()
     for load in loads:
         body = msgspec.msgpack.encode(SolveRequest(load, PackedPlacement.of(PREVIOUS)))
@@ -69,13 +69,13 @@ def poll_until_it_raises(solver: SolverProcess) -> None:
 
 
 def kill_before_it_reads(solver: SolverProcess) -> None:
-    """Its end is met in writing the request, as EPIPE."""
+    """Kill it so that the end shows when the request is written, as EPIPE."""
     os.kill(solver.pid, signal.SIGKILL)
     os.waitid(os.P_PID, solver.pid, os.WEXITED | os.WNOWAIT)
 
 
 def kill_after_it_reads(solver: SolverProcess) -> None:
-    """Its end is met in reading the answer, as an end of file."""
+    """Kill it so that the end shows when the answer is read, as an end of file."""
     os.kill(solver.pid, signal.SIGSTOP)
     while not solver.has_written:
         solver.poll()
@@ -84,7 +84,7 @@ def kill_after_it_reads(solver: SolverProcess) -> None:
 
 @pytest.fixture
 def answering(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[bytes], SolverProcess]:
-    """Return a solver whose process answers any request with this frame."""
+    """Return a function that makes a solver whose process answers any request with one frame."""
 
     def start(body: bytes) -> SolverProcess:
         python = tmp_path / "python"

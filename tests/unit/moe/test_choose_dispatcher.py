@@ -1,4 +1,4 @@
-"""The dispatcher that is asked for, or a sentence why not."""
+"""A host gets the dispatcher that it asks for, or a sentence why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepEP's kernels cannot do is refused with its values before they are entered, and so are bad tuned files."""
+"""Sizes that DeepEP's kernels cannot serve are refused with the values before a kernel runs; so are bad tuned files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
-    """An engine whose model dispatches at most 4 tokens per rank; `changes` are of its topology and experts."""
+    """Make an engine whose model dispatches at most 4 tokens per rank. `changes` concern its topology and experts."""
     model = random_model(tiny_config(num_nextn_predict_layers=1), mtp=True)
     model.experts.dispatcher = DeepEPLowLatency(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
     model.experts.two_batch_overlap = bool(changes.get("two_batch_overlap", False))

@@ -1,4 +1,4 @@
-"""The experts of a rank: whatever form rows come in the results are the same, and a slot can be read and written."""
+"""The experts of a rank: results do not depend on the form in which rows come, and a slot can be read and written."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_two_batches_under_way_give_what_one_does(num_tokens: int, ranks: bool) 
 
 @attrs.define
 class NotedDispatcher:
-    """One whose calls are noted."""
+    """A dispatcher whose calls are noted."""
 
     inner: LocalDispatcher
     calls: list[str] = attrs.field(factory=list)

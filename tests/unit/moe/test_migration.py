@@ -20,7 +20,7 @@ PLACEMENT = scattered(pd.ExpertPlacement.trivial(1, 4, 2), 1)
 
 @attrs.define
 class FakeTransfer:
-    """Keeps what is done with it; packing the part `broken` raises."""
+    """A transfer that notes what is done with it. Packing the part `broken` raises."""
 
     num_parts: int
     broken: int | None = None
@@ -44,7 +44,7 @@ def staged(transfer: Any) -> Migration:
 
 
 def in_state(state: MigrationState) -> tuple[Migration, FakeTransfer]:
-    """A migration of two parts that has come to this state."""
+    """Return a migration of two parts that has come to this state, and its transfer."""
     transfer = FakeTransfer(2, broken=1 if state is FAILED else None)
     migration = staged(transfer)
     while migration.state is not state:
@@ -58,7 +58,7 @@ def status_of(migration: Migration) -> ExpertStatus:
 
 
 def agree(migration: Migration, others: Sequence[ExpertStatus] | None = None) -> MigrationState:
-    """Follow what this rank and `others` say, by default one that says the same."""
+    """Follow what this rank and `others` say; by default one other rank says the same."""
     ours = status_of(migration)
     statuses = [ours, *([ours] if others is None else others)]
     migration.follow(Verdict.of(migration.digest, statuses), statuses)

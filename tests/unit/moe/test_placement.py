@@ -1,4 +1,4 @@
-"""Placements of experts: what is refused, what is derived, what it takes to go from one to another."""
+"""Placements of experts: what is refused, what is derived, and what it takes to get from one to another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def by_rank(any_placement: pd.ExpertPlacement) -> Ints:
 
 @st.composite
 def placements(draw: st.DrawFn, like: pd.ExpertPlacement | None = None, *, twins: bool = False) -> pd.ExpertPlacement:
-    """Any placement, or any of the same sizes as another; with `twins` an expert may be on a rank several times."""
+    """Draw any placement, or any of the same sizes as `like`. With `twins` an expert may be on a rank twice."""
     if like is None:
         num_ranks = draw(st.integers(1, 6))
         num_experts = draw(st.integers(num_ranks, 12))
@@ -231,7 +231,7 @@ def test_bad_shares_are_refused(shares: Any, says: str) -> None:
 
 
 def picked(table: DispatchTable, u: Floats) -> Ints:
-    """The slot for each of `u`, [L, E, len(u)]."""
+    """Return the slot for each of `u`: [L, E, len(u)]."""
     index = (u[:, None] >= table.until[:, :, None, :]).sum(3)
     return np.take_along_axis(table.slots, index, 2)
 
@@ -272,7 +272,7 @@ def test_static_spreads_ranks_evenly_over_copies(any_placement: pd.ExpertPlaceme
 
 
 def test_static_follows_shares() -> None:
-    """Four ranks, and a copy that takes three quarters."""
+    """There are four ranks, and one copy takes three quarters of the tokens."""
     ours = pd.ExpertPlacement(
         physical_to_logical_map=[[0, 0, 1, 2]], num_logical_experts=3, num_ranks=4, slot_shares=[[0.25, 0.75, 1, 1]]
     )

@@ -1,4 +1,4 @@
-"""Files of expert locations: what goes out comes back, and what strangers write is refused with the values."""
+"""Files of expert locations: what is written can be read, and bad files are refused with the values."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_placement_comes_back(
 
 
 EP_SIZES = (16, 18, 24, 32, 36, 48, 72)
-"""Between how many ranks 58 layers of 256 + 32 experts are divided, as DeepSeek-V3's deployments do."""
+"""How many ranks share 58 layers of 256 + 32 experts in deployments of DeepSeek-V3."""
 
 
 def loads() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Ranks that change to another placement: together or not at all, whatever comes between."""
+"""Ranks change to another placement together or not at all, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZE = 8
 
 @attrs.define
 class Slots:
-    """The experts of a rank in one layer: the bytes of an expert are its number. Reading `fails` once."""
+    """The experts of a rank in one layer. The bytes of an expert are its number. When `fails`, one read raises."""
 
     data: Tensor
     fails: bool = False
@@ -51,7 +51,7 @@ class Slots:
 
 
 class FakeSolver:
-    """Answers with any other placement, at the second look."""
+    """A solver that answers with any other placement, at the second look."""
 
     def __init__(self) -> None:
         self.is_asked, self.asked = False, 0
@@ -79,7 +79,7 @@ class FakeSolver:
 
 
 class World:
-    """RANKS ranks, of which all see every agreement."""
+    """RANKS ranks that all take part in every agreement."""
 
     def __init__(self, pool: ThreadPoolExecutor, **options: Any) -> None:
         self.pool = pool
@@ -106,7 +106,7 @@ class World:
             self.ranks.append(Rebalancing(experts, moe, groups, config, solver=self.solvers[-1]))
 
     def agree(self, *, runs: bool = False) -> None:
-        """One agreement; then all ranks use the same placement, and hold what it says."""
+        """Agree once, and check that all ranks use the same placement and hold what it says."""
         statuses = [rank.status() for rank in self.ranks]
         moves = list(self.pool.map(lambda rank: rank.agreed(statuses, runs=runs), self.ranks))
         assert len(set(moves)) == 1
@@ -118,7 +118,7 @@ class World:
             assert np.array_equal(held, placement.physical_to_logical_map[:, list(placement.slots_of(rank))])
 
     def settle(self) -> None:
-        """Agrees as long as somebody has news."""
+        """Agree as long as a rank has news."""
         for _ in range(100):
             if not any(rank.has_news or rank.is_solving for rank in self.ranks):
                 return
@@ -126,7 +126,7 @@ class World:
         raise AssertionError("there is always news")
 
     def break_rank(self, rank: int) -> None:
-        """The rank cannot read its weights the next time that it must."""
+        """Make the next read of weights on this rank fail."""
         self.layers[rank][0].fails = True
 
 

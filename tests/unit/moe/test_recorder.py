@@ -1,4 +1,4 @@
-"""Counting what experts are chosen for."""
+"""How many tokens chose each expert is counted, step by step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS, EXPERTS, TOP_K = 2, 5, 2
     st.sampled_from(["window", "stat"]),
 )
 def test_counts_are_those_of_the_steps_that_count(seed: int, tokens: list[int], window: int, mode: str) -> None:
-    """Steps of any number of tokens, none included."""
+    """Steps may have any number of tokens, even none."""
     rng = np.random.default_rng(seed)
     recorder = ExpertLoadRecorder(LAYERS, EXPERTS, device="cpu", mode=mode, window=window)
     steps = []

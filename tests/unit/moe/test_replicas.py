@@ -1,4 +1,4 @@
-"""Tokens go to slots that hold their expert, as the rule says, and tables change where they lie."""
+"""Tokens go to slots that hold their expert, as the rule says, and tables change in place."""
 
 from __future__ import annotations
 

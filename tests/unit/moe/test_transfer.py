@@ -1,4 +1,4 @@
-"""Experts travel in parts of so many bytes, each once."""
+"""Experts travel in parts of limited size, each once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pdinfer.moe.placement import ExpertMove
 RANKS = 3
 ENDS = ("source_rank", "destination_rank")
 SIZES = (3, 5)
-"""Bytes of an expert, by layer."""
+"""The bytes of an expert, by layer."""
 
 
 def move(layer: int, source: int, destination: int) -> ExpertMove:
@@ -36,7 +36,7 @@ moves = st.builds(move, st.integers(0, 1), st.integers(0, RANKS - 1), st.integer
 
 
 def sizes_at(part: Sequence[ExpertMove], end: str, rank: int) -> list[int]:
-    """The bytes of each expert that a rank sends or receives."""
+    """Return the bytes of each expert that a rank sends or receives."""
     return [SIZES[each.layer] for each in part if getattr(each, end) == rank]
 
 

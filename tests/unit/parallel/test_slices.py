@@ -1,4 +1,4 @@
-"""Plans for several writers: every (layer, token) is sent once, and lands, whatever the page sizes."""
+"""Plans for several writers send every (layer, token) once, and it lands, whatever the page sizes."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def test_slices_cover_each_token_once_in_rising_order(tokens: range, cp_size: in
 
 @given(spans, sizes)
 def test_no_rank_attends_to_much_more_than_another(tokens: range, cp_size: int) -> None:
-    """The cost of a token is what lies before it. Each chunk is off by less than one token, so each rank by less than
-    two tokens, at most as dear as the last ones."""
+    """A token costs as much as there are tokens before it. Each chunk is off by less than one token, so each rank by
+    less than two, which cost at most as much as the last ones."""
     slices = context_parallel_slices(tokens, cp_size)
     costs = [sum(token - tokens.start + 1 for span in ranges for token in span) for ranges in slices]
     assert max(costs) - min(costs) <= 2 * len(tokens) + 2

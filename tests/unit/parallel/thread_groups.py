@@ -1,4 +1,4 @@
-"""Ranks that are threads: groups whose collectives meet at a barrier, for what needs no processes."""
+"""Ranks as threads: groups whose collectives meet at a barrier, for tests that need no processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 180.0
 
 @attrs.frozen(eq=False, kw_only=True)
 class Meeting:
-    """Where the ranks of one group bring what they have."""
+    """The place where the ranks of one group exchange what they have."""
 
     size: int
     barrier: threading.Barrier
@@ -67,7 +67,7 @@ class ThreadGroup(Group):
 
 
 def groups_of(*, dp_size: int = 1, tp_size: int = 1) -> list[Groups]:
-    """Of each rank of a new world; only world and attention groups do something."""
+    """Return the groups of each rank of a new world. Only world and attention groups work."""
     size = dp_size * tp_size
     world = Meeting(size=size, barrier=threading.Barrier(size))
     attention = [Meeting(size=tp_size, barrier=threading.Barrier(tp_size)) for _ in range(dp_size)]
@@ -88,8 +88,10 @@ def groups_of(*, dp_size: int = 1, tp_size: int = 1) -> list[Groups]:
 
 
 def on_ranks(groups: Sequence[Groups], work: Callable[[Groups], T]) -> list[T]:
-    """What `work` gives on each rank, run in threads at the same time; raises what the first one raised, and then no
-    other waits for it."""
+    """Run `work` on each rank, in threads at the same time, and return the results.
+
+    Raises what the first rank raised; the others then do not wait for it.
+    """
     with ThreadPoolExecutor(len(groups)) as pool:
         futures = [pool.submit(work, one) for one in groups]
         failed = [future for future in wait(futures, TIMEOUT_S, FIRST_EXCEPTION).done if future.exception()]
@@ -99,7 +101,7 @@ def on_ranks(groups: Sequence[Groups], work: Callable[[Groups], T]) -> list[T]:
 
 
 def abandon(groups: Sequence[Groups]) -> None:
-    """Who waits for others of these ranks is told that they do not come."""
+    """Tell every rank that waits for others that they do not come."""
     for one in groups:
         for group in (one.world, one.attention):
             assert isinstance(group, ThreadGroup)

@@ -1,4 +1,4 @@
-"""Plans for clusters that nobody has at hand are made, and refused, with plain numbers."""
+"""Plans for clusters are made, and refused, with plain numbers and without the hardware."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_deployments_fit(text: str, ranks: int, slots: list[int], pairs: int
 
 
 def test_context_parallel_prefill_writes_to_tensor_parallel_decode() -> None:
-    """DeepSeek-V3.2 on 32 ranks a side: one prompt at a time over all, and eight decodes of four ranks."""
+    """DeepSeek-V3.2 runs on 32 ranks a side: one prompt at a time over all of them, and eight decodes of four ranks."""
     prefill = EnginePlan(name="P", config=V32, topology=Topology(world_size=32, cp_size=32, ep_size=32), mtp=True)
     topology = Topology(world_size=32, dp_size=8, tp_size=4, ep_size=32)
     plan = ClusterPlan(prefill=(prefill,), decode=(attrs.evolve(prefill, name="D", topology=topology),))

@@ -13,7 +13,7 @@ from pdinfer.moe.balance.solver import solve_placement
 
 
 def answer_to(request: SolveRequest) -> SolveAnswer:
-    """An answer to a request, whatever it says."""
+    """Return the answer to a request, an error included."""
     try:
         previous = request.previous.unpack()
         placement = solve_placement(
@@ -29,7 +29,7 @@ def answer_to(request: SolveRequest) -> SolveAnswer:
 
 
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answers one request after the other until there are no more."""
+    """Answer one request after the other until there are no more."""
     while len(head := requests.read(FRAME.size)) == FRAME.size:
         request = msgspec.msgpack.decode(requests.read(*FRAME.unpack(head)), type=SolveRequest)
         body = msgspec.msgpack.encode(answer_to(request))
@@ -40,5 +40,5 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     os.nice(10)
     with os.fdopen(0, "rb") as requests, os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)  # what else is printed must not lie between frames
+        os.dup2(2, 1)  # nothing that is printed may come between frames
         serve(requests, answers)

@@ -1,7 +1,7 @@
-"""Experts in the slots of ranks, for many layers at once, and the passes that even out what each rank has to do.
+"""Experts assigned to the slots of ranks, for many layers at once, and the passes that even out the load of ranks.
 
-A pass takes one step in every layer at a time, so its cost is that of a few numpy calls and hardly grows with layers.
-"Row" below is one problem of assignment: a layer, or one node's part of it.
+A pass takes one step in every layer at a time, so it costs a few numpy calls, whatever the number of layers. A "row"
+below is one problem of assignment: a layer, or one node's part of it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from pdinfer.moe.placement.placement import Floats, Ints, Shares, count_replicas
 
 
 def replicate(load_LE: Floats, num_slots: int, max_copies: int) -> Ints:
-    """How many slots each expert gets: the next one always goes to the expert with the highest load per copy, which
-    makes the highest load per copy as low as it can be. [L, E] -> [L, E], at most `max_copies` each."""
+    """Return how many slots each expert gets: [L, E] -> [L, E], at most `max_copies` each.
+
+    The next slot always goes to the expert with the highest load per copy, which makes that load as low as it can be.
+    """
     rows = np.arange(len(load_LE))
     counts = np.ones(load_LE.shape, np.int64)
     per_copy = load_LE.copy()
@@ -27,10 +29,10 @@ def replicate(load_LE: Floats, num_slots: int, max_copies: int) -> Ints:
 
 
 def deal(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
-    """Deals copies to ranks, heaviest first: one to every rank before any gets its next, the heaviest of a round to the
-    rank that has least. [L, num_ranks, slots per rank]; no expert is twice on a rank.
+    """Deal copies to ranks, heaviest first: [L, num_ranks, slots per rank]. No expert is twice on a rank.
 
-    Copies of one expert are neighbours in that order, at most as many as ranks: so they fall into one round, or into
+    Every rank gets one copy per round, and the heaviest of a round goes to the rank that has least. Copies of one
+    expert are neighbours in that order, and there are at most as many as ranks. So they fall into one round, or into
     the end of one and the beginning of the next, where ranks that have the expert are passed over.
     """
     num_layers, num_experts = load_LE.shape
@@ -58,10 +60,10 @@ def deal(load_LE: Floats, counts_LE: Ints, num_ranks: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class Assignment:
-    """Which expert lies in each slot, and how much of its load that slot carries; the passes change it in place.
+    """Which expert lies in each slot, and how much of its load that slot carries. The passes change it in place.
 
-    `load_LE` is the load of experts, `experts` int64 [L, ranks, slots per rank], `parts` float64 alike: what a slot
-    carries; `rank_load` [L, ranks] is their sum.
+    `load_LE` is the load of experts. `experts`, int64 [L, ranks, slots per rank], is the expert of each slot, and
+    `parts`, float64 of the same shape, what the slot carries. `rank_load` [L, ranks] is the sum of parts.
     """
 
     load_LE: Floats
@@ -71,7 +73,7 @@ class Assignment:
 
     @classmethod
     def of(cls, load_LE: Floats, experts: Ints, shares: Floats | Shares | None = None) -> Assignment:
-        """Slots that carry their share of their expert's load: `shares` [L, P], or the same for all copies."""
+        """Assign to each slot its share of its expert's load: `shares` [L, P], or equal shares for all copies."""
         flat = experts.reshape(len(experts), -1)
         if shares is None:
             shares = 1 / np.take_along_axis(count_replicas(flat, load_LE.shape[1]), flat, 1)
@@ -94,37 +96,37 @@ class Assignment:
         return int(self.experts.shape[2])
 
     def counts(self) -> Ints:
-        """Copies of each expert: [L, E]."""
+        """Return how many copies each expert has: [L, E]."""
         return count_replicas(self.experts.reshape(self.num_layers, -1), self.load_LE.shape[1])
 
     def slots_of(self, expert: Ints) -> Ints:
-        """The slots of one expert per row, numbered over all ranks and padded with -1: [rows, copies]."""
+        """Return the slots of one expert per row, numbered over all ranks and padded with -1: [rows, copies]."""
         here = self.experts.reshape(self.num_layers, -1) == expert[:, None]
         slots = np.argsort(~here, axis=1, kind="stable")[:, : int(here.sum(1).max())]
         return np.where(np.take_along_axis(here, slots, 1), slots, -1)
 
     def balancedness(self) -> Floats:
-        """Mean over highest load of a rank, per layer: [L]; 1 where there is no load."""
+        """Return the mean load of a rank over the highest, per layer: [L]; 1 where there is no load."""
         highest = self.rank_load.max(1)
         return np.where(highest > 0, self.rank_load.mean(1) / np.where(highest > 0, highest, 1.0), 1.0)
 
     def take(self, rows: Ints) -> Assignment:
-        """Those rows alone, copied."""
+        """Return a copy of those rows alone."""
         return Assignment(self.load_LE[rows], self.experts[rows], self.parts[rows], self.rank_load[rows])
 
     def put(self, rows: Ints, part: Assignment) -> None:
-        """Writes rows back that were taken."""
+        """Write back rows that were taken."""
         self.experts[rows], self.parts[rows], self.rank_load[rows] = part.experts, part.parts, part.rank_load
 
     def reorder(self, slots: Ints) -> Assignment:
-        """With that in each slot which lies in the given one; `slots` [L, P] is numbered over all ranks."""
+        """Return the assignment whose slot p holds what is in slot `slots[p]` here; [L, P], numbered over all ranks."""
         shape = self.experts.shape
         experts = np.take_along_axis(self.experts.reshape(slots.shape), slots, 1).reshape(shape)
         parts = np.take_along_axis(self.parts.reshape(slots.shape), slots, 1).reshape(shape)
         return Assignment(self.load_LE, experts, parts, parts.sum(2))
 
     def swap(self, rows: Ints, a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> None:
-        """Exchanges what lies in two slots, each given as (rank, slot within rank), one exchange for each of `rows`."""
+        """Exchange two slots, each given as (rank, slot within rank), once for each of `rows`."""
         (rank_a, slot_a), (rank_b, slot_b) = a, b
         at_a, at_b = (rows, rank_a, slot_a), (rows, rank_b, slot_b)
         change = self.parts[at_b] - self.parts[at_a]
@@ -134,8 +136,8 @@ class Assignment:
         self.rank_load[rows, rank_b] -= change
 
     def fill(self, rows: Ints, slots: Ints) -> None:
-        """Divides one expert per row over its slots so that the fullest of their ranks is as low as can be, like water
-        over a floor. `slots` [rows, copies], numbered over all ranks and padded with -1."""
+        """Divide one expert per row over its slots so that the fullest of their ranks is as low as possible, like water
+        over a floor. `slots` [rows, copies] is numbered over all ranks and padded with -1."""
         real = slots >= 0
         at = (rows[:, None], slots // self.per_rank, slots % self.per_rank)
         part = np.where(real, self.parts[at], 0.0)
@@ -152,10 +154,10 @@ class Assignment:
         self.rank_load[where[:2]] = floor[row, copy] + new[row, copy]
 
     def spread(self, rows: Ints, sweeps: int) -> None:
-        """Divides every replicated expert of those rows over its slots, one after another, `sweeps` times.
+        """Divide every replicated expert of those rows over its slots, one after another, `sweeps` times.
 
-        Each division lowers the sum of squares of rank loads, which is smooth and convex in the parts; repeated, it
-        comes to the division whose fullest rank is the lowest that these slots allow.
+        Each division lowers the sum of squares of rank loads, which is smooth and convex in the parts. Repetition
+        converges to the division whose fullest rank is the lowest that these slots allow.
         """
         if not len(rows):
             return
@@ -173,9 +175,12 @@ class Assignment:
 
 
 def swap_pairs(assignment: Assignment, enough_L: Floats, rounds: int) -> None:
-    """Pairs the fuller half of each row's ranks with the emptier half, other ones each round, and lets every pair
-    exchange the two experts that bring it closest to even. Coarse and fast: all pairs at once. Rows whose fullest rank
-    has no more than `enough_L` are left alone."""
+    """Pair the fuller half of each row's ranks with the emptier half, and exchange the two experts that bring each pair
+    closest to even.
+
+    Every round makes other pairs and treats all of them at once, which is coarse and fast. Rows whose fullest rank has
+    no more than `enough_L` are left alone.
+    """
     half = assignment.num_ranks // 2
     for turn in range(rounds if half else 0):
         live = np.nonzero(assignment.rank_load.max(1) > enough_L)[0]

@@ -1,4 +1,4 @@
-"""From the load of experts to their placement: DeepSeek's EPLB by its own names, and a solver that goes further."""
+"""From the load of experts to their placement: DeepSeek's EPLB under its own names."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
 
 FLOAT32_EXPONENT = 110
-"""The sum of MAX_EXPERTS = 2^16 loads below 2^110 is within float32, whose exponents end at 128, and there is as much
-room below as can be."""
+"""A sum of MAX_EXPERTS = 2^16 loads below 2^110 fits float32, whose exponents end at 128. A lower exponent would leave
+less room below."""
 LEAST_LOAD = 2.0**-900
-"""Any part of it is a float64 of full precision."""
+"""The least load that is kept. Any part of it is a float64 of full precision."""
 
 
 def check_load(load: Any) -> Floats:
-    """The load of experts as float64 [layers, experts]: nested lists, an array, or a tensor on the host; counts or any
-    other measure, as only the proportions within a layer matter. Raises ConfigError for another shape, and naming layer
-    and expert for a load that is NaN, negative, or infinite as a float64."""
+    """Return the load of experts as float64 [layers, experts].
+
+    `load` is nested lists, an array, or a tensor on the host. It holds counts or any other measure, as only the
+    proportions within a layer matter. Raises ConfigError for another shape, and for a load that is NaN, negative, or
+    infinite as a float64; the text names layer and expert.
+    """
     try:
         table = np.asarray(load)
     except (TypeError, ValueError, RuntimeError) as failure:
@@ -41,7 +44,7 @@ def check_load(load: Any) -> Floats:
 
 
 def _as_float(value: int) -> float:
-    """Of an int of any size, one beyond all floats being infinite."""
+    """Return an int of any size as a float, infinite beyond the range of floats."""
     try:
         return float(value)
     except OverflowError:
@@ -49,8 +52,10 @@ def _as_float(value: int) -> float:
 
 
 def scaled(load_LE: Floats, exponent: int) -> Floats:
-    """Each layer's loads times the power of two that brings the highest to 2^(exponent - 1) at least and below
-    2^exponent. What is then below LEAST_LOAD, too far from the highest to change anything, becomes 0."""
+    """Return each layer's loads times the power of two that brings the highest into [2^(exponent - 1), 2^exponent).
+
+    What is then below LEAST_LOAD is too far from the highest to change anything, and becomes 0.
+    """
     _, highest = np.frexp(load_LE.max(1, keepdims=True))
     scaled_LE = np.ldexp(load_LE, exponent - highest)
     return np.where(scaled_LE < LEAST_LOAD, 0.0, scaled_LE)
@@ -71,16 +76,16 @@ def _check_divides(name: str, size: int, **whole: int) -> None:
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[Ints, Ints, Ints]:
-    """DeepSeek's expert-parallelism load balancer: its arguments, its policies, its results.
+    """Run DeepSeek's expert-parallelism load balancer: its arguments, its policies, its results.
 
-    `weight` [layers, experts] is the load of each expert, as `check_load` takes it; arithmetic is in float32, on loads
-    times a power of two, so that no sum overflows and all else is as without it. Where
-    `num_groups` divides evenly over `num_nodes`, groups are packed onto nodes and experts replicated within their node
-    (hierarchical); otherwise nodes and groups are not looked at (global). Returns phy2log [L, num_replicas], log2phy
-    [L, E, most copies] padded with -1, logcnt [L, E], int64. Two copies may land on one GPU; `solve_placement` never
-    puts them there. Raises ConfigError for sizes that do not divide and loads that are no loads.
+    `weight` [layers, experts] is the load of each expert, as `check_load` takes it. Arithmetic is in float32, on loads
+    times a power of two, so that no sum overflows; results are the same as without it. Where `num_groups` divides
+    evenly over `num_nodes`, groups are packed onto nodes and experts are replicated within their node (hierarchical).
+    Otherwise nodes and groups are ignored (global). Returns phy2log [L, num_replicas], log2phy [L, E, most copies]
+    padded with -1, and logcnt [L, E], all int64. Two copies may land on one GPU, which `solve_placement` avoids. Raises
+    ConfigError for sizes that do not divide and loads that `check_load` refuses.
 
-    Source: https://github.com/deepseek-ai/EPLB, whose example is a test of ours.
+    Source: https://github.com/deepseek-ai/EPLB, whose example is among our tests.
     """
     load_LE = scaled(check_load(weight), FLOAT32_EXPONENT).astype(np.float32)
     num_layers, num_experts = load_LE.shape
@@ -114,7 +119,7 @@ def rebalance_experts(
 
 
 def _groups_to_nodes(load_LE: Any, num_groups: int, num_nodes: int) -> Ints:
-    """The experts of each node, groups kept whole: [L, num_nodes, E / num_nodes]."""
+    """Return the experts of each node, with groups kept whole: [L, num_nodes, E / num_nodes]."""
     num_layers, num_experts = load_LE.shape
     size = num_experts // num_groups
     node, place = _pack_greedily(load_LE.reshape(num_layers, num_groups, size).sum(2), num_nodes)
@@ -127,8 +132,11 @@ def _groups_to_nodes(load_LE: Any, num_groups: int, num_nodes: int) -> Ints:
 
 
 def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
-    """Every expert once, in order, then again and again the one with the highest load per copy: the expert of each
-    copy and which copy of it this is, both [L, num_slots], and the copies of each expert [L, E]."""
+    """Return every expert once, in order, then repeatedly the one with the highest load per copy.
+
+    The results are the expert of each copy and the number of this copy, both [L, num_slots], and how many copies each
+    expert has, [L, E].
+    """
     num_layers, num_experts = load_LE.shape
     rows = np.arange(num_layers)
     experts = np.tile(np.arange(num_slots), (num_layers, 1))
@@ -144,8 +152,10 @@ def _replicas(load_LE: Any, num_slots: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _pack_greedily(weight: Any, num_packs: int) -> tuple[Ints, Ints]:
-    """Items to packs of one size, heaviest first, each to the lightest pack with room. [L, items] -> the pack of each
-    item and its place in the pack, both [L, items]."""
+    """Deal items to packs of one size, heaviest first, each to the lightest pack with room.
+
+    [L, items] -> the pack of each item and its place in the pack, both [L, items].
+    """
     num_layers, num_items = weight.shape
     size = num_items // num_packs
     if size == 1:

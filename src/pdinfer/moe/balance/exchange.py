@@ -1,4 +1,4 @@
-"""Relieving the fullest rank of every layer, one exchange at a time."""
+"""Relief for the fullest rank of every layer, one exchange at a time."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ PROGRESS = 1e-7  # what a step must gain at least, of the fullest rank's load
 
 @attrs.frozen(kw_only=True, eq=False)
 class Homes:
-    """Where experts should be. `node_LE` is the node of each expert's group, `rank_node` that of each rank; `weight` is
-    what it would cost if no expert were at home, in loads of a mean rank: 0 is nothing, infinity forbids it."""
+    """Where experts should be.
+
+    `node_LE` is the node of each expert's group, `rank_node` the node of each rank. `weight` is what it would cost if
+    no expert were at home, in loads of a mean rank: 0 makes it free, infinity forbids it.
+    """
 
     node_LE: Ints
     rank_node: Ints
     weight: float
 
     def take(self, rows: Ints) -> Homes:
-        """Those layers alone."""
+        """Return the homes of those layers alone."""
         return attrs.evolve(self, node_LE=self.node_LE[rows])
 
     def price(self, away: Floats) -> Floats:
-        """The price of so much load away from home. Load that comes home earns nothing where `weight` is infinite."""
+        """Return the price of load away from home. Load that comes home earns nothing where `weight` is infinite."""
         if math.isinf(self.weight):
             return np.where(away > 0, math.inf, 0.0)
         return away * (self.weight / len(self.rank_node))
 
     def at_home(self, layer: int, rank: int) -> Bools:
-        """Which experts a rank is the home of: [E]; all of them where it does not matter."""
+        """Return which experts are at home on a rank: [E]; all of them where it does not matter."""
         at_home: Bools = (self.node_LE[layer] == self.rank_node[rank]) | (self.weight == 0)
         return at_home
 
     def away(self, assignment: Assignment) -> Floats:
-        """How much load is away from home, per layer: [L]."""
+        """Return how much load is away from home, per layer: [L]."""
         rows = np.arange(assignment.num_layers)[:, None, None]
         at_home = self.node_LE[rows, assignment.experts] == self.rank_node[:, None]
         away: Floats = np.where(at_home, 0.0, assignment.parts).sum((1, 2))
@@ -48,8 +51,10 @@ class Homes:
 
 @attrs.frozen(kw_only=True, eq=False)
 class _Step:
-    """The best step of each row: what becomes of the fuller of the two ranks, and between which slots. Where `copies`,
-    the slot of the other rank takes a copy of the hot rank's expert instead of an exchange."""
+    """The best step of each row: the load of the fuller of the two ranks after it, and the two slots.
+
+    Where `copies` is set, the slot of the other rank takes a copy of the hot rank's expert instead of an exchange.
+    """
 
     score: Floats
     copies: Bools
@@ -68,11 +73,11 @@ def relieve(
     max_moves: int | None = None,
     max_rounds: int = 200,
 ) -> int:
-    """Lowers the load of the fullest rank of each layer until it is `enough_L`, or no step lowers it, or the moves are
-    used up; layers that lack most come first. Returns the moves made.
+    """Lower the load of the fullest rank of each layer, and return the number of moves made.
 
-    A step lets the fullest rank exchange an expert with another rank (two moves) or, with `may_copy`, puts a copy of
-    one of its experts in the place of a copy that its siblings can do without (one move).
+    It ends when that load is `enough_L`, no step lowers it, or the moves are used up; the fullest layers come first. A
+    step exchanges an expert of the fullest rank with one of another rank (two moves). With `may_copy`, it may instead
+    put a copy of one of its experts in the place of a copy whose siblings can take over (one move).
     """
     moves = 0
     copying = np.full(assignment.num_layers, may_copy)
@@ -101,7 +106,7 @@ def relieve(
 
 
 def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
-    """Every slot of each row's fullest rank against every slot of the others."""
+    """Compare every slot of each row's fullest rank with every slot of the others, and return the best steps."""
     num_rows, per_rank = part.num_layers, part.per_rank
     rows = np.arange(num_rows)
     hot, highest = part.rank_load.argmax(1), part.rank_load.max(1)[:, None, None, None]
@@ -134,8 +139,11 @@ def _best_step(part: Assignment, homes: Homes, copying: Bools) -> _Step:
 
 
 def _spared(part: Assignment) -> Bools:
-    """Slots whose load the other copies of the expert can take without filling a rank more than halfway from the mean
-    to the fullest: [rows, ranks, slots] bool."""
+    """Return which slots can be spared: [rows, ranks, slots] bool.
+
+    The other copies of their expert can take the load without filling a rank more than halfway from the mean to the
+    fullest.
+    """
     level = (part.rank_load.mean(1) + part.rank_load.max(1)) / 2
     room = np.maximum(level[:, None] - part.rank_load, 0.0)[:, :, None] + np.zeros(part.per_rank)
     num_experts = part.load_LE.shape[1]
@@ -146,7 +154,7 @@ def _spared(part: Assignment) -> Bools:
 
 
 def _copy(assignment: Assignment, part: Assignment, step: _Step, chosen: Ints, live: Ints) -> Ints:
-    """Makes those copies, and divides the load of both experts anew. Returns the rows in which that was better."""
+    """Make those copies and divide the load of both experts anew. Return the rows in which that was better."""
     if not len(chosen):
         return chosen
     part = part.take(chosen)
@@ -175,9 +183,11 @@ def _copy(assignment: Assignment, part: Assignment, step: _Step, chosen: Ints, l
 
 
 def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assignment:
-    """The same placement with as many copies of each expert as `counts_LE` says, evenly split, as far as that can be
-    done by putting copies that are too few into slots of copies that are too many: each time the most loaded expert, on
-    the emptiest rank that lacks it, at home where that matters."""
+    """Return the assignment changed towards `counts_LE` copies of each expert, with equal shares.
+
+    Each step takes the most loaded expert that has too few copies. It puts a copy in a slot of an expert that has too
+    many, on the emptiest rank that lacks it, at home where that matters. It ends when no such step is left.
+    """
     experts = assignment.experts.copy()
     num_layers = len(experts)
     rows = np.arange(num_layers)
@@ -204,9 +214,10 @@ def adopt_counts(assignment: Assignment, counts_LE: Ints, homes: Homes) -> Assig
 
 
 def part_twins(assignment: Assignment, homes: Homes, max_moves: int | None) -> int:
-    """Where an expert is twice on a rank, puts a copy of another one, which the rank lacks, in the place of the second:
-    the one with most load per copy, of those at home there if there are any. Copies in such a layer then have even
-    shares. Layers with the fewest twins come first, as long as the moves last. Returns the moves made.
+    """Replace the second copy of every expert that is twice on a rank, and return the number of moves made.
+
+    Its place goes to the expert with most load per copy that the rank lacks, of those at home there if there are any.
+    Copies in such a layer then have equal shares. Layers with the fewest twins come first, as long as the moves last.
     """
     twins = find_twins(assignment.experts)
     cost = twins.sum((1, 2))

@@ -1,10 +1,10 @@
-"""A process that solves placements while engines run: asked and answered without waiting.
+"""A process that solves placements while engines run. Nobody waits for it.
 
     we ── request ──► python -m pdinfer.moe.balance          each a frame: 4 bytes of length, MessagePack
     we ◄── answer ───
 
-It is started with the first request and lives on. One that dies, hangs or says nonsense costs an answer: the next
-request starts another one.
+The first request starts the process, and it lives on. When it dies, hangs or sends nonsense, that costs one answer: the
+next request starts another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CHUNK = 1 << 20
 
 
 class PackedPlacement(msgspec.Struct):
-    """An ExpertPlacement as lists."""
+    """An `ExpertPlacement` as lists."""
 
     physical_to_logical_map: list[list[int]]
     num_logical_experts: int
@@ -45,7 +45,7 @@ class PackedPlacement(msgspec.Struct):
         )
 
     def unpack(self) -> ExpertPlacement:
-        """Raises ConfigError for one that cannot be."""
+        """Return the placement. Raises ConfigError when the lists are not one."""
         return ExpertPlacement(
             physical_to_logical_map=self.physical_to_logical_map,
             num_logical_experts=self.num_logical_experts,
@@ -55,7 +55,7 @@ class PackedPlacement(msgspec.Struct):
 
 
 class SolveRequest(msgspec.Struct):
-    """The load [layers][experts] that was recorded under `previous`."""
+    """A request: the load [layers][experts] that was recorded under `previous`."""
 
     load: list[list[int]]
     previous: PackedPlacement
@@ -63,19 +63,19 @@ class SolveRequest(msgspec.Struct):
 
 
 class SolveAnswer(msgspec.Struct):
-    """A placement, or why there is none."""
+    """An answer: a placement, or the reason why there is none."""
 
     placement: PackedPlacement | None = None
     error: str = ""
 
 
 def unpack_placement(data: bytes) -> ExpertPlacement:
-    """Raises ConfigError for a placement that cannot be."""
+    """Read what `SolverProcess.poll` returned. Raises ConfigError when it is not a placement."""
     return msgspec.msgpack.decode(data, type=PackedPlacement).unpack()
 
 
 class SolverProcess(OfOneProcess):
-    """At most one process, and at most one request under way."""
+    """A solver in a process of its own: at most one process, and at most one request under way."""
 
     def __init__(self, clock: Callable[[], float], *, deadline_s: float = DEADLINE_S) -> None:
         self.is_asked = False
@@ -88,7 +88,7 @@ class SolverProcess(OfOneProcess):
 
     @property
     def pid(self) -> int | None:
-        """That of the process, if there is one."""
+        """The number of the process, or None when there is no process."""
         return None if self._process is None else self._process.pid
 
     @property
@@ -97,7 +97,7 @@ class SolverProcess(OfOneProcess):
         return not self._unsent
 
     def ask(self, load: Ints, previous: ExpertPlacement, *, max_moves: int | None = None) -> None:
-        """Has a placement solved; `poll` brings the answer. Raises OSError when no process can be started."""
+        """Send a request, to which `poll` returns the answer. Raises OSError when no process can be started."""
         body = msgspec.msgpack.encode(SolveRequest(load.tolist(), PackedPlacement.of(previous), max_moves))
         if self._process is None:
             self._process = subprocess.Popen(
@@ -115,8 +115,11 @@ class SolverProcess(OfOneProcess):
         self.is_asked = True
 
     def poll(self) -> bytes:
-        """The answer, which `unpack_placement` reads; b"" while there is none. Raises OSError when the process is gone,
-        late or says nonsense, ConfigError with what it says when it cannot solve the load."""
+        """Return the answer, for `unpack_placement`, or b"" while there is none.
+
+        Raises OSError when the process is gone, late, or sends nonsense; ConfigError, with its words, when it cannot
+        solve the load.
+        """
         try:
             data = self._poll()
             if data is None:
@@ -151,7 +154,7 @@ class SolverProcess(OfOneProcess):
                 self._received += more
         except BlockingIOError:
             pass
-        except BrokenPipeError:  # of our writing, when it ended before it had read all
+        except BrokenPipeError:  # also raised by os.write, when the process ended before it had read everything
             raise BrokenPipeError("the solver's process has ended; the next request starts another one") from None
         if len(self._received) < FRAME.size:
             return None
@@ -160,7 +163,7 @@ class SolverProcess(OfOneProcess):
         return frame if len(frame) == size else None
 
     def close(self) -> None:
-        """Ends the process. A second call does nothing."""
+        """End the process. A second call does nothing."""
         process, self._process = self._process, None
         self.is_asked = False
         if process is not None:

@@ -4,8 +4,8 @@
     relieve   the fullest rank of each layer, one exchange at a time        (exchange)
     spread    uneven shares for the copies of an expert                     (assignment)
 
-With a previous placement, relieving and spreading start from it; a layer is laid out anew only where that does not
-come near enough to the best known for it.
+With a previous placement, relieving and spreading start from it. A layer is laid out anew only where that does not come
+near enough to the best layout known for it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Sizes:
     tolerance: float = attrs.field(validator=float_in(0.0, 1.0, low_included=True))
 
     def check(self, num_experts: int) -> None:
-        """Raises ConfigError where experts, slots, ranks and nodes do not divide."""
+        """Raise ConfigError where experts, slots, ranks and nodes do not divide."""
         weight, slots = self.cross_node_weight, num_experts + self.num_redundant
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight >= 0:
             raise ConfigError(f"cross_node_weight must be a number of at least 0, got {clip(weight)}")
@@ -64,7 +64,7 @@ class _Sizes:
 
     @property
     def packs(self) -> int:
-        """In how many parts experts are packed at first: nodes, where it matters on which they are."""
+        """Into how many packs experts are dealt first: one per node where the node matters, else one."""
         return self.num_nodes if self.cross_node_weight else 1
 
 
@@ -80,22 +80,23 @@ def solve_placement(
     max_moves: int | None = None,
     tolerance: float = 0.005,
 ) -> ExpertPlacement:
-    """A placement of `experts + num_redundant` slots on which `load` falls evenly. Deterministic.
+    """Return a placement of `experts + num_redundant` slots on which `load` falls evenly. Deterministic.
 
-    `load` [layers, experts] as `check_load` takes it. Copies of an expert lie on different ranks, whatever the load;
-    where that evens out ranks they take unequal shares (`slot_shares`).
+    `load` is [layers, experts], as `check_load` takes it. Copies of an expert always lie on different ranks. They take
+    unequal shares (`slot_shares`) where that evens out the ranks.
 
     `cross_node_weight`: experts come in `num_groups` groups, and a token is routed to few of them, so a group that
     stays on one node costs less traffic. The weight is what it would cost, in loads of a mean rank, if all load were
     served away from its group's node: 0 looks at balance alone, `math.inf` keeps every group on a node.
 
-    `previous`: experts stay where they are as far as the fullest rank then has at most `tolerance`, in loads of a mean
-    rank, more than in a layer laid out anew; other layers are laid out anew, on the ranks and slots that have most of
-    their experts. `max_moves` bounds the experts that ranks must be sent (bytes over bytes of an expert); the worst
-    layers come first, and 0 changes shares alone. Where it has an expert twice on a rank, a copy of another one takes
-    the place of the second, one move each; layers for which `max_moves` does not allow that stay as they are.
+    `previous`: experts stay where they are in a layer whose fullest rank then has at most `tolerance`, in loads of a
+    mean rank, more than in a new layout. Other layers are laid out anew, on the ranks and slots that have most of their
+    experts. `max_moves` bounds the experts that ranks must be sent (bytes over bytes of an expert). The worst layers
+    come first, and 0 changes shares alone. Where `previous` has an expert twice on a rank, a copy of another expert
+    takes the place of the second, one move each; layers for which `max_moves` does not allow that stay as they are.
 
-    Raises ConfigError for sizes that do not divide, loads that are no loads, and a previous placement of other sizes.
+    Raises ConfigError for sizes that do not divide, loads that `check_load` refuses, and a previous placement of other
+    sizes.
     """
     load_LE = scaled(check_load(load), 0)
     sizes = _Sizes(
@@ -129,7 +130,7 @@ def _check_previous(previous: ExpertPlacement, load_LE: Floats, sizes: _Sizes) -
 
 
 def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:
-    """The best known placement, whatever there was before."""
+    """Return the best known assignment, whatever the previous placement."""
     (num_layers, num_experts), packs = load_LE.shape, sizes.packs
     rows, ranks = num_layers * packs, sizes.num_ranks // packs
     grouped = load_LE.reshape(num_layers, sizes.num_groups, -1)
@@ -155,7 +156,7 @@ def _lay_out(load_LE: Floats, sizes: _Sizes) -> Assignment:
 
 
 def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves: int | None, may_copy: bool) -> int:
-    """Spreads and relieves in turns, as long as moves are made. Returns the moves."""
+    """Spread and relieve in turns, as long as moves are made. Return the number of moves."""
     homes = _homes(assignment, sizes)
     total = 0
     for _ in range(CYCLES):
@@ -169,7 +170,7 @@ def _even_out(assignment: Assignment, enough_L: Floats, sizes: _Sizes, max_moves
 
 
 def _follow(previous: ExpertPlacement, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
-    """The previous placement, changed as little as comes near enough to the one laid out anew."""
+    """Return the previous placement, changed only until it comes near enough to the new layout."""
     table = previous.physical_to_logical_map.reshape(anew.experts.shape)
     start = Assignment.of(anew.load_LE, table, previous.slot_shares)
     moves = part_twins(start, _homes(start, sizes), max_moves)
@@ -180,8 +181,8 @@ def _follow(previous: ExpertPlacement, anew: Assignment, sizes: _Sizes, max_move
 
 
 def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: int | None) -> Assignment:
-    """Layers that come near enough to those laid out anew: by single steps, else by the replica counts of the new one,
-    else by the new one itself."""
+    """Return layers that come near enough to the new layout: by single steps, else by adopting its replica counts, else
+    by taking it as it is."""
     enough = start.rank_load.mean(1) * (1 / anew.balancedness() + sizes.tolerance)
     kept = start.take(np.arange(start.num_layers))
     _even_out(kept, enough, sizes, max_moves, may_copy=True)
@@ -210,7 +211,7 @@ def _improve(start: Assignment, anew: Assignment, sizes: _Sizes, max_moves: int 
 
 
 def _score(assignment: Assignment, sizes: _Sizes) -> Floats:
-    """The load of the fullest rank and the price of load away from home, in loads of a mean rank: [L]; low is good."""
+    """Return the load of the fullest rank plus the price of load away from home, in loads of a mean rank: [L]."""
     mean = assignment.rank_load.mean(1)
     homes = _homes(assignment, sizes)
     price = homes.price(homes.away(assignment)) if homes.weight else np.zeros(assignment.num_layers)
@@ -218,7 +219,7 @@ def _score(assignment: Assignment, sizes: _Sizes) -> Floats:
 
 
 def _homes(assignment: Assignment, sizes: _Sizes) -> Homes:
-    """The home of a group is the node with most of its slots."""
+    """Return the homes of experts: the node with most of the slots of their group."""
     node = np.arange(sizes.num_ranks) // (sizes.num_ranks // sizes.num_nodes)
     group_size = assignment.load_LE.shape[1] // sizes.num_groups
     held = np.zeros((assignment.num_layers, sizes.num_groups, sizes.num_nodes), np.int64)

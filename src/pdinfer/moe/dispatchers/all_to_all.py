@@ -15,8 +15,11 @@ from pdinfer.parallel import Begun, Group
 
 @attrs.frozen(kw_only=True)
 class _Travelling:
-    """A row for each of this rank's (token, expert) pairs, `row_TK`, sorted by expert; `counts_RE` (on the host) and
-    `received_P` tell what comes from each rank for each of our experts."""
+    """Rows in transit, one for each (token, expert) pair of this rank, sorted by expert.
+
+    `row_TK` is the row of each pair. `counts_RE` (on the host) and `received_P` count what comes from each rank for
+    each expert here.
+    """
 
     rows: Begun
     counts_RE: Tensor
@@ -29,7 +32,7 @@ class _Travelling:
 
 @attrs.frozen(kw_only=True)
 class _Arrived(Contiguous):
-    """`arrival_S[i]` is the place among the rows as they came of row i, now that they are sorted by expert."""
+    """Received rows, sorted by expert. Row i was number `arrival_S[i]` in the order of arrival."""
 
     arrival_S: Tensor
     travelled: _Travelling
@@ -44,11 +47,12 @@ class _Returning:
 
 @attrs.frozen
 class AllToAllDispatcher:
-    """Rank r of `group` has the physical experts `r * E` to `(r + 1) * E - 1`, E = `experts_per_rank`.
+    """The dispatcher over collectives: rank r has the physical experts `r * E` to `(r + 1) * E - 1`, E =
+    `experts_per_rank`.
 
-    Every (token, expert) pair travels as a row of its own, and its result returns as one: so sums are formed on the
-    token's rank in the order of its experts, in float32, and do not depend on where experts are. Three collectives per
-    layer: counts, rows, results. Reading the counts is the only sync of the device.
+    Every (token, expert) pair travels as a row of its own, and its result returns as one. So sums are formed on the
+    token's rank in the order of its experts, in float32, and do not depend on where experts are. A layer takes three
+    collectives: counts, rows, results. Reading the counts is the only sync of the device.
     """
 
     group: Group

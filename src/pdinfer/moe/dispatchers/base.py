@@ -1,11 +1,11 @@
-"""How tokens reach experts and come back: the seam behind which ranks may lie, and its one-rank form.
+"""How tokens reach experts and come back: the seam to other ranks, and its implementation for one rank.
 
 Both ways have two halves, so that ranks can compute while rows travel:
 
     dispatch_begin   ...   dispatch_end   the experts   combine_begin   ...   combine_end
 
-What lies between the halves of one batch may be the halves of another, if `max_live` allows for two. Every rank makes
-the same calls in the same order, a rank without tokens too.
+Between the halves of one batch there may be halves of another, if `max_live` allows for two. Every rank makes the same
+calls in the same order, even a rank without tokens.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pdinfer.kernels.ops import Ops
 
 @attrs.frozen(kw_only=True)
 class Contiguous:
-    """Rows for the experts of this rank, one per token and expert, sorted by expert: `counts_E[e]` (int64, on the host)
-    for the e-th. A `loose` one did not wait for its counts: they are integers on the device of the rows, and rows
-    behind the last may hold anything.
+    """Rows for the experts of this rank, one per token and expert, sorted by expert.
 
-    `weights_S` (float32) are for whoever runs the experts to multiply the results with; None where the dispatcher does
-    that on combining."""
+    Expert e has `counts_E[e]` rows (int64, on the host). When `loose`, nobody waited for the counts: they are integers
+    on the device of the rows, and rows behind the last may hold anything. Results are multiplied by `weights_S`
+    (float32) where the experts run, unless it is None: then the dispatcher does that when it combines.
+    """
 
     x_SD: Tensor
     counts_E: Tensor
@@ -35,8 +35,11 @@ class Contiguous:
 
 @attrs.frozen(kw_only=True)
 class Masked:
-    """The same with room for N rows per expert, of which the first `counts_E[e]` (integers, on the device of the rows)
-    are there; the others may hold anything."""
+    """Rows for the experts of this rank, in room for N rows per expert.
+
+    The first `counts_E[e]` rows of expert e are present (integers, on the device of the rows); the others may hold
+    anything. `weights_EN` is as in `Contiguous`.
+    """
 
     x_END: Tensor
     counts_E: Tensor
@@ -44,37 +47,39 @@ class Masked:
 
 
 Dispatched = Contiguous | Masked
-"""What the experts get. A dispatcher makes a class of its own from one of these; what that adds, and what the `begin_`
-halves return, only that dispatcher reads."""
+"""What the experts receive. A dispatcher derives its own class from one of these; only that dispatcher reads what the
+class adds, and what the `begin` halves return."""
 
 
 class TokenDispatcher(Protocol):
-    """Sends each token to its experts and sums what they return."""
+    """The seam: it sends each token to its experts and sums what they return."""
 
     @property
     def max_live(self) -> int | None:
-        """How many batches may be between `dispatch_begin` and `combine_end` at once; None is any number."""
+        """How many batches may be between `dispatch_begin` and `combine_end` at once; None for any number."""
 
     @property
     def max_tokens(self) -> int | None:
-        """How many tokens a rank may bring to one `dispatch_begin`; None is any number."""
+        """How many tokens a rank may bring to one `dispatch_begin`; None for any number."""
 
     @property
     def graph_safe(self) -> bool:
         """Whether all four halves can be captured in a CUDA graph: none of them waits for the device."""
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
-        """Starts rows on their way: token t to the physical experts `ids_TK[t]` (int64, all different). The tensors
-        must not change until `combine_end`."""
+        """Start sending rows: token t to the physical experts `ids_TK[t]` (int64, all different).
+
+        The tensors must not change until `combine_end`.
+        """
 
     def dispatch_end(self, pending: Any) -> Dispatched:
-        """The rows that came for the experts of this rank."""
+        """Return the rows that came for the experts of this rank."""
 
     def combine_begin(self, y: Tensor, dispatched: Any) -> Any:
-        """Starts results on their way back: one for each row that was dispatched, of the same shape and dtype."""
+        """Start sending results back: one for each dispatched row, of the same shape and dtype."""
 
     def combine_end(self, pending: Any) -> Tensor:
-        """sum_k weight_k * y_k per token, in the order of `dispatch_begin` -> float32 [T, D]."""
+        """Return sum_k weight_k * y_k per token, in the order of `dispatch_begin`: float32 [T, D]."""
 
 
 @attrs.frozen(kw_only=True)
@@ -85,7 +90,7 @@ class _Sorted(Contiguous):
 
 @attrs.frozen
 class LocalDispatcher:
-    """All experts are here: sort the rows, un-sort the sum. Reading the counts syncs the device."""
+    """The dispatcher for one rank: it sorts the rows and un-sorts the sum. Reading the counts syncs the device."""
 
     num_experts: int
     ops: Ops

@@ -15,8 +15,11 @@ from pdinfer.parallel import Group
 
 
 def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.device) -> None:
-    """Raises ConfigError, with the values, where `options.moe_a2a_backend` cannot carry tokens between so many ranks or
-    of such sizes, and BackendUnavailable where it cannot between such devices."""
+    """Check that `options.moe_a2a_backend` can carry rows of these sizes between ranks on such a device.
+
+    Raises ConfigError, with the values, for sizes or a number of ranks it cannot serve, and BackendUnavailable for a
+    device it cannot serve.
+    """
     backend = options.moe_a2a_backend
     if backend == "local" and sizes.num_ranks > 1:
         raise ConfigError(
@@ -35,8 +38,10 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
 def choose_dispatcher(
     group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
 ) -> TokenDispatcher:
-    """The one that `options.moe_a2a_backend` names; a collective. Raises BackendUnavailable where it cannot be had,
-    ConfigError for sizes it cannot do."""
+    """Return the dispatcher that `options.moe_a2a_backend` names. A collective.
+
+    Raises BackendUnavailable where it is not available, ConfigError for sizes it cannot serve.
+    """
     check_dispatcher(sizes, options, device)
     backend = options.moe_a2a_backend
     if backend == "deep_ep":

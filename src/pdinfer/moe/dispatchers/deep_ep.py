@@ -1,8 +1,8 @@
-"""Experts on several ranks, reached by DeepEP's kernels: its `Buffer` API, for prefill ("normal") and for decode ("low
-latency"). The sole importer of deep_ep.
+"""Experts on several ranks, reached by DeepEP's kernels: its `Buffer` API, for prefill ("normal") and decode ("low
+latency"). This is the only file that imports deep_ep.
 
-Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks of its kernels. What they would answer with an abort or a
-hang is refused here before they are entered.
+Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels. Sizes with which the kernels would abort or
+hang are refused here, before a kernel is entered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUFFER_ALIGNMENT_BYTES = 128
 
 @attrs.frozen(kw_only=True)
 class ExpertSizes:
-    """What the kernels are limited in: `num_experts` are physical, of all ranks."""
+    """The sizes that the kernels limit. `num_experts` counts the physical experts of all ranks."""
 
     num_ranks: int
     num_experts: int
@@ -44,7 +44,7 @@ class ExpertSizes:
         return self.num_experts // self.num_ranks
 
     def check_normal(self) -> None:
-        """Raises ConfigError, with the value, for what the kernels for prefill cannot do."""
+        """Raise ConfigError, with the value, for sizes that the kernels for prefill cannot serve."""
         if self.num_ranks not in NORMAL_RANKS:
             raise ConfigError(
                 f"DeepEP's normal kernels exist for {', '.join(map(str, NORMAL_RANKS))} ranks, ep_size is "
@@ -58,7 +58,7 @@ class ExpertSizes:
         self._check_both()
 
     def check_low_latency(self, num_max_tokens: int, qp_depth: int) -> None:
-        """Raises ConfigError, with the value, for what the kernels for decode cannot do."""
+        """Raise ConfigError, with the value, for sizes that the kernels for decode cannot serve."""
         if self.num_ranks < 2 or (self.num_ranks > 8 and self.num_ranks % 8):
             raise ConfigError(f"DeepEP needs 2 to 8 ranks or a multiple of 8, ep_size is {self.num_ranks}")
         if self.hidden_size not in LOW_LATENCY_HIDDEN_SIZES:
@@ -95,7 +95,7 @@ class ExpertSizes:
 
 @attrs.frozen(kw_only=True)
 class _Sent:
-    """`kept` must live until what was `received` is there."""
+    """Rows in transit. `kept` must stay alive until what is `received` has arrived."""
 
     received: tuple[Any, ...]
     kept: tuple[Tensor, ...]
@@ -103,7 +103,7 @@ class _Sent:
 
 @attrs.frozen(kw_only=True)
 class _Received(Contiguous):
-    """Row i of `row_NK` tells where the results for received token i are; those of experts elsewhere are row S."""
+    """Received rows. `row_NK[i]` are the rows with the results for received token i, row S for experts elsewhere."""
 
     row_NK: Tensor
     weights_NK: Tensor
@@ -119,8 +119,12 @@ class _Returning:
 
 @attrs.frozen(kw_only=True)
 class DeepEPNormal:
-    """For many tokens. A token travels once to each rank that has experts for it; their results are weighted and summed
-    there, travel as one bfloat16 row, and are added up in float32. The host waits for the counts of received rows."""
+    """The dispatcher for many tokens.
+
+    A token travels once to each rank that has experts for it. There the results are weighted and summed, and the sum
+    travels back as one bfloat16 row. The token's rank adds the rows up in float32. The host waits for the counts of
+    received rows.
+    """
 
     buffer: Any
     group: Group
@@ -135,8 +139,10 @@ class DeepEPNormal:
 
     @classmethod
     def connect(cls, group: Group, sizes: ExpertSizes, ops: Ops, config: DeepEPConfig | None = None) -> DeepEPNormal:
-        """A collective. Without `config` DeepEP's own tables say how traffic is cut. Raises BackendUnavailable without
-        deep_ep, ConfigError beyond its limits."""
+        """Make the buffers of this rank. A collective. Without `config`, DeepEP's own tables say how traffic is cut.
+
+        Raises BackendUnavailable without deep_ep, ConfigError beyond its limits.
+        """
         sizes.check_normal()
         library = import_deep_ep("dispatch")
         if config is None:
@@ -178,7 +184,7 @@ class DeepEPNormal:
         x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
         event.current_stream_wait()
         num_experts, num_rows = self.sizes.experts_per_rank, sum(counts)
-        # those of other ranks are -1; as one expert more, their rows come last and are cut off
+        # experts of other ranks are -1; as one more expert, their rows come last and are cut off
         local_NK = ids_NK.to(torch.int64).where(ids_NK >= 0, num_experts)
         counts_E, token_of_row_S, row_NK = self.ops.group_rows(local_NK, num_experts + 1)
         return _Received(
@@ -209,7 +215,7 @@ class _Room(Masked):
 
 @attrs.frozen(kw_only=True)
 class _Hooked:
-    """What is there once `hook` was called."""
+    """A result that is complete once `hook` was called."""
 
     result: Any
     hook: Any
@@ -218,8 +224,11 @@ class _Hooked:
 
 @attrs.define(kw_only=True)
 class DeepEPLowLatency:
-    """For few tokens: at most `num_max_tokens` per rank and step. Every (token, expert) pair travels as a row, into
-    room that is always there; its result returns in bfloat16 and is weighted on the token's rank."""
+    """The dispatcher for few tokens: at most `num_max_tokens` per rank and step.
+
+    Every (token, expert) pair travels as a row, into memory reserved for it. Its result returns in bfloat16 and is
+    weighted on the token's rank.
+    """
 
     buffer: Any
     sizes: ExpertSizes
@@ -243,8 +252,11 @@ class DeepEPLowLatency:
         device: torch.device,
         qp_depth: int = DEFAULT_QP_DEPTH,
     ) -> DeepEPLowLatency:
-        """A collective. `qp_depth` is what NVSHMEM_QP_DEPTH is set to. Raises BackendUnavailable without deep_ep,
-        ConfigError beyond its limits and where ranks differ in `num_max_tokens`."""
+        """Make the buffer of this rank. A collective. `qp_depth` is the value of NVSHMEM_QP_DEPTH.
+
+        Raises BackendUnavailable without deep_ep, ConfigError beyond its limits and where ranks differ in
+        `num_max_tokens`.
+        """
         sizes.check_low_latency(num_max_tokens, qp_depth)
         library = import_deep_ep("low_latency_dispatch")
         theirs = group.all_gather(torch.tensor([num_max_tokens], device=device)).tolist()
@@ -299,7 +311,7 @@ class DeepEPLowLatency:
 
 
 def import_deep_ep(method: str) -> Any:
-    """The library, whose `Buffer` has `method`. Raises BackendUnavailable."""
+    """Import DeepEP, and check that its `Buffer` has `method`. Raises BackendUnavailable."""
     advice = 'build DeepEP from its sources (PyPI has no usable one), or choose moe_a2a_backend="all_to_all"'
     try:
         library = importlib.import_module("deep_ep")

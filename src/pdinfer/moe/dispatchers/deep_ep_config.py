@@ -1,4 +1,4 @@
-"""The tuned file of SGLang's `--deepep-config`: how DeepEP's kernels for prefill cut their traffic."""
+"""The tuned file that SGLang's `--deepep-config` names: how DeepEP's kernels for prefill cut their traffic."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ def _even(_instance: Any, attribute: attrs.Attribute[Any], value: int) -> None:
 
 @attrs.frozen(kw_only=True)
 class DeepEPChunks:
-    """The arguments of `deep_ep.Config`: streaming multiprocessors, and how many tokens are sent and received in one
-    piece over NVLink and RDMA. A receive size of RDMA is rounded up to a multiple of the send size there. Raises
-    ConfigError where send is not less than receive."""
+    """The arguments of `deep_ep.Config`: the number of streaming multiprocessors, and how many tokens are sent and
+    received in one piece over NVLink and RDMA.
+
+    DeepEP rounds a receive size of RDMA up to a multiple of the send size. Raises ConfigError where a send size is not
+    less than its receive size.
+    """
 
     num_sms: int = attrs.field(default=20, validator=[int_in(2, 1024), _even])
     num_max_nvl_chunked_send_tokens: int = attrs.field(default=6, validator=int_in(1, MAX_TOKENS))
@@ -45,8 +48,7 @@ class DeepEPChunks:
 
 @attrs.frozen(kw_only=True)
 class DeepEPConfig:
-    """What such a file says: of dispatch and of combine, with the same `num_sms`. Keys that are missing have DeepEP's
-    defaults."""
+    """The content of such a file: dispatch and combine, with equal `num_sms`. Missing keys have DeepEP's defaults."""
 
     normal_dispatch: DeepEPChunks
     normal_combine: DeepEPChunks
@@ -64,7 +66,7 @@ class DeepEPConfig:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> DeepEPConfig:
-        """Raises ConfigError, which names the file."""
+        """Read a file. Raises ConfigError, which names the file."""
         fields = read_json(path)
         try:
             return cls.from_dict(fields)
@@ -73,7 +75,7 @@ class DeepEPConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> DeepEPConfig:
-        """Raises ConfigError for unknown keys and for values that DeepEP cannot use."""
+        """Read the fields of a file. Raises ConfigError for unknown keys and for values that DeepEP cannot use."""
         parts = [field.name for field in attrs.fields(cls)]
         for name in parts:
             if not isinstance(fields.get(name), Mapping):

@@ -1,8 +1,8 @@
 """From one placement of experts to the next, while engines run.
 
-    rebalancing.py   what all ranks agree on, and when
+    rebalancing.py   what follows from each agreement of the ranks
     migration.py     one staged placement, until it runs or is dropped
-    transfer.py      the weights on their way
+    transfer.py      the weights in transit
     solving.py       the conversation of all ranks with the solver
     status.py        what ranks tell each other
 

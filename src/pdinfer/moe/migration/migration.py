@@ -14,8 +14,7 @@ Every rank takes the same step, because it follows from what all ranks said of t
 | READY | ALIKE | writes every slot in place | APPLIED |
 | any but APPLIED | CANCELLED, BROKEN | forgets what has come | DROPPED |
 
-`docs/protocol.md` names the test of every row. A rank whose state is FAILED says so, so all ranks
-hear BROKEN next.
+`docs/protocol.md` names the test of every row. A rank whose state is FAILED says so, and all ranks hear BROKEN next.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Verdict(enum.Enum):
 
 
 class Migration:
-    """The way of one placement into use. Made by any thread that stages it; the rest is for the thread that steps.
+    """One placement on its way into use. Any thread may make it; everything else is for the thread that steps.
 
     `prepare` plans the transfer and may raise. `digest` stands for the placement and its epoch. `error` tells why the
     state is FAILED.
@@ -92,7 +91,7 @@ class Migration:
 
     @property
     def has_begun(self) -> bool:
-        """Whether all ranks go on with it as soon as they agree again."""
+        """Whether all ranks go on with it in their next agreement."""
         return self.state is not MigrationState.STAGED
 
     @property
@@ -101,7 +100,7 @@ class Migration:
         return 0 if self._transfer is None else self._transfer.num_moves
 
     def is_of(self, placement: ExpertPlacement, epoch: int) -> bool:
-        """Return whether this is the way of that placement, under that epoch."""
+        """Return whether this migration is to that placement, under that epoch."""
         return (self.placement, self.epoch) == (placement, epoch)
 
     def follow(self, verdict: Verdict, statuses: Sequence[ExpertStatus]) -> None:

@@ -2,9 +2,9 @@
 
     staged on every rank ─► all say the same digest ─► a part travels per step ─► all are ready ─► all apply it
 
-What a rank does with the others follows from what all said in the same agreement (see `lockstep`), so all begin, send,
-apply and drop at the same step; a rank alone is its own agreement. Until then the old placement is used, and nothing of
-it is touched. A placement may be the host's, or the answer of a solver to the load that all ranks recorded.
+What a rank does follows from what all ranks said in the same agreement (see `lockstep`), so all begin, send, apply and
+drop at the same step. A single rank agrees with itself. Until a placement is applied, the old one is used and nothing
+of it is touched. A placement comes from the host, or from a solver that was given the load of all ranks.
 """
 
 from __future__ import annotations
@@ -32,9 +32,12 @@ _log = logging.getLogger("pdinfer")
 
 
 class Rebalancing:
-    """One rank's part. `stage`, `cancel`, `request_sum` and `request_rebalance` may be called from any thread; the rest
-    is for the lockstep. `wake` is called when an agreement would bring something forward. `error` says why the newest
-    placement did not come into use."""
+    """One rank's part in changing placements.
+
+    `stage`, `cancel`, `request_sum` and `request_rebalance` may be called from any thread; the rest is for the
+    lockstep. `wake` is called when an agreement would bring something forward. `error` says why the newest placement
+    did not come into use.
+    """
 
     def __init__(
         self,
@@ -63,12 +66,12 @@ class Rebalancing:
 
     @property
     def epoch(self) -> int:
-        """How many placements were applied, or what the newest one said."""
+        """The epoch of the placement in use; 0 for the first."""
         return self._experts.epoch
 
     @property
     def is_staged(self) -> bool:
-        """Whether a placement waits here to be applied."""
+        """Whether a placement is staged here."""
         return self._migration is not None
 
     @property

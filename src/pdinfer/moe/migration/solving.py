@@ -1,4 +1,4 @@
-"""The conversation of all ranks with the solver: the load they recorded goes to it, its placement comes back to all.
+"""The conversation of all ranks with the solver: it gets the load that they recorded, they get its placement.
 
     all ranks   begin: add up the load    agree on the size of the answer    take: broadcast the answer
     rank 0         └─► solver process ─► listen

@@ -1,9 +1,9 @@
-"""Experts on their way from one placement to another: in parts, beside the weights in use, then all at once in place.
+"""Experts in transit from one placement to another: in parts, beside the weights in use, then into place all at once.
 
-plan    the moves, in parts of so many bytes          the same on every rank
-pack    a part's outgoing experts are read, room is made for incoming ones      may fail, touches nothing in use
-send    the part travels                                                        all ranks of the group
-apply   all that came is written into its slots, and tokens are sent there      all ranks, between two steps
+plan    cut the moves into parts of limited size                       the same on every rank
+pack    read the outgoing experts of a part, allocate for the rest     may fail, touches nothing in use
+send    exchange the part                                              all ranks of the group
+apply   write what came into its slots, and send tokens there          all ranks, between two steps
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from pdinfer.moe.placement import ExpertMove, ExpertPlacement, plan_migration
 
 
 class ExpertTransfer:
-    """The way of one model's experts to `placement`, made alike on every rank. `layers` are the rows of the placement;
-    a rank sends and receives at most `part_bytes` in a part (one expert at least; None puts all into one)."""
+    """The transfer of one model's experts to `placement`, made alike on every rank.
+
+    `layers` are the rows of the placement. A rank sends and receives at most `part_bytes` in a part, but at least one
+    expert; None puts everything into one part.
+    """
 
     def __init__(
         self,
@@ -38,7 +41,7 @@ class ExpertTransfer:
         self._came: list[tuple[ExpertMove, Tensor]] = []
 
     def _moves(self) -> Sequence[ExpertMove]:
-        """On a rank that looks no replicas up slots have no order: nothing moves."""
+        """Plan the moves. Nothing moves where no replicas are looked up, because slots have no order there."""
         old = self._experts.placement
         if old is None or self._experts.replicas is None:
             return ()
@@ -55,12 +58,12 @@ class ExpertTransfer:
 
     @property
     def num_moves(self) -> int:
-        """Experts that are copied, on all ranks."""
+        """How many experts are copied, on all ranks."""
         return sum(map(len, self._parts))
 
     def pack(self, part: int) -> None:
-        """Gets a part ready. Raises whatever reading weights or allocating memory does, for example when there is no
-        room for `part_bytes` more."""
+        """Get a part ready. Raises what reading weights and allocating memory raise, for example when there is no room
+        for `part_bytes` more."""
         here = self._experts.group.rank
         sends, receives = [], []
         for move in self._parts[part]:
@@ -79,12 +82,12 @@ class ExpertTransfer:
         self._sends, self._receives = sends, receives
 
     def send(self) -> None:
-        """Exchanges the part that was packed last. Raises RankLost."""
+        """Exchange the part that was packed last. Raises RankLost."""
         self._experts.group.exchange(self._sends, self._receives)
         self._sends, self._receives = [], []
 
     def apply(self) -> None:
-        """Puts everything in place; addresses stay. From here on `placement` is what runs."""
+        """Write everything in place, at the same addresses. From here on `placement` is in use."""
         for move, data in self._came:
             self._layers[move.layer].experts.write_slot(move.destination_slot - self._first_slot, data)
         self._came = []
@@ -100,7 +103,7 @@ class ExpertTransfer:
 def cut_into_parts(
     moves: Sequence[ExpertMove], bytes_of_layer: Sequence[int], part_bytes: int | None
 ) -> Iterator[tuple[ExpertMove, ...]]:
-    """Consecutive moves, as many as no rank has more than `part_bytes` to send or to receive."""
+    """Cut moves into parts of consecutive ones, in which no rank sends or receives more than `part_bytes`."""
     part: list[ExpertMove] = []
     busy: dict[tuple[str, int], int] = {}
     for move in moves:

@@ -1,10 +1,10 @@
 """Which slot of which rank holds which expert, in plain integers.
 
-    placement.py    the placement, and the copy of an expert that a rank sends to
-    replicas.py     the same as tables on the device
+    placement.py    the placement, and which copy of an expert a rank sends its tokens to
+    replicas.py     that choice as tables on the device
     recorder.py     how many tokens chose each expert
-    files.py        the files of both that SGLang reads
-    difference.py   what has to be copied from one placement to another
+    files.py        files of placements and counts, in SGLang's formats
+    difference.py   what has to be copied to get from one placement to another
 
 May import: checkpoint, the ground.
 """

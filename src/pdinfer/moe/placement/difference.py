@@ -1,4 +1,4 @@
-"""What has to be copied to go from one placement of experts to another, and what it costs."""
+"""What has to be copied to get from one placement of experts to another, and what it costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check
 
 @attrs.frozen(kw_only=True)
 class ExpertMove:
-    """Copy one expert's weights of one layer. Slots are those of `physical_to_logical_map`, 0..P-1."""
+    """One copy of an expert's weights in one layer. Slots are those of `physical_to_logical_map`, 0..P-1."""
 
     layer: int
     expert: int
@@ -28,7 +28,7 @@ class ExpertMove:
 class MigrationPlan:
     """The copies that turn one placement into another, ordered by layer and destination slot.
 
-    Sources are slots of the old placement, and some are destinations too: a slot may be overwritten when all moves of
+    Sources are slots of the old placement, and some are also destinations: a slot may be overwritten once all moves of
     its layer have been read.
     """
 
@@ -38,12 +38,12 @@ class MigrationPlan:
 
     @cached_property
     def bytes_between_ranks(self) -> int:
-        """Bytes that leave a rank: copies from slot to slot of one rank are free."""
+        """How many bytes leave a rank. Copies between slots of one rank are free."""
         return self.expert_bytes * sum(move.source_rank != move.destination_rank for move in self.moves)
 
     @cached_property
     def bytes_between_nodes(self) -> int:
-        """Bytes that leave a node; part of `bytes_between_ranks`."""
+        """How many bytes leave a node; a part of `bytes_between_ranks`."""
         size = self.ranks_per_node
         return self.expert_bytes * sum(move.source_rank // size != move.destination_rank // size for move in self.moves)
 
@@ -51,9 +51,11 @@ class MigrationPlan:
 def plan_migration(
     old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int, ranks_per_node: int | None = None
 ) -> MigrationPlan:
-    """Where each slot that changes takes its expert from: its own rank, else its node, else anywhere; among several
-    holders the one that has sent the least. The same on every rank that asks. `expert_bytes` are those of one expert in
-    one layer. Raises ConfigError where the placements differ in layers, experts, slots or ranks.
+    """Plan the copies that turn `old` into `new`. Every rank that asks gets the same plan.
+
+    A slot that changes takes its expert from its own rank, else from its node, else from any rank; among several
+    holders, from the one that has sent the least. `expert_bytes` is the size of one expert in one layer. Raises
+    ConfigError where the placements differ in layers, experts, slots or ranks.
     """
     if not is_int(expert_bytes) or expert_bytes < 1:
         raise ConfigError(f"expert_bytes must be an int of at least 1, got {clip(expert_bytes)}")
@@ -92,16 +94,18 @@ def _distance(source: int, destination: int, per_node: int, sent: list[int]) -> 
 
 
 def count_arrivals(old: Ints, new: Ints) -> Ints:
-    """Experts that each rank must be sent: those it holds in `new` and did not hold in `old`. Both maps are
-    [L, ranks, slots per rank]; [L, ranks]."""
+    """Count the experts that each rank must be sent: those it holds in `new` and did not hold in `old`. Both maps are
+    [L, ranks, slots per rank], the result is [L, ranks]."""
     arrivals: Ints = (new[..., :, None] != old[..., None, :]).all(-1).sum(-1)
     return arrivals
 
 
 def keep_slots(old: Ints, new: Ints, num_nodes: int) -> Ints:
-    """Which slot of `new` should lie in each slot, so that many experts are where they are in `old`: nodes, ranks of a
-    node and slots of a rank of `new` change places with their like. Both maps are [L, ranks, slots per rank]; the
-    result, [L, P], has slots numbered over all ranks."""
+    """Reorder `new` so that many experts stay where they are in `old`.
+
+    Nodes, ranks of a node and slots of a rank change places with their like. Both maps are [L, ranks, slots per rank].
+    The result, [L, P], is the slot of `new` to put into each slot, numbered over all ranks.
+    """
     num_layers, num_ranks, per_rank = old.shape
     by_node = (num_layers, num_nodes, -1)
     node = _match(_overlap(old.reshape(by_node), new.reshape(by_node)))
@@ -121,7 +125,7 @@ def keep_slots(old: Ints, new: Ints, num_nodes: int) -> Ints:
 
 
 def _overlap(old: Ints, new: Ints) -> Floats:
-    """How many experts every part of `old` has in common with every part of `new`: [L, parts, parts]."""
+    """Count the experts that every part of `old` has in common with every part of `new`: [L, parts, parts]."""
     num_layers, parts, _ = old.shape
     at = (np.arange(num_layers)[:, None, None], np.arange(parts)[:, None])
     held = np.zeros((2, num_layers, parts, int(old.max()) + 1))
@@ -131,8 +135,10 @@ def _overlap(old: Ints, new: Ints) -> Floats:
 
 
 def _match(overlap: Floats) -> Ints:
-    """Pairs each first with one second index, pair after pair the one with most in common: [L, parts, parts] ->
-    [L, parts]. Pairs below 0 are for when nothing else is left."""
+    """Pair each first index with one second index, the pair with most in common first: [L, parts, parts] -> [L, parts].
+
+    Pairs below 0 are taken only when nothing else is left.
+    """
     num_layers, parts, _ = overlap.shape
     rows = np.arange(num_layers)
     overlap = overlap.copy()

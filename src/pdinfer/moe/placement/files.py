@@ -1,4 +1,4 @@
-"""Files that say where experts lie or how much each was used: what SGLang's `--init-expert-location` takes.
+"""Files that say where experts lie or how much each was used, as SGLang's `--init-expert-location` takes them.
 
 JSON, one object: `physical_to_logical_map` [layers][slots], or `logical_count` [layers][experts] or
 [steps][layers][experts], which are summed. Safetensors: the same names, int64 or int32, and `slot_shares` (float32),
@@ -37,8 +37,11 @@ _CONVERT = (
 
 @attrs.frozen(kw_only=True, eq=False)
 class ExpertLocation:
-    """What a file holds: a map from slots to experts, with or without shares, or counts of experts, summed over steps;
-    int64 [layers with experts, ...]. One of `physical_to_logical_map` and `logical_count` is None."""
+    """What a file holds: a map from slots to experts, with or without shares, or counts of experts, summed over steps.
+
+    Tables are [layers with experts, ...], int64 but for the shares. One of `physical_to_logical_map` and
+    `logical_count` is None.
+    """
 
     physical_to_logical_map: Ints | None = None
     slot_shares: Shares | None = None
@@ -46,10 +49,11 @@ class ExpertLocation:
 
 
 def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int = 0) -> ExpertLocation:
-    """Reads a .json or .safetensors file, which nobody has to vouch for.
+    """Read a .json or .safetensors file. The file need not be trusted.
 
-    Raises ConfigError: other formats (for .pt with the command that converts it), neither or both of the two names, and
-    tables that are ragged, too large, of other types, with negative entries, or with no layer that has experts.
+    Raises ConfigError for other formats (for .pt with the command that converts it), for neither or both of the two
+    names, and for tables that are ragged, too large, of other types, with negative entries, or with no layer that has
+    experts.
     """
     path = Path(path)
     _check_dense(num_dense_layers)
@@ -77,7 +81,7 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
 
 
 def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *, num_dense_layers: int = 0) -> None:
-    """Writes a map, by the suffix of `path`. Dense layers get the rows of a trivial placement, which nobody reads.
+    """Write a map in the format that the suffix of `path` names. Dense layers get rows that are never read.
 
     SGLang's JSON has no shares. Raises ConfigError for another suffix, and for JSON where copies have unequal shares:
     `attrs.evolve(placement, slot_shares=None)` gives them up.
@@ -98,8 +102,10 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
 
 
 def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers: int = 0) -> None:
-    """Writes [layers, experts] counts, by the suffix of `path`; dense layers get zeros. Raises ConfigError for another
-    suffix and for what are no counts."""
+    """Write [layers, experts] counts in the format that the suffix of `path` names. Dense layers get zeros.
+
+    Raises ConfigError for another suffix, and for a table that does not hold counts.
+    """
     path = Path(path)
     _check_dense(num_dense_layers)
     table = _checked(np.asarray(counts), COUNT, "counts")
@@ -112,7 +118,7 @@ def _check_dense(num_dense_layers: int) -> None:
 
 
 def _one_name(names: Any, path: Path) -> str:
-    """The name of the table that is in the file."""
+    """Return the name of the table that is in the file."""
     found = [name for name in (MAP, COUNT) if name in names]
     if len(found) != 1:
         raise ConfigError(
@@ -163,7 +169,7 @@ def _from_safetensors(path: Path) -> dict[str, Any]:
 
 
 def _checked(table: Any, name: str, source: Path | str) -> Ints:
-    """As int64 [layers, slots or experts], steps summed."""
+    """Return the table as int64 [layers, slots or experts], summed over steps."""
     wanted = (2,) if name == MAP else (2, 3)
     if table.dtype.kind not in "iu" or table.ndim not in wanted:
         raise ConfigError(f"{source}: {name} must be a table of ints, got {table.dtype} of shape {table.shape}")

@@ -1,8 +1,8 @@
 """Which slot of which rank holds which expert, and which copy of an expert a rank sends its tokens to.
 
-Ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first of
-rank r + 1. A logical expert (what the router chooses) lies in one slot or in several. Two of them on one rank
-are legal, and DeepSeek's balancer makes such maps: both are used, though they even out nothing.
+All ranks have the same number of slots: of P physical experts, rank r holds slots `r * P / num_ranks` up to the first
+of rank r + 1. A logical expert (what the router chooses) lies in one slot or in several. Two copies on one rank are
+legal, and DeepSeek's balancer makes such maps. Both are used, though they even out nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shares = npt.NDArray[np.float32]
 
 
 def _int_map(value: Any) -> Ints:
-    """A read-only int64 copy of a [layers, slots] table of ints. Raises ConfigError for anything else."""
+    """Return a read-only int64 copy of a [layers, slots] table of ints. Raises ConfigError for anything else."""
     try:
         table = np.asarray(value)
     except (TypeError, ValueError) as failure:
@@ -46,7 +46,7 @@ def _int_map(value: Any) -> Ints:
 
 
 def _share_map(value: Any) -> Shares | None:
-    """A read-only float32 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
+    """Return a read-only float32 copy of a [layers, slots] table, or None. Raises ConfigError for anything else."""
     if value is None:
         return None
     try:
@@ -68,10 +68,11 @@ def _same(ours: Shares | None, theirs: Shares | None) -> bool:
 class ExpertPlacement:
     """The expert in every slot, for every mixture-of-experts layer.
 
-    `physical_to_logical_map` is int64 [L, P] and read-only; what is given (nested lists, an array) is copied.
-    `slot_shares`, float32 [L, P] and read-only, is the part of its expert's tokens that each slot is to be sent, which
-    for the slots of an expert sum to 1; None is the same for all of them. Equal by value. Raises ConfigError, with the
-    values: slots that do not divide over ranks, experts out of range, an expert without a slot, shares that do not fit.
+    `physical_to_logical_map` is int64 [L, P] and read-only, a copy of the argument (nested lists, an array).
+    `slot_shares`, float32 [L, P] and read-only, is the part of its expert's tokens that each slot receives. The shares
+    of an expert's slots sum to 1; None means equal shares. Placements compare by value. Raises ConfigError, with the
+    values, for slots that do not divide over ranks, experts out of range, an expert without a slot, and shares that do
+    not fit.
     """
 
     physical_to_logical_map: Ints = attrs.field(
@@ -115,7 +116,7 @@ class ExpertPlacement:
 
     @classmethod
     def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
-        """Slot p holds expert `p % num_experts`, in every layer."""
+        """Return the placement with expert `p % num_experts` in slot p, in every layer."""
         for name, value, least in (
             ("num_layers", num_layers, 1),
             ("num_experts", num_experts, 1),
@@ -147,13 +148,13 @@ class ExpertPlacement:
 
     @cached_property
     def twins(self) -> Bools:
-        """The slots whose expert lies in an earlier slot of the same rank too: bool [L, P], read-only."""
+        """The slots whose expert also lies in an earlier slot of the same rank: bool [L, P], read-only."""
         found = find_twins(self.physical_to_logical_map.reshape(self.num_layers, self.num_ranks, -1))
         found.flags.writeable = False
         return found.reshape(self.num_layers, -1)
 
     def slots_of(self, rank: int) -> range:
-        """The slots that lie on a rank. Raises ConfigError where there is no such rank."""
+        """Return the slots that lie on a rank. Raises ConfigError when there is no such rank."""
         _check_rank(rank, self)
         return range(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
 
@@ -175,14 +176,14 @@ def _frozen(array: Ints) -> Ints:
 
 
 def count_replicas(table: Ints, num_experts: int) -> Ints:
-    """How often each of `num_experts` occurs per row of [L, P] -> [L, E]."""
+    """Count how often each of `num_experts` occurs in every row: [L, P] -> [L, E]."""
     num_layers = len(table)
     flat = table + np.arange(num_layers)[:, None] * num_experts
     return np.bincount(flat.ravel(), minlength=num_layers * num_experts).reshape(num_layers, num_experts)
 
 
 def find_twins(table_LRS: Ints) -> Bools:
-    """Of a map [L, ranks, slots per rank]: whether the expert of a slot is in an earlier slot of that rank; bool."""
+    """Return whether the expert of each slot is also in an earlier slot of its rank; bool, in the shape of the map."""
     order = np.argsort(table_LRS, axis=2, kind="stable")
     experts = np.take_along_axis(table_LRS, order, 2)
     same = np.zeros(table_LRS.shape, np.bool_)
@@ -193,7 +194,7 @@ def find_twins(table_LRS: Ints) -> Bools:
 
 
 def slots_by_expert(table: Ints, counts: Ints) -> Ints:
-    """Inverts a map from slots to experts: [L, P], with its counts [L, E] -> [L, E, counts.max()], padded with -1."""
+    """Invert a map from slots to experts: [L, P], with its counts [L, E] -> [L, E, counts.max()], padded with -1."""
     num_layers, num_slots = table.shape
     slots = np.argsort(table, axis=1, kind="stable")
     experts = np.take_along_axis(table, slots, axis=1)
@@ -212,7 +213,7 @@ def _check_rank(rank: int, placement: ExpertPlacement) -> None:
 
 
 def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
-    """Ranks of one node, which divide `num_ranks`; None is all of them. Raises ConfigError."""
+    """Return the ranks of one node, all of them for None. Raises ConfigError where they do not divide `num_ranks`."""
     if ranks_per_node is None:
         return num_ranks
     if isinstance(ranks_per_node, bool) or not isinstance(ranks_per_node, int) or ranks_per_node < 1:
@@ -223,9 +224,12 @@ def check_ranks_per_node(ranks_per_node: int | None, num_ranks: int) -> int:
 
 
 class DispatchRule(enum.Enum):
-    """Which of an expert's copies a token goes to. DYNAMIC: any, by their shares. STATIC: always the same one from a
-    given rank, as many ranks for each copy as its share says. NEAREST: one on the token's rank, else one on its node,
-    else any, the near ones alike: shares are not looked at."""
+    """Which of an expert's copies a token goes to.
+
+    DYNAMIC: any copy, by the shares. STATIC: from a given rank always the same copy; the share of a copy says how many
+    ranks use it. NEAREST: a copy on the token's rank, else on its node, else any; equally near copies alike, whatever
+    their shares.
+    """
 
     STATIC = "static"
     DYNAMIC = "dynamic"
@@ -234,8 +238,10 @@ class DispatchRule(enum.Enum):
 
 @attrs.frozen(kw_only=True, eq=False)
 class DispatchTable:
-    """The slots that one rank sends tokens to: for a number u in [0, 1), the same for nothing but this token, slot i of
-    `slots[layer, expert]` where `until[..., i - 1] <= u < until[..., i]`: the number of bounds that u has reached.
+    """The slots that one rank sends tokens to.
+
+    Each token has a number u in [0, 1). It goes to slot i of `slots[layer, expert]` where `until[..., i - 1] <= u <
+    until[..., i]`, so i is the number of bounds that u has reached.
 
     `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
     """
@@ -247,8 +253,11 @@ class DispatchTable:
 def dispatch_table(
     placement: ExpertPlacement, rule: DispatchRule, *, rank: int, ranks_per_node: int | None = None
 ) -> DispatchTable:
-    """The candidates of one source rank under a rule. Node n has ranks `n * ranks_per_node` up to those of the next;
-    without `ranks_per_node` there is one node. Raises ConfigError for a rank that is not there or uneven nodes."""
+    """Return where one source rank sends its tokens under a rule.
+
+    Node n has the ranks from `n * ranks_per_node` up to the first of the next node; without `ranks_per_node` there is
+    one node. Raises ConfigError for a rank that does not exist and for uneven nodes.
+    """
     _check_rank(rank, placement)
     per_node = check_ranks_per_node(ranks_per_node, placement.num_ranks)
     slots = placement.logical_to_all_physical_map
@@ -263,7 +272,7 @@ def dispatch_table(
     until = _bounds(_shares_by_expert(placement, slots))
     if rule is DispatchRule.DYNAMIC:
         return DispatchTable(slots=slots, until=until)
-    # Ranks stand at equal distances from 0 to 1. Each expert and layer has the next rank at the first place, so that
+    # Ranks stand at equal distances from 0 to 1. The rank at the first place changes with expert and layer, so that
     # rounding does not always favour the same ranks.
     turn = rank + np.arange(placement.num_layers)[:, None] + np.arange(placement.num_logical_experts)
     place = (turn % placement.num_ranks + 0.5) / placement.num_ranks
@@ -272,7 +281,7 @@ def dispatch_table(
 
 
 def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
-    """The share of each copy: [L, E, most copies], 0 where there is none."""
+    """Return the share of each copy: [L, E, most copies], 0 where there is no copy."""
     if placement.slot_shares is None:
         return (slots >= 0) / placement.logical_replica_counts[:, :, None]
     layers = np.arange(placement.num_layers)[:, None, None]
@@ -280,7 +289,7 @@ def _shares_by_expert(placement: ExpertPlacement, slots: Ints) -> Floats:
 
 
 def _bounds(shares: Floats) -> Shares:
-    """Running sums; from the last share above 0 on they are exactly 1."""
+    """Return running sums of the shares, exactly 1 from the last share above 0 on."""
     last = shares.shape[2] - 1 - (shares > 0)[:, :, ::-1].argmax(2, keepdims=True)
     until = np.where(np.arange(shares.shape[2]) >= last, 1.0, np.cumsum(shares, axis=2)).astype(np.float32)
     until.flags.writeable = False

@@ -1,4 +1,4 @@
-"""How many tokens each expert was chosen for, counted where the router runs."""
+"""How many tokens chose each expert, counted where the router runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ MODES = ("window", "stat")
 
 
 class ExpertLoadRecorder:
-    """Counts of one rank per layer and logical expert. `mode` "window" keeps the last `window` steps, "stat" all since
-    `reset`. `step_LE` is the open step, int64 [layers, experts] on the device, always at the same address.
+    """The counts of one rank, per layer and logical expert.
 
-    Nothing but `counts` waits for the device. `record` writes where it always writes, so it may be captured in a graph.
-    A window takes 4 bytes per step, layer and expert on the device. Raises ConfigError for sizes below 1.
+    `mode` "window" keeps the last `window` steps, "stat" all steps since `reset`. `step_LE` is the open step, int64
+    [layers, experts] on the device. `record` always writes to that address, so it may be captured in a graph. Only
+    `counts` waits for the device. A window takes 4 bytes per step, layer and expert on the device. Raises ConfigError
+    for sizes below 1.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class ExpertLoadRecorder:
         self._oldest = 0
 
     def record(self, layer: int, ids_TK: Tensor) -> None:
-        """Adds one for each choice to the open step: `ids_TK` int64, logical ids in 0..num_experts-1 (not checked)."""
+        """Add one to the open step for each choice: `ids_TK` int64, logical ids in 0..num_experts-1 (not checked)."""
         self.step_LE[layer].scatter_add_(0, ids_TK.reshape(-1), self._one.expand(ids_TK.numel()))
 
     def add(self, counts: Any) -> None:
-        """Adds [layers, experts] counts from elsewhere to the open step. Raises ConfigError for another shape."""
+        """Add [layers, experts] counts from elsewhere to the open step. Raises ConfigError for another shape."""
         more = torch.as_tensor(counts, device=self.step_LE.device)
         if more.shape != self.step_LE.shape or more.dtype.is_floating_point or more.dtype.is_complex:
             raise ConfigError(
@@ -59,7 +60,7 @@ class ExpertLoadRecorder:
         self.step_LE += more
 
     def end_step(self) -> None:
-        """Closes the open step; in a window, the step that is too old goes."""
+        """Close the open step. In a window, the oldest step goes."""
         self._total_LE += self.step_LE
         if self.mode == "window":
             oldest_LE = self._steps[self._oldest]
@@ -69,15 +70,15 @@ class ExpertLoadRecorder:
         self.step_LE.zero_()
 
     def device_counts(self) -> Tensor:
-        """The closed steps of this rank: int64 [layers, experts] on the device, a copy that ranks may all-reduce."""
+        """Return the closed steps of this rank: int64 [layers, experts] on the device, a copy for an all-reduce."""
         return self._total_LE.clone()
 
     def counts(self) -> Ints:
-        """The closed steps of this rank on the host: [layers, experts]. Waits for the device."""
+        """Return the closed steps of this rank on the host: [layers, experts]. Waits for the device."""
         return self._total_LE.cpu().numpy().astype(np.int64)
 
     def reset(self) -> None:
-        """Forgets all steps, the open one too."""
+        """Forget all steps, including the open one."""
         for counts in (self.step_LE, self._total_LE, self._steps):
             counts.zero_()
         self._oldest = 0

@@ -10,12 +10,12 @@ from torch import Tensor
 from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement, dispatch_table
 
 GOLDEN = 2654435769
-"""2^32 divided by the golden ratio: multiples of it modulo 2^32, any in a row or at equal distances, lie evenly."""
+"""2^32 divided by the golden ratio. Its multiples modulo 2^32 lie evenly, also every n-th of them."""
 
 
 @attrs.frozen(eq=False)
 class LayerReplicas:
-    """The slots that rank `rank` of `num_ranks` sends tokens to, for one layer: views into `ReplicaTables`."""
+    """The slots to which rank `rank` of `num_ranks` sends the tokens of one layer: views into `ReplicaTables`."""
 
     slots_EX: Tensor
     until_EX: Tensor
@@ -23,8 +23,11 @@ class LayerReplicas:
     num_ranks: int
 
     def __call__(self, ids_TK: Tensor) -> Tensor:
-        """Logical experts, int64, to physical ones. Which of several copies follows from the token's place in the batch
-        and the rank, so that shares are met closely and the same tokens go the same way each time. Syncs nothing."""
+        """Map logical experts, int64, to physical ones. Syncs nothing.
+
+        The choice between several copies follows from the token's place in the batch and the rank. So shares are met
+        closely, and the same tokens go the same way each time.
+        """
         place_T = torch.arange(len(ids_TK), device=ids_TK.device) * self.num_ranks + self.rank
         # 24 bits are exact in float32, and so stay below 1
         u_T = ((place_T * GOLDEN & 0xFFFFFFFF) >> 8).float() * 2.0**-24
@@ -34,8 +37,8 @@ class LayerReplicas:
 
 @attrs.frozen(eq=False, kw_only=True)
 class ReplicaTables:
-    """A `DispatchTable` of one rank as tensors [L, E, X], X being the most copies that any placement of as many slots
-    can have."""
+    """A `DispatchTable` of one rank as tensors [L, E, X], with room for the X copies of an expert that any placement of
+    as many slots can have."""
 
     rule: DispatchRule
     rank: int
@@ -54,7 +57,7 @@ class ReplicaTables:
         ranks_per_node: int | None,
         device: torch.device,
     ) -> ReplicaTables:
-        """Raises ConfigError where nodes are uneven."""
+        """Build the tables of a placement. Raises ConfigError where nodes are uneven."""
         most = placement.num_slots - placement.num_logical_experts + 1
         width = 1 if rule is DispatchRule.STATIC else most
         shape = (placement.num_layers, placement.num_logical_experts, width)
@@ -70,7 +73,7 @@ class ReplicaTables:
         return tables
 
     def put(self, placement: ExpertPlacement) -> None:
-        """Sends tokens where `placement`, of the same sizes, says from now on: tensors keep their addresses."""
+        """Send tokens where `placement`, of the same sizes, says from now on. Tensors keep their addresses."""
         table = dispatch_table(placement, self.rule, rank=self.rank, ranks_per_node=self.ranks_per_node)
         missing = ((0, 0), (0, 0), (0, self.slots_LEX.shape[2] - table.slots.shape[2]))
         self.slots_LEX.copy_(torch.from_numpy(np.pad(table.slots, missing, constant_values=-1)))
