@@ -34,6 +34,11 @@ def is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def within(inner: range, outer: range) -> bool:
+    """Whether all of `inner`, whose step is 1, lies in `outer`."""
+    return not inner or (outer.start <= inner.start and inner.stop <= outer.stop)
+
+
 def as_float(value: float) -> float:
     """An int of at most 53 bits as the float of the same value; everything else unchanged, for a validator to judge."""
     return float(value) if is_int(value) and abs(value) <= 2**53 else value

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from pdinfer.checks import within
 from pdinfer.errors import ConfigError
 
 Slices = tuple[tuple[range, ...], ...]
@@ -37,7 +38,7 @@ class Plan:
 
     def __attrs_post_init__(self) -> None:
         for push in self.pushes:
-            if not _within(push.layers, self.layers) or not _within(push.tokens, self.tokens):
+            if not within(push.layers, self.layers) or not within(push.tokens, self.tokens):
                 raise ConfigError(f"{_text(push)} leaves the grant's layers {self.layers} and tokens {self.tokens}")
         for layer in self.layers:
             self._check(layer)
@@ -108,10 +109,6 @@ def _joined(ranges: Sequence[range]) -> Iterator[range]:
             last = range(last.start, span.stop)
     if last is not None:
         yield last
-
-
-def _within(inner: range, outer: range) -> bool:
-    return not inner or (outer.start <= inner.start and inner.stop <= outer.stop)
 
 
 def _text(push: Push) -> str:

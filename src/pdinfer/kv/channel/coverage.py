@@ -7,6 +7,7 @@ from bisect import bisect
 
 import attrs
 
+from pdinfer.checks import within
 from pdinfer.errors import TransferError
 
 
@@ -42,7 +43,7 @@ class Coverage:
 
     def announce(self, layers: range, tokens: range) -> None:
         """A rectangle is about to arrive; TransferError when it leaves the grant or overlaps what came before."""
-        inside = _within(layers, self.layers) and _within(tokens, self.tokens)
+        inside = within(layers, self.layers) and within(tokens, self.tokens)
         if not inside or not layers or not tokens:
             raise TransferError(
                 f"layers {_text(layers)} x tokens {_text(tokens)} is outside the grant's layers {_text(self.layers)} "
@@ -76,10 +77,6 @@ def _insert(ranges: list[range], at: int, tokens: range) -> None:
     if at < len(ranges) and ranges[at].start == stop:
         last, stop = at + 1, ranges[at].stop
     ranges[first:last] = [range(start, stop)]
-
-
-def _within(inner: range, outer: range) -> bool:
-    return outer.start <= inner.start and inner.stop <= outer.stop
 
 
 def _text(span: range) -> str:

@@ -51,9 +51,11 @@ class ExpectedRoom:
 
 @attrs.frozen(kw_only=True)
 class ChannelSnapshot:
-    """The links and rooms of one end. `wanted` are the peers that it dials whenever there is no link to them,
-    `pushing` the rooms that it still reads pages for, `num_settled` the hand-offs that `poll` would give and `num_stops`
-    the rooms that `poll_stops` would."""
+    """The links and rooms of one end.
+
+    `wanted` are the peers that it dials whenever there is no link to them, `pushing` the rooms for which it still reads
+    pages, `num_settled` the hand-offs that `poll` would return, `num_stops` the rooms that `poll_stops` would return.
+    """
 
     links: tuple[LinkSnapshot, ...]
     wanted: tuple[PeerAddress, ...]
