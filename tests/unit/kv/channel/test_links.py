@@ -273,7 +273,7 @@ def test_other_layouts_are_not_asked_twice(net: HandNet) -> None:
 
 
 def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
-    """A link is replaced while rooms are open: both ends settle them, and nothing of the old link reaches the new one."""
+    """A link is replaced while rooms are open: both ends settle them, and nothing of the old reaches the new."""
     case = Case("hand")
     prefill, decode = linked(net)
     old, new = case.grant(decode, prefill), None
