@@ -186,7 +186,7 @@ class LinkBook:
         """Return whether the peer is to be dialled when there is no link to it."""
         return key in self._wanted
 
-    def wants(self, wanted: Wanted) -> bool:
+    def is_current(self, wanted: Wanted) -> bool:
         """Return whether this is still the current wish for its peer."""
         return self._wanted.get(peer_key(wanted.address)) is wanted
 
@@ -204,7 +204,7 @@ class LinkBook:
         key = peer_key(wanted.address)
         with self.changed:
             now = self.clock()
-            if not self.wants(wanted) or key in self._links or self.is_dialling(key) or now < wanted.due:
+            if not self.is_current(wanted) or key in self._links or self.is_dialling(key) or now < wanted.due:
                 return False
             low, high = REDIAL_S
             wanted.due = now + min(high, low * 2.0**wanted.attempts)

@@ -175,7 +175,7 @@ class KVChannel(OfOneProcess):
     def has_news(self) -> bool:
         """Whether `poll` or `poll_stops` would return anything."""
         with self._changed:
-            return bool(self._receiver.rooms.num_settled or self._sender.rooms.num_stops)
+            return bool(self._receiver.num_settled or self._sender.num_stops)
 
     @property
     def stats(self) -> ChannelStats:
@@ -186,15 +186,14 @@ class KVChannel(OfOneProcess):
         """Return what this end holds at this moment, for finding faults."""
         book = self._links.book
         with self._changed:
-            receiving, sending = self._receiver.rooms, self._sender.rooms
             return ChannelSnapshot(
                 links=book.snapshot(),
                 wanted=tuple(wanted.address for wanted in book.wanted()),
-                expected=receiving.snapshot(),
-                accepted=sending.snapshot(),
+                expected=self._receiver.rooms(),
+                accepted=self._sender.rooms(),
                 pushing=self._sender.pushing(),
-                num_settled=receiving.num_settled,
-                num_stops=sending.num_stops,
+                num_settled=self._receiver.num_settled,
+                num_stops=self._sender.num_stops,
             )
 
     def notify(self, listener: Callable[[], None]) -> None:

@@ -182,7 +182,7 @@ class Links:
         with self._changed:
             if self.book.link_to(peer_key(wanted.address)) is not None:
                 self.book.refuse(peer, Occupied("the peer has dialled this end meanwhile"))
-            elif not self.book.wants(wanted):
+            elif not self.book.is_current(wanted):
                 self.book.refuse(peer, TransferError("the peer was dropped while it was dialled"))
             if peer.refusal is not None:
                 return peer

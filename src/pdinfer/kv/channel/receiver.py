@@ -15,6 +15,7 @@ from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.counters import Totals
 from pdinfer.kv.channel.peer import Arriving, Peer
 from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
+from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.pool import PagePool
 from pdinfer.types import Handoff, PageGrant, PeerKey, peer_key
@@ -142,9 +143,15 @@ class HandoffReceiver:
         self._rooms = ReceiverRooms(self._pool.layout.layers)
 
     @property
-    def rooms(self) -> ReceiverRooms:
-        """The state of the rooms, to be read under the lock."""
-        return self._rooms
+    def num_settled(self) -> int:
+        """The number of hand-offs that `take_settled` would return."""
+        with self._changed:
+            return self._rooms.num_settled
+
+    def rooms(self) -> Mapping[bytes, ExpectedRoom]:
+        """Return the rooms that have not settled."""
+        with self._changed:
+            return self._rooms.snapshot()
 
     def _count_dropped(self, key: PeerKey) -> None:
         """Count a frame that was not acted upon. The lock must be held."""

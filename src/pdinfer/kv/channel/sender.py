@@ -16,6 +16,7 @@ from pdinfer.kv.channel.counters import Totals
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.channel.pushes import Group, Pushes
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
+from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import Transfer
@@ -138,9 +139,15 @@ class HandoffSender:
     # -- what it tells ----------------------------------------------------------------------------------------------
 
     @property
-    def rooms(self) -> SenderRooms:
-        """The state of the rooms, to be read under the lock."""
-        return self._rooms
+    def num_stops(self) -> int:
+        """The number of rooms that `take_stops` would return."""
+        with self._changed:
+            return self._rooms.num_stops
+
+    def rooms(self) -> Mapping[bytes, AcceptedState]:
+        """Return the state of every room that is remembered."""
+        with self._changed:
+            return self._rooms.snapshot()
 
     def pushing(self) -> frozenset[bytes]:
         """Return the rooms for which this end still reads pages."""
