@@ -417,16 +417,18 @@ def test_a_refused_announcement_names_both_rectangles() -> None:
     assert all(part in str(info.value) for part in ("[2, 6)", "[5, 7)", "[2, 5)", "[4, 10)"))
 
 
-def test_a_landed_word_without_its_bytes_is_aborted() -> None:
-    receiver = ReceiverRooms(LAYERS)
-    receiver.expect(grant_of(ROOMS[0]), 0.0)
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_landed_handoffs_without_all_bytes_are_aborted(num_writers: int) -> None:
+    receiver, writers = ReceiverRooms(LAYERS), PEERS[:num_writers]
+    receiver.expect(grant_of(ROOMS[0], writers), 0.0)
     for span in (TOKENS[:-1], TOKENS[-1:]):
         receiver.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
     receiver.placed(ROOMS[0], LAYERS, TOKENS[:-1], None, 0.0)  # the last token was announced and is not here
-    receiver.finished(peer_key(PEERS[0]), handoff_of(ROOMS[0], PEERS[0]))
-    (handoff,) = receiver.take_settled()
-    assert handoff.status is ABORTED
-    assert "not every granted token had arrived" in str(handoff.error)
+    for writer in writers:
+        receiver.finished(peer_key(writer), handoff_of(ROOMS[0], writer))
+    for handoff in receiver.take_settled():
+        assert handoff.status is ABORTED
+        assert "not every granted token had arrived" in str(handoff.error)
 
 
 def test_a_room_without_writers_is_refused() -> None:
