@@ -80,7 +80,7 @@ MUTANTS = [
         "src/pdinfer/kv/channel/rooms.py",
         "if whole and state.fault is None and not state.coverage.complete:",
         "if whole and len(state.writers) == 1 and state.fault is None and not state.coverage.complete:",
-        "tests/unit/kv/channel/test_rooms.py::TestReceiverRooms::runTest",
+        "tests/unit/kv/channel/test_rooms.py::test_landed_handoffs_without_all_bytes_are_aborted",
     ),
     Mutant(
         "tombstones of one peer count for all peers",

@@ -11,12 +11,12 @@
     rooms.py        a hand-off's two state machines: no I/O, no clock, no tensor
     coverage.py     which of a room's tokens were announced, and which have arrived
     tombstones.py   rooms that were aborted before their request came
-    pushes.py       what was pushed, and what still reads our pages
+    pushes.py       what was pushed, and which of our pages are still being read
     wire.py         the messages between two ends, and their bytes
-    frame_mac.py    the tag behind each frame, without which none is taken
+    frame_mac.py    the tag behind each frame, without which no frame is accepted
     counters.py     what moved between this end and each peer
     snapshot.py     what a channel holds at one moment
-    complaints.py   warnings that a stranger can cause, and only so many of them
+    complaints.py   warnings that a stranger can cause, limited in number
 
 May import: kv.layout, kv.memory, kv.pool, kv.transports, process, the ground.
 """

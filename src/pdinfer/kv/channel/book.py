@@ -1,7 +1,7 @@
-"""The book of links: which there are, who is at the other end of each, and which peers this end wants to reach.
+"""The book of links: which links there are, who is at the other end of each, and which peers this end wants to reach.
 
-It decides nothing and sends nothing. Its lock is that of the channel's condition, so that what a link means for rooms
-can be settled together with it.
+The book only keeps state; `links` and `handshake` decide. Its lock is that of the channel's condition, so the loss of a
+link and the end of its rooms are one change.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pdinfer.stats import PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 REDIAL_S = (0.1, 5.0)
-"""Seconds before the first and, doubling, before every later attempt to reach a peer again."""
+"""Seconds before the first attempt to reach a peer again, and the most before a later one. The pause doubles."""
 MAX_GUESTS = 256
-"""Links to peers that this end neither dialled nor gave anything to do: past it the oldest gives way to a newcomer."""
+"""How many peers may be linked that this end neither dialled nor gave anything to do. Past it the oldest gives way."""
 
 
 class LinkBook:
-    """The links of one channel. `changed` is the channel's condition: its lock guards the book, is never held while the
-    transport is called, and is notified when a handshake ends. `us` is this end, known once the transport has an
-    endpoint."""
+    """The links of one channel. `changed` is the channel's condition. Its lock guards the book and is never held while
+    the transport is called; it is notified when a handshake ends. `us` is the address of this end, known once the
+    transport has an endpoint."""
 
     us: PeerAddress
 
@@ -54,7 +54,7 @@ class LinkBook:
     # -- who is there -----------------------------------------------------------------------------------------------
 
     def at(self, link: Link, *, dialled: bool = True) -> Peer:
-        """The record of a link, made when it is new."""
+        """Return the record of a link; make one when the link is new."""
         with self.changed:
             peer = self._by_link.get(link)
             if peer is None:
@@ -64,22 +64,23 @@ class LinkBook:
             return peer
 
     def peers(self) -> list[Peer]:
-        """The records of all links, open or not."""
+        """Return the records of all links, open or not."""
         with self.changed:
             return list(self._by_link.values())
 
     def link_to(self, key: PeerKey) -> Link | None:
-        """The open link to a welcome peer."""
+        """Return the open link to a peer, or None."""
         with self.changed:
             return self._links.get(key)
 
     def peer_at(self, key: PeerKey) -> Peer | None:
-        """The record of the open link to a welcome peer."""
+        """Return the record of the open link to a peer, or None."""
         with self.changed:
             return self._by_link.get(self._links[key]) if key in self._links else None
 
     def granted(self, addresses: Iterable[PeerAddress]) -> list[Peer | None]:
-        """The records of these peers' links, None where there is none; they are guests no more."""
+        """Return the records of the open links to these peers, None where there is none. The peers are no longer
+        guests."""
         with self.changed:
             keys = list(map(peer_key, addresses))
             for key in keys:
@@ -87,14 +88,14 @@ class LinkBook:
             return list(map(self.peer_at, keys))
 
     def tell(self, key: PeerKey, frame: bytes) -> None:
-        """Sends to a peer; one that is gone needs no telling, since `closed` has said it on both sides."""
+        """Send a frame to a peer. Without a link nothing is sent: both ends were told that it is gone."""
         if (peer := self.peer_at(key)) is not None:
             peer.post(frame)
 
     # -- links that open and close ----------------------------------------------------------------------------------
 
     def admit(self, peer: Peer, address: PeerAddress, layout_id: bytes) -> Peer | None:
-        """The link is open; the guest who must give way for it, if any."""
+        """Note that the link is open. Return the guest that has to give way for it, if there is one."""
         with self.changed:
             key = peer_key(address)
             peer.address = address
@@ -109,7 +110,7 @@ class LinkBook:
             return self.peer_at(guests[0]) if len(guests) > MAX_GUESTS else None
 
     def refuse(self, peer: Peer, error: PDInferError) -> None:
-        """The link is not to be open, or no longer, because of `error`."""
+        """Note why the link must not be open, or not any longer."""
         with self.changed:
             peer.refusal = error
             self.changed.notify_all()
@@ -117,18 +118,19 @@ class LinkBook:
             self._complaints.warn("the link to %s is refused or given up: %s", peer.link.endpoint, error)
 
     def give_up(self, peer: Peer, reason: str) -> None:
-        """Closes the link to a peer; it may come back over a new one."""
+        """Close the link to a peer, which may come back over a new one."""
         self.refuse(peer, TransferError(reason))
         peer.fence()
 
     def abandon(self, peer: Peer) -> None:
-        """Closes a link that this end dialled in vain."""
+        """Close a link that this end dialled in vain."""
         peer.fence()
         with self.changed:
             self._by_link.pop(peer.link, None)
 
     def close(self, link: Link, error: TransferError | None) -> tuple[PeerKey | None, TransferError]:
-        """The link is gone: who was there, if anyone welcome was, and why it is gone."""
+        """Note that the link is gone. Return which peer was there, None unless the link was open, and why it is
+        gone."""
         with self.changed:
             peer = self._by_link.pop(link, None)
             if peer is None:
@@ -153,7 +155,7 @@ class LinkBook:
             return key, reason
 
     def cut(self) -> None:
-        """Closes every link, whatever an interrupted call has left of the book, so that the wanted peers are due."""
+        """Close every link, whatever an interrupted call has left of the book. All wanted peers become due."""
         for link in (links := list(self._by_link)):
             self._transport.fence(link)
         with self.changed:
@@ -165,8 +167,8 @@ class LinkBook:
     # -- whom this end dials ----------------------------------------------------------------------------------------
 
     def want(self, address: PeerAddress, timeout_s: float) -> Wanted:
-        """From now on the peer is dialled when there is no link to it: at once with `timeout_s` 0, else by its caller
-        until the time is over."""
+        """Note that the peer is to be dialled whenever there is no link to it. With `timeout_s` 0 it is due at once,
+        otherwise the caller dials until the time is over."""
         with self.changed:
             now = self.clock()
             wanted = self._wanted.setdefault(peer_key(address), Wanted(address, now, math.inf))
@@ -176,33 +178,33 @@ class LinkBook:
             return wanted
 
     def unwant(self, key: PeerKey) -> None:
-        """The peer is dialled no more."""
+        """Note that the peer is not to be dialled any more."""
         with self.changed:
             self._wanted.pop(key, None)
 
     def is_wanted(self, key: PeerKey) -> bool:
-        """Whether the peer is dialled when there is no link to it."""
+        """Return whether the peer is to be dialled when there is no link to it."""
         return key in self._wanted
 
-    def wants(self, wanted: Wanted) -> bool:
-        """Whether the peer is still to be dialled."""
+    def is_current(self, wanted: Wanted) -> bool:
+        """Return whether this is still the current wish for its peer."""
         return self._wanted.get(peer_key(wanted.address)) is wanted
 
     def wanted(self) -> list[Wanted]:
-        """The peers that are to be dialled when there is no link to them."""
+        """Return the peers that are to be dialled when there is no link to them."""
         return list(self._wanted.values())
 
     def is_dialling(self, key: PeerKey) -> bool:
-        """Whether a link to the peer is on its way, dialled by this end."""
+        """Return whether this end is dialling the peer and has no answer yet."""
         with self.changed:
             return any(peer.is_pending and peer.key == key for peer in self._by_link.values())
 
     def begin_redial(self, wanted: Wanted) -> bool:
-        """Whether the peer is due; if so, the next attempt comes later than this one did."""
+        """Return whether to dial the peer now. If so, the next attempt is put off."""
         key = peer_key(wanted.address)
         with self.changed:
             now = self.clock()
-            if not self.wants(wanted) or key in self._links or self.is_dialling(key) or now < wanted.due:
+            if not self.is_current(wanted) or key in self._links or self.is_dialling(key) or now < wanted.due:
                 return False
             low, high = REDIAL_S
             wanted.due = now + min(high, low * 2.0**wanted.attempts)
@@ -212,16 +214,17 @@ class LinkBook:
     # -- what it tells ----------------------------------------------------------------------------------------------
 
     def counters(self, key: PeerKey) -> PeerCounters | None:
-        """The counts of a peer that was welcome once; for the channel to add to, under its lock."""
+        """Return the counts of a peer that is or was linked, to be changed under the lock."""
         return self._ledger.get(key)
 
     def forget_past(self, now: float) -> None:
-        """Drops the counts of peers that are long gone."""
+        """Drop the counts of peers that left long ago."""
         with self.changed:
             self._ledger.forget(now, self._links.keys() | self._wanted.keys())
 
     def stats(self, inflight: Mapping[PeerKey, int], window_bytes: int) -> tuple[PeerStats, ...]:
-        """A snapshot of every peer that is welcome or was lately; `inflight` are the bytes on their way to each."""
+        """Return the stats of every peer that is or was lately linked. `inflight` holds the bytes on their way to
+        each."""
         with self.changed:
             return tuple(
                 counters.stats(
@@ -234,7 +237,7 @@ class LinkBook:
             )
 
     def snapshot(self) -> tuple[LinkSnapshot, ...]:
-        """Every link, open or not."""
+        """Return a snapshot of every link, open or not."""
         with self.changed:
             return tuple(
                 LinkSnapshot(

@@ -8,8 +8,8 @@ Decode's end *expects* a grant, is *placed* upon, and *polls* hand-offs. Prefill
 it computes and *finishes*. An end can be both at once and has any number of peers.
 
 Threads: callbacks of the transport come from its I/O thread, everything else from the thread that steps the engine.
-One lock, that of the condition `_changed`, guards the state of all three roles, since what ends a link settles rooms on
-both sides in the same moment. It is never held while the transport is called, so ends cannot wait for each other.
+One lock, that of the condition `_changed`, guards the state of all three roles, because the loss of a link settles
+rooms on both sides in the same moment. It is never held while the transport is called, so two ends cannot deadlock.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WINDOW_BYTES = 64 << 20
 class KVChannel(OfOneProcess):
     """One end of a KV channel over `transport`, for the pages of `pool`.
 
-    `address` is what peers need to reach and recognise this end: a new one for every object, so a restarted engine is a
-    new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and nobody without it
-    gets further than a first frame. `window_bytes` may be set: past it a peer `is_full`. Raises ConfigError or
-    TransferError when the transport cannot start.
+    `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine is a
+    new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and a peer without
+    the key gets no further than a first frame. `window_bytes` may be set; past it a peer `is_full`. Raises ConfigError
+    or TransferError when the transport cannot start.
     """
 
     def __init__(
@@ -77,57 +77,59 @@ class KVChannel(OfOneProcess):
 
     @classmethod
     def loopback(cls, *pools: PagePool) -> tuple[KVChannel, ...]:
-        """One end per pool, all in this process. Ends given the *same* pool exchange pages without copying."""
+        """Make one end per pool, all in this process. Ends of the *same* pool exchange pages without copying."""
         hub = LoopbackHub()
         return tuple(cls(pool, LoopbackTransport(hub)) for pool in pools)
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
-        """Opens a link and compares layouts. Either end may dial, or both; a second call does nothing. A link that
-        breaks is dialled again by itself. With `timeout_s` 0 it does not wait, and goes on dialling until `connected`
-        or for a minute. Raises LayoutMismatch naming each field that differs, TransferError when the peer cannot be
-        reached, does not answer in time, or is not the one that `peer` describes."""
+        """Open a link and compare layouts. Either end may dial, or both; a second call does nothing. A link that breaks
+        is dialled again automatically. With `timeout_s` 0 the call does not wait, and dialling goes on until
+        `connected`, for at most a minute. Raises LayoutMismatch, which names each field that differs, and TransferError
+        when the peer cannot be reached, does not answer in time, or is not the one that `peer` describes."""
         self._links.connect(peer, timeout_s=timeout_s)
 
     def drop_peer(self, peer: PeerAddress) -> None:
-        """Closes the link for good; every room the peer still owed a word is settled ABORTED. Unknown peers are
+        """Close the link for good. Every room that the peer has not finished settles ABORTED. An unknown peer is
         ignored."""
         self._links.drop(peer_key(peer))
 
     def connected(self, peer: PeerAddress) -> bool:
-        """Whether there is an open link to this very peer."""
+        """Return whether there is an open link to this very peer."""
         return self._links.book.link_to(peer_key(peer)) is not None
 
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
-        """Whether these peers' pages are in this end's own pool, so that computing into them is the transfer."""
+        """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
+        transfer."""
         links = (self._links.book.link_to(peer_key(peer)) for peer in peers)
         return all(link is not None and link.same_memory for link in links)
 
     # -- decode's side ----------------------------------------------------------------------------------------------
 
     def expect(self, grant: PageGrant) -> None:
-        """Lets the grant's writers write it. A writer that is not connected counts as lost at once."""
+        """Let the grant's writers write it. A writer that is not connected counts as lost at once."""
         self._receiver.expect(grant, self._clock())
 
     def expects(self, room: bytes) -> bool:
-        """Whether writers of a room that is expected may hear of it: at once."""
+        """Return whether the writers of an expected room may be told of it, which is at once."""
         return True
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
-        """Asks the grant's writers to stop; `poll` gives their ABORTED (or a LANDED that was on its way)."""
+        """Ask the grant's writers to stop. `poll` returns their ABORTED, or a LANDED that was on its way."""
         self._receiver.abort(grant, error)
 
     def poll(self) -> list[Handoff]:
-        """Hand-offs of the rooms settled since the last call, each room's together. Their writers have stopped."""
+        """Return the hand-offs of the rooms settled since the last call, each room's together. Their writers have
+        stopped."""
         self._looked_at = self._clock()
         return self._receiver.take_settled()
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
-        """Takes on a grant. TransferError when a destination aborted it before or is not connected, or when it was made
-        for another layout than the one that decode showed in the handshake. Then every destination is told."""
+        """Accept a grant. Raises TransferError when a destination aborted it before or is not connected, or when it was
+        made for another layout than the one that decode showed in the handshake. Then every destination is told."""
         self._sender.accept(grant)
 
     def push(
@@ -139,77 +141,78 @@ class KVChannel(OfOneProcess):
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
     ) -> Transfer:
-        """Sends `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks. The
-        transport calls `ready` before it reads; it may wait for a device. The pages stay as they are until the Transfer
-        is done. TransferError when the room is not open, ConfigError for pages without those tokens."""
+        """Send `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks. The
+        transport calls `ready` before it reads the pages; `ready` may wait for a device. The pages must not change
+        until the Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
+        tokens."""
         return self._sender.push(grant, layers, tokens, pages, ready)
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
-        """This writer's last word, behind all its pushes. ABORTED is legal at any time. When the Transfer is done,
-        nothing reads the pages that were pushed for this grant. ConfigError when the hand-off's state is too long to
-        travel; the room is still open then."""
+        """Finish a room with this writer's hand-off, behind all its pushes. ABORTED is allowed at any time. When the
+        Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
+        hand-off's state is too long to travel; the room stays open then."""
         return self._sender.finish(grant, handoff)
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
-        """Accepted rooms that decode gave up or lost since the last call; each still needs `finish` with ABORTED."""
+        """Return the accepted rooms that decode gave up, or whose link was lost, since the last call, with the reasons.
+        Each still needs `finish` with ABORTED."""
         self._looked_at = self._clock()
         return self._sender.take_stops()
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes pushed and not yet out of our pages."""
+        """The bytes pushed and not yet read from our pages."""
         return self._sender.unsent_bytes
 
     def is_full(self, grant: PageGrant) -> bool:
-        """Whether more than `window_bytes` are on their way to a destination of the grant: it takes them more slowly
-        than they are made, and other peers should not wait for it."""
+        """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
+        slowly than they are made, and other peers should not wait for it."""
         return self._sender.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
 
     # -- both -------------------------------------------------------------------------------------------------------
 
     @property
     def has_news(self) -> bool:
-        """Whether `poll` or `poll_stops` would give something."""
+        """Whether `poll` or `poll_stops` would return anything."""
         with self._changed:
-            return bool(self._receiver.rooms.num_settled or self._sender.rooms.num_stops)
+            return bool(self._receiver.num_settled or self._sender.num_stops)
 
     @property
     def stats(self) -> ChannelStats:
-        """What moved so far."""
+        """What has moved so far."""
         return self._totals.stats(self._links.book.stats(self._sender.inflight(), self.window_bytes))
 
     def snapshot(self) -> ChannelSnapshot:
-        """What this end holds at this moment, for who looks for a fault."""
+        """Return what this end holds at this moment, for finding faults."""
         book = self._links.book
         with self._changed:
-            receiving, sending = self._receiver.rooms, self._sender.rooms
             return ChannelSnapshot(
                 links=book.snapshot(),
                 wanted=tuple(wanted.address for wanted in book.wanted()),
-                expected=receiving.snapshot(),
-                accepted=sending.snapshot(),
+                expected=self._receiver.rooms(),
+                accepted=self._sender.rooms(),
                 pushing=self._sender.pushing(),
-                num_settled=receiving.num_settled,
-                num_stops=sending.num_stops,
+                num_settled=self._receiver.num_settled,
+                num_stops=self._sender.num_stops,
             )
 
     def notify(self, listener: Callable[[], None]) -> None:
-        """Calls `listener` from any thread whenever there may be news or a transfer is done."""
+        """Have `listener` called, from any thread, whenever there may be news or a transfer is done."""
         self._listeners.append(listener)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleeps until there is news or the time is over; tells whether there is."""
+        """Sleep until there is news or the time is over. Return whether there is news."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self.has_news or self._closed, timeout_s))
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until everything pushed has left; tells whether it has."""
+        """Wait until everything pushed has left or the time is over. Return whether it has left."""
         self._sender.flush()
         with self._changed:
             return bool(self._changed.wait_for(lambda: not self._sender.unsent_bytes, timeout_s))
 
     def close(self) -> None:
-        """Closes every link and the transport; open rooms settle ABORTED. A second call does nothing."""
+        """Close every link and the transport. Open rooms settle ABORTED. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.transport.close()
@@ -223,8 +226,8 @@ class KVChannel(OfOneProcess):
         return self._in_doubt
 
     def recover(self) -> None:
-        """Closes every link and forgets all rooms, after a call that was interrupted anywhere. Links go first, which
-        proves that no peer writes any more; they come back as after any loss."""
+        """Close every link and forget all rooms, after a call that was interrupted at any line. Links go first, which
+        proves that no peer writes any more. They come back as after any loss."""
         if isinstance(self.transport, LoopbackTransport):
             self.transport.cut()
         self._links.book.cut()
@@ -234,11 +237,12 @@ class KVChannel(OfOneProcess):
             self._in_doubt = False
 
     def redial_in_s(self) -> float:
-        """When `redial` would do something; infinity for a transport whose own thread dials lost peers."""
+        """Return in how many seconds `redial` would dial, infinity for a transport whose own thread dials lost
+        peers."""
         return self._links.redial_in_s() if isinstance(self.transport, LoopbackTransport) else float("inf")
 
     def redial(self) -> None:
-        """Dials the lost peers that are due."""
+        """Dial the lost peers that are due."""
         if self.redial_in_s() <= 0:
             self._links.redial()
 
@@ -249,11 +253,11 @@ class KVChannel(OfOneProcess):
 
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._links.book.at(link)
-        said = self._links.handshake.read(peer, frame)
-        if said is None:
+        read = self._links.handshake.read(peer, frame)
+        if read is None:
             self._sender.answer_turned_away(peer)
             return
-        key, message = said
+        key, message = read
         if isinstance(message, wire.Finish):
             self._receiver.finished(key, message.handoff)
         elif isinstance(message, wire.Abort):
@@ -277,7 +281,7 @@ class KVChannel(OfOneProcess):
 
     def closed(self, link: Link, error: TransferError | None) -> None:
         self._in_doubt |= isinstance(error, Interrupted)
-        with self._changed:  # one block: no room may be made between the loss of a link and what it settles
+        with self._changed:  # one block, so that no room is made between the loss of a link and the end of its rooms
             key, lost = self._links.book.close(link, error)
             to_stop = {} if key is None else self._receiver.lost(key, lost)
             if key is not None:

@@ -1,4 +1,4 @@
-"""Warnings that a stranger can cause, and so only so many of them."""
+"""Warnings that a stranger can cause, limited in number for that reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import attrs
 
 MAX_WARNINGS = 20
-"""Said in each WINDOW_S; the rest is counted."""
+"""How many are logged in each WINDOW_S. The rest are counted."""
 WINDOW_S = 10.0
 
 _log = logging.getLogger("pdinfer")
@@ -17,14 +17,15 @@ _log = logging.getLogger("pdinfer")
 
 @attrs.define
 class Complaints:
-    """Says a warning, unless many were said just now; the first one after those tells how many were not."""
+    """A logger of warnings that stops after MAX_WARNINGS in one window. The next window begins with the number of those
+    that were left out."""
 
     clock: Callable[[], float] = time.monotonic
     _since: float = -WINDOW_S
     _num: int = 0
 
     def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
-        """As `Logger.warning`. Any thread; a race miscounts by one."""
+        """Log as `Logger.warning` does. May be called from any thread; a race miscounts by one."""
         now = self.clock()
         if now - self._since >= WINDOW_S:
             unsaid = self._num - MAX_WARNINGS

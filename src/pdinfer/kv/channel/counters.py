@@ -1,4 +1,4 @@
-"""What moved between an end and each of its peers, over all the links they had."""
+"""What has moved between an end and each of its peers, over all the links they have had."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 MAX_PAST = 32
-"""Peers without a link whose counts are still told, those that went last: each step's report carries them."""
+"""How many peers without a link still appear in the stats, the latest to leave first. Every step's report carries
+them."""
 PAST_S = 120.0
-"""For how long it is: twice what a lost peer is dialled for."""
+"""How long such a peer appears there: twice as long as a lost peer is dialled."""
 
 
 @attrs.define(eq=False)
 class PeerCounters:
-    """The counts of one peer. `granted` once a room was made for it or of it: until then it is a guest, whom this host
-    has given nothing to do."""
+    """The counts of one peer. `granted` is set once there has been a room between it and this end. Until then the peer
+    is a guest: this host has given it nothing to do."""
 
     address: PeerAddress
     granted: bool = False
@@ -30,7 +31,7 @@ class PeerCounters:
     retries: int = 0
 
     def stats(self, *, connected: bool, inflight_bytes: int, window_bytes: int, step_age_s: float | None) -> PeerStats:
-        """A snapshot, with what only others know."""
+        """Return a snapshot, completed with what the counters do not know."""
         return PeerStats(
             address=self.address,
             connected=connected,
@@ -47,7 +48,7 @@ class PeerCounters:
 
 @attrs.define(eq=False)
 class Totals:
-    """The counts of one end, over all its peers: the fields of ChannelStats, to add to under the channel's lock."""
+    """The counts of one end over all its peers: the fields of ChannelStats. They change under the channel's lock."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -58,15 +59,15 @@ class Totals:
     writes_damaged: int = 0
 
     def stats(self, peers: tuple[PeerStats, ...]) -> ChannelStats:
-        """A snapshot."""
+        """Return a snapshot."""
         return ChannelStats(**attrs.asdict(self), peers=peers)
 
 
 class Ledger(dict[PeerKey, PeerCounters]):
-    """The counts of every peer that is welcome or was lately, in the order in which they were last met."""
+    """The counts of every peer that is linked or was linked lately, in the order of their latest links."""
 
     def meet(self, address: PeerAddress) -> None:
-        """A peer has a link, for the first time or again."""
+        """Note that a peer has a link, for the first time or again."""
         key = peer_key(address)
         counters = self.pop(key, None)
         if counters is None:
@@ -76,22 +77,22 @@ class Ledger(dict[PeerKey, PeerCounters]):
         self[key] = counters
 
     def grant(self, key: PeerKey) -> None:
-        """This host has given the peer something to do."""
+        """Note that this host has given the peer something to do."""
         if key in self:
             self[key].granted = True
 
     def leave(self, key: PeerKey, now: float) -> None:
-        """The peer's link is closed."""
+        """Note that the peer's link is closed."""
         if key in self:
             self[key].left_at = now
 
     def forget(self, now: float, kept: Collection[PeerKey]) -> None:
-        """Drops who is past, but for those that went last; `kept` have a link or are dialled."""
+        """Drop the counts of peers that left long ago. Peers in `kept` have a link or are being dialled, and stay."""
         past = sorted((key for key in self if key not in kept), key=lambda key: self[key].left_at)
         late = [key for key in past if self[key].left_at < now - PAST_S]
         for key in past[: max(len(late), len(past) - MAX_PAST)]:
             del self[key]
 
     def guests(self, linked: Collection[PeerKey]) -> list[PeerKey]:
-        """Those of `linked` that were given nothing to do yet, the one met first in front."""
+        """Return the peers in `linked` that have been given nothing to do, the longest linked first."""
         return [key for key, counters in self.items() if not counters.granted and key in linked]

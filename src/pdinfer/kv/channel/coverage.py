@@ -1,4 +1,4 @@
-"""Which of a room's tokens have been announced and which have arrived."""
+"""Which of a room's tokens have been announced, and whether all of them have arrived."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pdinfer.errors import TransferError
 
 @attrs.define
 class Coverage:
-    """Which tokens of which layers a room's writers have announced, and how many of them have arrived and verified.
+    """The tokens of each layer that a room's writers have announced, and how many have not yet arrived and verified.
 
-    Per layer the announced tokens are sorted, disjoint ranges, at most `max_pieces`; neighbours are joined.
+    The announced tokens of a layer are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined.
     """
 
     layers: range
@@ -29,11 +29,11 @@ class Coverage:
 
     @property
     def num_pieces(self) -> int:
-        """How many ranges have been announced, over all layers."""
+        """The number of announced ranges, over all layers."""
         return sum(len(self.pieces(layer)) for layer in self.layers)
 
     def pieces(self, layer: int) -> tuple[range, ...]:
-        """Return the ranges of tokens that were announced for a layer, in order."""
+        """Return the announced ranges of a layer, in order."""
         return tuple(self._announced.get(layer, ()))
 
     @property
@@ -42,7 +42,8 @@ class Coverage:
         return self._num_missing == 0
 
     def announce(self, layers: range, tokens: range) -> None:
-        """A rectangle is about to arrive; TransferError when it leaves the grant or overlaps what came before."""
+        """Note that a rectangle is about to arrive. Raises TransferError when it leaves the grant or overlaps an
+        earlier one."""
         inside = within(layers, self.layers) and within(tokens, self.tokens)
         if not inside or not layers or not tokens:
             raise TransferError(
@@ -65,12 +66,12 @@ class Coverage:
             _insert(ranges, at, tokens)
 
     def arrive(self, layers: range, tokens: range) -> None:
-        """An announced rectangle is here and verified."""
+        """Note that an announced rectangle has arrived and verified."""
         self._num_missing -= len(layers) * len(tokens)
 
 
 def _insert(ranges: list[range], at: int, tokens: range) -> None:
-    """Puts `tokens` between its neighbours, joined to those it touches."""
+    """Insert `tokens` between its neighbours, and join it to those that it touches."""
     first, last, start, stop = at, at, tokens.start, tokens.stop
     if at and ranges[at - 1].stop == start:
         first, start = at - 1, ranges[at - 1].start

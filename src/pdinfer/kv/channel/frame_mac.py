@@ -1,9 +1,9 @@
-"""What makes a link's frames one sequence that nothing can break unseen: a tag behind each.
+"""The tag behind each frame, which makes a link's frames one sequence that cannot be broken unnoticed.
 
-The tag covers the session (the nonces of both ends), the direction and the frame's number, which is counted and never
-sent. So a frame that was lost, doubled, reordered, altered, replayed from another session or reflected fails at the
-next look, and the link is closed. Without a key the tag is xxh3_64 and finds accidents; with one it is HMAC-SHA256, and
-only who knows the key can make it.
+The tag covers the session (the nonces of both ends), the direction, and the frame's number, which is counted and never
+sent. So the check fails at the next frame, and the link is closed, when a frame was lost, doubled, reordered, altered,
+replayed from another session or reflected. Without a key the tag is xxh3_64 and finds accidents. With a key it is
+HMAC-SHA256, which only an end that has the key can compute.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ MAX_TAG_BYTES = 32
 
 
 def check_key(key: bytes | None) -> None:
-    """Raises ConfigError for a key that is no key."""
+    """Raise ConfigError unless `key` is None or at least MIN_KEY_BYTES bytes."""
     if key is not None and (not isinstance(key, bytes) or len(key) < MIN_KEY_BYTES):
         raise ConfigError(f"a key must be at least {MIN_KEY_BYTES} random bytes; os.urandom(32) makes one")
 
 
 @attrs.define
 class FrameMac:
-    """One direction of one session. Used for sending or for receiving, by one thread at a time."""
+    """The tags of one direction of one session, for sending or for receiving, used by one thread at a time."""
 
     session: bytes
     from_dialler: bool
@@ -40,11 +40,11 @@ class FrameMac:
         return 8 if self.key is None else MAX_TAG_BYTES
 
     def sign(self, frame: bytes) -> bytes:
-        """The frame with its tag behind it."""
+        """Return the frame with its tag behind it."""
         return frame + self._next_tag(frame)
 
     def verify(self, tagged: bytes) -> bytes:
-        """The frame without its tag; TransferError when it is not the next one of this session."""
+        """Return the frame without its tag. Raises TransferError when it is not the next frame of this session."""
         frame, tag = tagged[: -self.tag_bytes], tagged[-self.tag_bytes :]
         if not hmac.compare_digest(tag, self._next_tag(frame)):
             what = "the peer's key differs, or " if self.key is not None else ""

@@ -1,4 +1,4 @@
-"""What the messages of a handshake must say, and what is wrong with those that do not."""
+"""What the messages of a handshake must say, and the errors of those that do not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdinfer.types import PeerAddress, peer_key
 
 
 def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
-    """What speaks against the peer's first frame at an end that is `keyed` or not."""
+    """Return the reason to refuse the peer's first frame, or None. `keyed` tells whether this end has a key."""
     if message.version[0] != wire.MAJOR:
         return TransferError(f"the peer speaks protocol {message.version[0]}, this end speaks {wire.MAJOR}")
     if message.keyed != keyed:
@@ -20,7 +20,7 @@ def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
 
 
 def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddress, layout: KVLayout) -> None:
-    """Raises TransferError or LayoutMismatch for who is not welcome at `us`."""
+    """Raise TransferError or LayoutMismatch when the peer is not welcome at `us`."""
     if isinstance(message, wire.Hello) == peer.dialled:
         raise TransferError(f"a {type(message).__name__} frame came from the wrong end of the link")
     if peer.dialled and peer.asked_for is None:
@@ -36,7 +36,7 @@ def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddre
 
 
 def refusal(message: wire.Reject) -> PDInferError:
-    """The peer's reason, as it is told at this end."""
+    """Return the peer's reason for refusing, from the point of view of this end."""
     error = message.error
     if isinstance(error, LayoutMismatch) and message.fields:
         fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)

@@ -1,12 +1,12 @@
-"""The handshake, which opens a link between ends that know and understand each other.
+"""The handshake, which opens a link between two ends that fit each other.
 
     connecting end ── Open (nonce) ──────► ◄── Open (nonce) ── accepting end
                    ── Hello (who, layout) ──►
                    ◄── Welcome or Reject ───
 
-Everything behind the two Open frames carries a tag (`kv.channel.frame_mac`). Both ends compare layouts, so either may
-refuse; no payload moves before both agree. There is one link per pair of ends: when both dial at once, that of the
-lesser identity stays.
+Every frame after the two Open frames carries a tag (`kv.channel.frame_mac`). Both ends compare layouts, so either may
+refuse, and no payload moves before both agree. There is one link per pair of ends. When both dial at once, the link
+dialled by the lesser identity stays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pdinfer.types import PeerKey, peer_key
 
 
 class Handshake:
-    """What one end says and hears until a link is open."""
+    """What one end sends and reads until a link is open."""
 
     def __init__(self, book: LinkBook, layout: KVLayout, key: bytes | None) -> None:
         check_key(key)
@@ -33,17 +33,17 @@ class Handshake:
         self._key = key
 
     def open(self, peer: Peer) -> None:
-        """This end's first frame, sent once."""
+        """Send this end's first frame, unless it was sent before."""
         version = (wire.MAJOR, wire.MINOR)
         peer.open(wire.encode(wire.Open(version, peer.nonce, self._key is not None)))
 
     def introduce(self, peer: Peer) -> None:
-        """Says who dialled."""
+        """Send who dialled."""
         peer.post(wire.encode(wire.Hello(self._book.us, self._layout)))
 
     def read(self, peer: Peer, frame: bytes) -> tuple[PeerKey, wire.Message] | None:
-        """The message in a frame of an open link, and from whom; None when the frame was one of the handshake.
-        TransferError when it does not verify, or was sent in spite of a refusal."""
+        """Read a frame. Return the message and its sender on an open link, None when the frame was part of the
+        handshake. Raises TransferError when it does not verify, or was sent after a refusal."""
         if peer.refusal is not None:
             raise TransferError(f"{peer.link.endpoint} went on after it was refused: {peer.refusal}")
         if not peer.has_session:
@@ -60,7 +60,8 @@ class Handshake:
         return None
 
     def _meet(self, peer: Peer, message: wire.Message) -> None:
-        """The first frame of the other end: from here on frames carry tags, and who dialled says who it is."""
+        """Read the first frame of the other end. From here on frames carry tags, and the end that dialled says who it
+        is."""
         if not isinstance(message, wire.Open):
             raise TransferError(f"a link begins with its peer's nonce, not with a {type(message).__name__} frame")
         self.open(peer)
@@ -74,7 +75,7 @@ class Handshake:
                 self.introduce(peer)
 
     def _greet(self, peer: Peer, message: wire.Message) -> None:
-        """A tagged frame on a link that is not open yet. Anything but a handshake closes it."""
+        """Read a tagged frame on a link that is not open yet. Anything but a handshake closes the link."""
         if isinstance(message, wire.Reject):
             self._book.refuse(peer, refusal(message))
         elif isinstance(message, wire.Hello | wire.Welcome):
@@ -91,9 +92,12 @@ class Handshake:
             raise TransferError(f"a {type(message).__name__} frame came before the handshake")
 
     def _admit(self, peer: Peer, message: wire.Hello | wire.Welcome) -> Peer | None:
-        """Opens the link; the guest who must give way for it, if any. One link per identity: were there two, closing
-        either would count as proof that the peer writes no more, while the other still does. A Welcome is queued
-        first, so that nothing another thread says overtakes it."""
+        """Open the link. Return the guest that has to give way for it, if there is one.
+
+        There is one link per identity. If there were two, closing either would look like proof that the peer has
+        stopped writing, while it still writes over the other. A Welcome is queued first, so that no frame from another
+        thread overtakes it.
+        """
         with self._book.changed:
             key = peer_key(message.address)
             if self._book.link_to(key) is not None:
@@ -105,7 +109,7 @@ class Handshake:
             return self._book.admit(peer, message.address, message.layout.layout_id)
 
     def _reject(self, peer: Peer, error: PDInferError) -> None:
-        """Refuses, and tells an end that dialled why. It closes the link; if it goes on instead, this end does."""
+        """Refuse the link. An end that dialled is told why and closes it; if it goes on instead, this end closes it."""
         self._book.refuse(peer, error)
         if not peer.dialled:
             peer.post(wire.rejection(error, again=isinstance(error, Occupied)))

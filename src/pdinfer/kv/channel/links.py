@@ -2,8 +2,8 @@
 
     connect ──► handshake ──► open: ◄── Beat … Beat ──► ──► lost ──► redial … redial ──► open, or given up
 
-A link that breaks is dialled again by the end that dialled it, until its owner drops the peer or the peer has not been
-reached for RELINK_S.
+A link that breaks is dialled again by the end that dialled it, until that end drops the peer or has failed to reach it
+for RELINK_S.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pdinfer.kv.transports.base import Link, Receiver, Transport
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 SILENT_S = 2.2
-"""A link on which nothing arrived for this long is dead: with the tick that notices it, a loss is known within 3 s."""
+"""A link on which nothing arrived for this long is dead. With the tick that notices it, a loss is known within 3 s."""
 MAX_TICK_S = 1.1
-"""Of the time between two ticks no more counts as silence: when it was this end that slept, nobody was heard."""
+"""The most of the time between two ticks that counts as silence: an end that slept itself has heard nobody."""
 HANDSHAKE_S = 10.0
 RELINK_S = 60.0
 _log = logging.getLogger("pdinfer")
 
 
 class Links:
-    """The links of one channel: what opens, keeps and closes those in `book`. `changed` is the channel's condition; see
+    """The links of one channel: it opens, keeps and closes those in `book`. `changed` is the channel's condition; see
     `LinkBook`."""
 
     def __init__(
@@ -57,22 +57,22 @@ class Links:
     # -- links that come, live and go -------------------------------------------------------------------------------
 
     def register(self, memory: Memory, receiver: Receiver) -> PeerAddress:
-        """Starts receiving; what peers need to reach and recognise this end, which is new every time."""
+        """Start receiving. Return what peers need to reach and recognise this end, which is new every time."""
         engine_id, epoch = self._random_bytes(16), int.from_bytes(self._random_bytes(7), "little")
         endpoints = self._transport.register(memory, receiver)
         self.book.us = PeerAddress(engine_id, epoch, 0, endpoints)
         return self.book.us
 
     def opened(self, link: Link) -> None:
-        """A peer has dialled this end."""
+        """Greet a peer that has dialled this end."""
         self.handshake.open(self.book.at(link, dialled=False))
 
     def beaten(self, peer: Peer, step_age_s: float) -> None:
-        """A heartbeat came: so long ago the engine behind the peer looked at its channel."""
+        """Note a heartbeat. The engine behind the peer looked at its channel `step_age_s` ago."""
         peer.stepped_at = self._clock() - step_age_s
 
     def tick(self, step_age_s: float) -> None:
-        """Beats on every open link, gives up those that are silent, dials those that are missing."""
+        """Send a heartbeat on every open link, give up the links that are silent, and dial the missing peers."""
         now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
         with self._changed:
             passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
@@ -96,7 +96,7 @@ class Links:
     # -- dialling ---------------------------------------------------------------------------------------------------
 
     def connect(self, address: PeerAddress, *, timeout_s: float) -> None:
-        """Opens a link and shakes hands; see `KVChannel.connect`."""
+        """Open a link; see `KVChannel.connect`."""
         key = peer_key(address)
         if key == peer_key(self.book.us):
             raise TransferError("this is the end's own address; a channel has no link to itself")
@@ -116,13 +116,13 @@ class Links:
             raise
 
     def drop(self, key: PeerKey) -> None:
-        """Closes the link to this peer, or what is to become one, and dials it no more."""
+        """Close the link to this peer, or the one that is being opened, and stop dialling it."""
         self.book.unwant(key)
         for peer in [peer for peer in self.book.peers() if peer.key == key]:
             peer.fence()
 
     def redial(self) -> None:
-        """Dials the peers that are missing, when they are due."""
+        """Dial the missing peers that are due."""
         for wanted in self.book.wanted():
             key = peer_key(wanted.address)
             if self._clock() - wanted.lost_at <= RELINK_S or self.book.link_to(key) is not None:
@@ -132,12 +132,12 @@ class Links:
                 self.book.unwant(key)
 
     def redial_in_s(self) -> float:
-        """When `redial` would dial; infinity when no peer is missing."""
+        """Return in how many seconds `redial` would dial, infinity when no peer is missing."""
         missing = (wanted for wanted in self.book.wanted() if self.book.link_to(peer_key(wanted.address)) is None)
         return min((wanted.due for wanted in missing), default=math.inf) - self._clock()
 
     def _reach(self, wanted: Wanted, timeout_s: float) -> None:
-        """Dials until there is a link to the peer, whichever end's it is."""
+        """Dial until there is a link to the peer, whichever end dialled it."""
         key, left = peer_key(wanted.address), timeout_s
         while True:
             problem = self._answer(self._dial(wanted, left), left)
@@ -151,7 +151,7 @@ class Links:
                 raise problem
 
     def _answer(self, peer: Peer, timeout_s: float) -> PDInferError | None:
-        """Waits for the handshake's end. When it is not a link, says why, and closes what there is of one."""
+        """Wait for the end of the handshake. Return None when the link is open; otherwise close it and return why."""
         with self._changed:
             self._changed.wait_for(lambda: not peer.is_pending or self._is_linked(peer), timeout_s)
             if peer.address is not None:
@@ -164,7 +164,7 @@ class Links:
         return peer.key is not None and self.book.link_to(peer.key) is not None
 
     def _redial(self, wanted: Wanted) -> None:
-        """Dials, when it is due, without waiting for the answer."""
+        """Dial the peer if it is due, without waiting for the answer."""
         if not self.book.begin_redial(wanted):
             return
         try:
@@ -173,13 +173,16 @@ class Links:
             _log.info("a peer cannot be dialled: %s", error)
 
     def _dial(self, wanted: Wanted, timeout_s: float) -> Peer:
-        """The peer may be heard before `connect` returns and it is known who should answer. So who dialled is said by
-        whoever comes second: this thread, or the one that reads the peer's first frame."""
+        """Dial the peer and return the record of the link.
+
+        The peer's first frame may arrive before `connect` returns and it is known who should answer. So this end
+        introduces itself from the thread that comes second: this one, or the one that reads that frame.
+        """
         peer = self.book.at(self._transport.connect(wanted.address.endpoints, timeout_s=timeout_s))
         with self._changed:
             if self.book.link_to(peer_key(wanted.address)) is not None:
                 self.book.refuse(peer, Occupied("the peer has dialled this end meanwhile"))
-            elif not self.book.wants(wanted):
+            elif not self.book.is_current(wanted):
                 self.book.refuse(peer, TransferError("the peer was dropped while it was dialled"))
             if peer.refusal is not None:
                 return peer

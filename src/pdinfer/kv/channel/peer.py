@@ -1,4 +1,4 @@
-"""The other end of one link: the session's tags and what waits to be sent. And that it is wanted."""
+"""The other end of one link: its session and what waits to be sent to it. Also a peer that is to be dialled."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 
 class Occupied(TransferError):
-    """A link to this peer is there already or on its way: who asks again finds it, or gets another."""
+    """There is a link to this peer already, or one is on its way. Trying again finds it, or opens another."""
 
 
 @attrs.define(eq=False)
 class Write:
-    """The payload behind a frame; see `Transport.write`. `then` is called once, whatever happens."""
+    """The payload behind a frame; see `Transport.write`. `then` is called exactly once, whatever happens."""
 
     source: Spans
     ready: Callable[[], None] | None
@@ -32,7 +32,7 @@ class Write:
     _done: bool = False
 
     def complete(self, transfer: Transfer) -> None:
-        """The memory is no longer read."""
+        """Note that the memory is no longer read."""
         if not self._done:
             self._done = True
             self.then(transfer)
@@ -40,8 +40,7 @@ class Write:
 
 @attrs.define(eq=False)
 class Wanted:
-    """A peer that this end dials again whenever there is no link to it: next when it is `due`, the last time a while
-    after `lost_at`."""
+    """A peer that this end dials whenever there is no link to it: next at `due`, and until RELINK_S after `lost_at`."""
 
     address: PeerAddress
     lost_at: float
@@ -51,7 +50,7 @@ class Wanted:
 
 @attrs.define(eq=False)
 class Arriving:
-    """A payload that was announced and is on its way into our pages, of `num_bytes`, since `since`."""
+    """A payload of `num_bytes` that was announced at `since` and is on its way into our pages."""
 
     data: wire.Data
     num_bytes: int
@@ -60,10 +59,10 @@ class Arriving:
 
 @attrs.define(eq=False)
 class Peer:
-    """What is known of the other end of `link`: its `address` once it is welcome, else why it is not (`refusal`).
-    `stepped_at` is when, by our clock, the engine behind it last looked at its channel.
+    """The other end of `link`: its `address` once the handshake is done, or the reason why it is not welcome
+    (`refusal`). `stepped_at` is the time, by our clock, when the engine behind it last looked at its channel.
 
-    `post` may be called from any thread, the rest belongs to the book of links, under its lock.
+    `post` may be called from any thread. Everything else belongs to the book of links and changes under its lock.
     """
 
     link: Link
@@ -89,38 +88,38 @@ class Peer:
 
     @property
     def has_session(self) -> bool:
-        """Whether the peer's first frame came, so that every later one carries a tag."""
+        """Whether the peer's first frame has come, so that every later frame carries a tag."""
         return self._theirs is not None
 
     @property
     def key(self) -> PeerKey | None:
-        """Who is there, or who should be: None on an accepted link that is not open yet."""
+        """The identity of the peer, or of the peer that was dialled. None on an accepted link that is not open yet."""
         address = self.address or self.asked_for
         return None if address is None else peer_key(address)
 
     @property
     def is_pending(self) -> bool:
-        """Whether this end dialled, and has no answer yet."""
+        """Whether this end dialled and has no answer yet."""
         return self.asked_for is not None and self.address is None and self.refusal is None
 
     @property
     def num_waiting(self) -> int:
-        """How many frames wait to be handed to the transport."""
+        """The number of frames that wait to be handed to the transport."""
         return len(self._outbox)
 
     def begin_session(self, their_nonce: bytes, key: bytes | None) -> None:
-        """Both nonces are known: every frame from now on carries a tag."""
+        """Begin to put tags on frames, now that both nonces are known."""
         session = self.nonce + their_nonce if self.dialled else their_nonce + self.nonce
         self._ours, self._theirs = FrameMac(session, self.dialled, key), FrameMac(session, not self.dialled, key)
 
     def verify(self, tagged: bytes) -> bytes:
-        """The frame in what arrived; TransferError when it is not the next one of the session."""
+        """Return the frame without its tag. Raises TransferError when it is not the next frame of the session."""
         if self._theirs is None:
             raise TransferError(f"{self.link.endpoint} sent a tagged frame before its first one")
         return self._theirs.verify(tagged)
 
     def open(self, frame: bytes) -> None:
-        """Sends this end's first frame, the one without a tag, unless that was done."""
+        """Send this end's first frame, the one without a tag, unless it was sent before."""
         with self._lock:
             if self._opened:
                 return
@@ -129,7 +128,8 @@ class Peer:
         self.flush()
 
     def queue(self, frame: bytes, write: Write | None = None) -> None:
-        """Adds the tag. Frames leave in the order in which they were queued, whatever threads flush them."""
+        """Add the tag and queue the frame. Frames leave in the order in which they were queued, whichever thread
+        flushes."""
         with self._lock:
             if self._ours is None:
                 raise TransferError(f"nothing can be sent to {self.link.endpoint} before its first frame came")
@@ -140,14 +140,14 @@ class Peer:
             write.complete(Transfer(0, done=True, error=broken))
 
     def post(self, frame: bytes, write: Write | None = None) -> None:
-        """Queues and flushes."""
+        """Queue a frame and flush."""
         self.queue(frame, write)
         self.flush()
 
     def flush(self) -> None:
-        """Sends what is queued, unless another thread is doing so. No lock is held while the transport is called: it
-        may call back, or deliver to an end that posts to this one. What the transport cannot send closes the link,
-        since nothing behind a missing frame verifies."""
+        """Send what is queued, unless another thread is doing so. No lock is held while the transport is called: it may
+        call back, or deliver to an end that posts to this one. A frame that the transport cannot send closes the link,
+        since no frame behind a missing one verifies."""
         with self._lock:
             if self._posting:
                 return
@@ -170,7 +170,7 @@ class Peer:
                 raise
 
     def fence(self) -> None:
-        """Closes the link."""
+        """Close the link."""
         self.transport.fence(self.link)
 
     def _next(self) -> tuple[bytes, Write | None] | None:

@@ -1,4 +1,4 @@
-"""What prefill has pushed and what still reads its pages: small layers joined into groups, bytes counted per peer."""
+"""What prefill has pushed and which pages are still being read: layers joined into groups, bytes counted per peer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import PageGrant, PeerKey, peer_key
 
 GROUP_BYTES = 4 << 20
-"""Pushes of consecutive layers are joined up to this size: below it a message's fixed cost shows."""
+"""Pushes of consecutive layers are joined up to this size. Below it the fixed cost of a message shows."""
 
 
 @attrs.define(eq=False)
 class Group:
-    """Pushes of one room, same tokens, consecutive layers: one write to each destination."""
+    """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination."""
 
     grant: PageGrant
     layers: range
@@ -31,17 +31,17 @@ class Group:
     error: TransferError | None = None
 
     def joins(self, layers: range, tokens: range, pages: Sequence[int]) -> bool:
-        """Whether these layers continue the group."""
+        """Return whether these layers continue the group."""
         return self.layers.stop == layers.start and self.tokens == tokens and self.pages == tuple(pages)
 
     def wait_ready(self) -> None:
-        """Returns once the pages may be read."""
+        """Wait until the pages may be read."""
         for wait in self.ready:
             wait()
 
 
 class Pushes:
-    """The groups of one end. Its methods take the lock of `changed`, which is notified when bytes have left."""
+    """The groups of one end. Methods take the lock of `changed`, which is notified when bytes have left."""
 
     def __init__(self, layout: KVLayout, changed: threading.Condition) -> None:
         self._layout = layout
@@ -55,7 +55,7 @@ class Pushes:
     def add(
         self, grant: PageGrant, layers: range, tokens: range, pages: Sequence[int], ready: Callable[[], None] | None
     ) -> tuple[Transfer, list[Group]]:
-        """Takes a push: its Transfer, and the groups that are to be written now, in order."""
+        """Add a push. Return its Transfer and the groups that have to be written now, in order."""
         full: list[Group] = []
         with self._changed:
             group = self._open.get(grant.room)
@@ -77,18 +77,18 @@ class Pushes:
         return group.transfer, full
 
     def flush(self, room: bytes) -> list[Group]:
-        """The room's open group, if there is one, to be written now."""
+        """Close the room's open group. Return it, if there is one, to be written now."""
         with self._changed:
             group = self._open.get(room)
             return [] if group is None else [self._take(group)]
 
     def flush_all(self) -> list[Group]:
-        """Every open group."""
+        """Close every open group. Return them, to be written now."""
         with self._changed:
             return [self._take(group) for group in list(self._open.values())]
 
     def end(self, room: bytes) -> Transfer:
-        """Nothing more is pushed for the room: done when nothing reads what was."""
+        """Note that nothing more is pushed for the room. The Transfer is done when none of its pages are being read."""
         with self._changed:
             last = Transfer(0, done=room not in self._writing)
             if not last.done:
@@ -96,7 +96,7 @@ class Pushes:
             return last
 
     def written(self, group: Group, error: TransferError | None) -> None:
-        """One of the group's writes no longer reads our memory."""
+        """Note that one of the group's writes no longer reads our memory."""
         with self._changed:
             group.num_writes -= 1
             group.error = group.error or error
@@ -118,23 +118,23 @@ class Pushes:
             self._changed.notify_all()
 
     def rooms(self) -> frozenset[bytes]:
-        """The rooms whose pushes wait for more layers, or are still being read."""
+        """Return the rooms whose pushes wait for more layers or are still being read."""
         with self._changed:
             return frozenset((*self._open, *self._writing, *self._ended))
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes pushed and not yet out of our pages."""
+        """The bytes pushed and not yet read from our pages."""
         with self._changed:
             return sum(transfer.num_bytes for transfer in self._unsent)
 
     def inflight(self) -> dict[PeerKey, int]:
-        """The same per destination."""
+        """Return the unsent bytes per destination."""
         with self._changed:
             return dict(self._inflight)
 
     def most_inflight(self, peers: Iterable[PeerKey]) -> int:
-        """The bytes on their way to the one of `peers` that has most to take."""
+        """Return the most bytes that are on their way to any one of `peers`."""
         with self._changed:
             return max((self._inflight[peer] for peer in peers), default=0)
 

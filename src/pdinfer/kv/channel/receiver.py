@@ -1,7 +1,7 @@
-"""Decode's side of a channel: it expects what it granted, places what arrives, and settles rooms.
+"""Decode's side of a channel: it expects the rooms it granted, places what arrives, and settles each room once.
 
 expect ──► place, placed … place, placed ──► finished by every writer ──► settled: `take_settled`
-    └──► abort, or bytes that do not verify: the writers are told to stop, and finish all the same
+    └──► abort, or bytes that do not verify: the writers are told to stop, and still finish
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.counters import Totals
 from pdinfer.kv.channel.peer import Arriving, Peer
 from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
+from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.pool import PagePool
 from pdinfer.types import Handoff, PageGrant, PeerKey, peer_key
 
 ANSWER_S = 10.0
-"""A writer's answer to an abort; it may be inside a long step. Then its link is closed, which frees the pages too."""
+"""How long a writer may take to answer an abort, since it may be inside a long step. After that its link is closed,
+which frees the pages too."""
 
 
 class HandoffReceiver:
-    """The rooms that others write into `pool`. `changed` is the channel's condition, whose lock guards them; `notify`
-    tells who waits for news, and is called without that lock."""
+    """The rooms that peers write into `pool`. `changed` is the channel's condition, whose lock guards them. `notify`
+    wakes those who wait for news; it is called without that lock."""
 
     def __init__(
         self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
@@ -40,7 +42,7 @@ class HandoffReceiver:
     # -- what a host asks for ---------------------------------------------------------------------------------------
 
     def expect(self, grant: PageGrant, now: float) -> None:
-        """See `KVChannel.expect`."""
+        """Expect a room; see `KVChannel.expect`."""
         error = TransferError("the writer is not connected to this decode")
         with self._changed:
             self._rooms.expect(grant, now)
@@ -53,20 +55,20 @@ class HandoffReceiver:
             self._notify()
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
-        """See `KVChannel.abort`."""
+        """Ask the writers of a room to stop; see `KVChannel.abort`."""
         with self._changed:
             writers = self._rooms.stop(grant.room)
         self.tell_to_stop({grant.room: writers}, error)
 
     def take_settled(self) -> list[Handoff]:
-        """See `KVChannel.poll`."""
+        """Return the hand-offs of the rooms that have settled; see `KVChannel.poll`."""
         with self._changed:
             return self._rooms.take_settled()
 
     # -- what arrives -----------------------------------------------------------------------------------------------
 
     def place(self, peer: Peer, frame: bytes, num_bytes: int, now: float) -> Spans | None:
-        """Where the payload behind the frame goes; None when its room is over."""
+        """Return where the payload behind the frame goes, None when its room is over."""
         message = wire.decode(peer.verify(frame))
         if not isinstance(message, wire.Data):
             raise TransferError(f"a payload was announced by a {type(message).__name__} frame")
@@ -90,7 +92,7 @@ class HandoffReceiver:
         )
 
     def placed(self, peer: Peer, frame: bytes, error: TransferError | None, now: float) -> None:
-        """A placed payload is whole, or with an `error` did not verify."""
+        """Note that a placed payload has arrived whole, or did not verify because of `error`."""
         assert peer.address is not None
         with self._changed:
             arrived = peer.arriving.pop(frame)
@@ -107,7 +109,7 @@ class HandoffReceiver:
             self.tell_to_stop({room: writers}, error)
 
     def finished(self, key: PeerKey, handoff: Handoff) -> None:
-        """A writer has finished a room."""
+        """Note that a writer has finished a room."""
         with self._changed:
             try:
                 writers = self._rooms.finished(key, handoff)
@@ -118,34 +120,41 @@ class HandoffReceiver:
         self._notify()
 
     def lost(self, key: PeerKey, error: TransferError) -> Mapping[bytes, Iterable[PeerKey]]:
-        """There is no link to the peer any more. Per room the other writers, to be told when no lock is held."""
+        """Note that the link to the peer is gone. Return the other writers of each room, to be told without the
+        lock."""
         with self._changed:
             return self._rooms.lost(key, error)
 
     def tick(self, now: float) -> None:
-        """Closes the links of writers that do not answer an abort."""
+        """Close the links of writers that do not answer an abort."""
         with self._changed:
             mute = self._rooms.unanswered(now, ANSWER_S)
         for peer in filter(None, map(self._book.peer_at, mute)):
             self._book.give_up(peer, f"it did not stop writing within {ANSWER_S:g} s of being asked to")
 
     def tell_to_stop(self, rooms: Mapping[bytes, Iterable[PeerKey]], error: PDInferError) -> None:
-        """Asks writers of these rooms to stop."""
+        """Ask these writers of each room to stop."""
         for room, writers in rooms.items():
             for writer in writers:
                 self._book.tell(writer, wire.encode(wire.Abort(room, error)))
 
     def forget(self) -> None:
-        """Forgets all rooms."""
+        """Forget all rooms."""
         self._rooms = ReceiverRooms(self._pool.layout.layers)
 
     @property
-    def rooms(self) -> ReceiverRooms:
-        """To be read under the lock."""
-        return self._rooms
+    def num_settled(self) -> int:
+        """The number of hand-offs that `take_settled` would return."""
+        with self._changed:
+            return self._rooms.num_settled
+
+    def rooms(self) -> Mapping[bytes, ExpectedRoom]:
+        """Return the rooms that have not settled."""
+        with self._changed:
+            return self._rooms.snapshot()
 
     def _count_dropped(self, key: PeerKey) -> None:
-        """Counts a frame that was not acted upon; with the lock held."""
+        """Count a frame that was not acted upon. The lock must be held."""
         self._totals.frames_dropped += 1
         if (counters := self._book.counters(key)) is not None:
             counters.frames_dropped += 1

@@ -1,13 +1,13 @@
 """The rules of a hand-off as two plain state machines: no I/O, no clock, no tensors.
 
-Decode's side is `ReceiverRooms`: rooms it has granted, what has arrived for each, and each writer's hand-off. A room is
-*settled* once every writer has finished or is proven gone; only then may its pages be adopted or returned.
+Decode's side is `ReceiverRooms`: the rooms it has granted, what has arrived for each, and each writer's hand-off. A
+room is *settled* once every writer has finished or is proven gone. Only then may its pages be adopted or returned.
 
     EXPECTED ──all hand-offs LANDED, coverage whole──► settled LANDED
         └────any hand-off ABORTED, writer lost, bytes did not verify, coverage short──► settled ABORTED
 
-Prefill's side is `SenderRooms`: rooms it may write. A room it never heard of and is asked to stop becomes a tombstone,
-so that a late submit with it is refused.
+Prefill's side is `SenderRooms`: the rooms it may write. When it is asked to stop an unknown room, that room becomes a
+tombstone, so that a request which comes later is refused.
 
     (unknown) ──accept──► OPEN ──finish──► (forgotten)        (unknown) ──stop──► tombstone
                             └──stop──► STOPPING ──finish──► (forgotten)
@@ -27,16 +27,16 @@ from pdinfer.kv.channel.tombstones import Tombstones
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
 
 MAX_OWED = 1 << 15
-"""Answers to requests that were turned away while their decode was not linked; the oldest go first."""
+"""The most answers kept for requests that were turned away while their decode was not linked. The oldest go first."""
 MAX_PIECES = 64
-"""Of a layer's tokens, for each writer: ranges announced with gaps between them. Honest writers leave one or two, since
-they send in the order of the tokens."""
+"""The most ranges of a layer's tokens with gaps between them, per writer of a room. Honest writers leave one or two,
+since they send in the order of the tokens."""
 MAX_STATE_BYTES = 16 << 20
-"""What hand-offs may carry beside KV, of all rooms that nobody has taken yet."""
+"""The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
 
 
 class StaleFrame(TransferError):
-    """A message for a room that is unknown, over, or another peer's: dropped and counted, never acted upon."""
+    """A message for a room that is unknown, over, or another peer's. It is dropped and counted, never acted upon."""
 
 
 @attrs.define
@@ -53,11 +53,11 @@ class _Room:
     stopping_since: float | None = None
 
     def owing(self) -> list[PeerKey]:
-        """The writers that have not finished."""
+        """Return the writers that have not finished."""
         return [writer for writer in self.writers if writer not in self.handoffs]
 
     def snapshot(self) -> ExpectedRoom:
-        """The room as it is now."""
+        """Return the room as it is now."""
         stopped = ExpectedState.STOPPED if self.stopped else ExpectedState.OPEN
         return ExpectedRoom(
             state=stopped if self.fault is None else ExpectedState.DAMAGED,
@@ -70,7 +70,7 @@ class _Room:
 
 @attrs.define
 class ReceiverRooms:
-    """Decode's side. Methods return the peers to be told to stop, if any."""
+    """Decode's side: the rooms that it has granted. Methods return the writers that have to be told to stop."""
 
     layers: range
     _rooms: dict[bytes, _Room] = attrs.field(factory=dict)
@@ -78,7 +78,7 @@ class ReceiverRooms:
     _state_bytes: int = 0
 
     def expect(self, grant: PageGrant, now: float) -> None:
-        """From now on `grant`'s writers may write it."""
+        """Let the writers of `grant` write it from now on."""
         if grant.room in self._rooms:
             raise TransferError(f"room {grant.room.hex()} is expected already")
         if not grant.writers:
@@ -88,7 +88,8 @@ class ReceiverRooms:
         self._rooms[grant.room] = _Room(grant, writers, coverage, now)
 
     def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
-        """A writer announces a payload: the grant that says where it goes. StaleFrame when it may not write."""
+        """Announce a payload from a writer. Return the grant that tells where it goes. Raises StaleFrame when the peer
+        may not write it."""
         state = self._rooms.get(room)
         if state is None or peer not in state.writers or peer in state.handoffs:
             raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
@@ -100,7 +101,8 @@ class ReceiverRooms:
     def placed(
         self, room: bytes, layers: range, tokens: range, error: TransferError | None, now: float
     ) -> list[PeerKey]:
-        """An announced payload is here. With an `error` it did not verify, and the room can only end ABORTED."""
+        """Note that an announced payload has arrived. With an `error` it did not verify, and the room can only end
+        ABORTED."""
         state = self._rooms.get(room)
         if state is None:
             return []
@@ -112,7 +114,8 @@ class ReceiverRooms:
         return self.stop(room)
 
     def finished(self, peer: PeerKey, handoff: Handoff) -> list[PeerKey]:
-        """A writer's last word. StaleFrame when it is not the room's writer or has spoken before."""
+        """Take a writer's hand-off. Raises StaleFrame when the peer is not a writer of the room or has finished
+        before."""
         state = self._rooms.get(handoff.room)
         if state is None or peer not in state.writers or peer in state.handoffs:
             raise StaleFrame(f"a hand-off for room {handoff.room.hex()} that this peer does not owe")
@@ -129,7 +132,7 @@ class ReceiverRooms:
         return []
 
     def stop(self, room: bytes) -> list[PeerKey]:
-        """The room is not wanted any more: the writers that have not spoken yet."""
+        """Stop a room that is not wanted any more. Return the writers that have not finished."""
         state = self._rooms.get(room)
         if state is None or state.stopped:
             return []
@@ -137,8 +140,8 @@ class ReceiverRooms:
         return state.owing()
 
     def unanswered(self, now: float, patience_s: float) -> list[PeerKey]:
-        """Writers that were asked to stop `patience_s` ago, as far as calls to this have seen, and have not spoken:
-        only taking their access away can settle those rooms."""
+        """Return the writers that were asked to stop at least `patience_s` ago, counted from the first call that saw
+        it, and have not finished. Only taking their access away can settle those rooms."""
         peers: list[PeerKey] = []
         for state in self._rooms.values():
             if state.stopped:
@@ -149,8 +152,8 @@ class ReceiverRooms:
         return list(dict.fromkeys(peers))
 
     def lost(self, peer: PeerKey, error: TransferError) -> dict[bytes, list[PeerKey]]:
-        """The peer can write no more: it counts as having said ABORTED in every room it still owes a word. Per room
-        the other writers, to be told to stop."""
+        """Note that the peer cannot write any more, which counts as ABORTED in every room that it has not finished.
+        Return the other writers of each of these rooms, to be told to stop."""
         to_stop: dict[bytes, list[PeerKey]] = {}
         for state in [state for state in self._rooms.values() if peer in state.owing()]:
             room, writer = state.grant.room, state.writers[peer]
@@ -160,19 +163,19 @@ class ReceiverRooms:
         return to_stop
 
     def take_settled(self) -> list[Handoff]:
-        """The words of every room settled since the last call, those of a room together. Each status is final: a
-        room that did not verify gives ABORTED whatever its writers said."""
+        """Return the hand-offs of every room settled since the last call, those of a room together. Each status is
+        final: a room that did not verify is ABORTED, whatever status its writers sent."""
         settled, self._settled = self._settled, []
         self._state_bytes -= sum(map(_state_bytes, settled))
         return settled
 
     @property
     def num_settled(self) -> int:
-        """How many hand-offs `take_settled` would give."""
+        """The number of hand-offs that `take_settled` would return."""
         return len(self._settled)
 
     def snapshot(self) -> dict[bytes, ExpectedRoom]:
-        """The rooms that have not settled."""
+        """Return the rooms that have not settled."""
         return {room: state.snapshot() for room, state in self._rooms.items()}
 
     def _settle(self, state: _Room) -> None:
@@ -188,7 +191,7 @@ class ReceiverRooms:
             self._settled.append(
                 attrs.evolve(
                     handoff,
-                    writer=writer,  # whatever the hand-off itself says
+                    writer=writer,  # a hand-off speaks for its sender only, whichever writer it names
                     status=handoff.status if state.fault is None else HandoffStatus.ABORTED,
                     error=handoff.error if state.fault is None else state.fault,
                     first_byte_s=first_s,
@@ -203,7 +206,7 @@ def _state_bytes(handoff: Handoff) -> int:
 
 @attrs.define
 class SenderRooms:
-    """Prefill's side: the rooms it may write, and per decode the rooms it must never write."""
+    """Prefill's side: the rooms that it may write, and for each decode the rooms that it must never write."""
 
     tombstones: Tombstones = attrs.field(factory=Tombstones)
     _rooms: dict[bytes, tuple[PeerKey, ...]] = attrs.field(factory=dict)
@@ -211,23 +214,23 @@ class SenderRooms:
     _owed: OrderedDict[tuple[bytes, PeerKey], None] = attrs.field(factory=OrderedDict)
 
     def turn_away(self, grant: PageGrant) -> None:
-        """A request came and cannot be taken: every destination may wait for a word, which `linked` gives. One may have
-        seen a link first that is not there yet, and have granted the room on that."""
+        """Note that a request cannot be taken. Every destination may be waiting for a hand-off, even one that is not
+        linked yet at this end: it may have seen the link first and granted the room then. See `linked`."""
         for destination in grant.destinations:
             self._owed[grant.room, peer_key(destination)] = None
         while len(self._owed) > MAX_OWED:
             self._owed.popitem(last=False)
 
     def linked(self, peer: PeerKey) -> list[bytes]:
-        """There is a link to `peer`: the rooms that were turned away, to be answered ABORTED."""
+        """Note that there is a link to `peer`. Return the rooms that were turned away, to be answered ABORTED."""
         rooms = [room for room, destination in self._owed if destination == peer]
         for room in rooms:
             del self._owed[room, peer]
         return rooms
 
     def accept(self, grant: PageGrant) -> None:
-        """A request with this grant was submitted; StaleFrame when one of its destinations has aborted the room before
-        it arrived, TransferError when it is here already."""
+        """Open a room, since a request with this grant was submitted. Raises StaleFrame when one of its destinations
+        has aborted the room before, TransferError when the room is open already."""
         destinations = tuple(peer_key(destination) for destination in grant.destinations)
         if any(self.tombstones.has(peer, grant.room) for peer in destinations):
             raise StaleFrame(f"room {grant.room.hex()} was aborted before its request arrived")
@@ -239,7 +242,8 @@ class SenderRooms:
         return room in self._rooms
 
     def stop(self, peer: PeerKey, room: bytes, error: TransferError, now: float) -> bool:
-        """Decode asks to stop. True when the room was never heard of: the answer ABORTED is due at once."""
+        """Note that decode asks to stop a room. Return whether the room is unknown; then ABORTED has to be answered
+        now."""
         destinations = self._rooms.get(room)
         if destinations is None:
             self.tombstones.bury(peer, room, now)
@@ -249,29 +253,30 @@ class SenderRooms:
         return False
 
     def lost(self, peer: PeerKey, error: TransferError) -> None:
-        """A destination is gone: its rooms need no more work. It may come back over a new link, and requests that were
-        on their way all the time come after it: tombstones stay."""
+        """Note that a destination is gone, so that its rooms need no more work. Tombstones stay: it may come back over
+        a new link, followed by requests that were on their way all the time."""
         for room, destinations in self._rooms.items():
             if peer in destinations:
                 self._stops.setdefault(room, error)
 
     def finish(self, room: bytes) -> None:
-        """The last word on the room is said."""
+        """Forget a room that this end has finished."""
         self._rooms.pop(room, None)
         self._stops.pop(room, None)
 
     def take_stops(self) -> list[tuple[bytes, TransferError]]:
-        """Rooms that someone asked to stop since the last call; each still needs its last word."""
+        """Return the rooms that decode asked to stop since the last call, with the reasons. Each still has to be
+        finished."""
         stops, self._stops = self._stops, {}
         return list(stops.items())
 
     @property
     def num_stops(self) -> int:
-        """How many rooms `take_stops` would give."""
+        """The number of rooms that `take_stops` would return."""
         return len(self._stops)
 
     def snapshot(self) -> dict[bytes, AcceptedState]:
-        """What each room is to this end."""
+        """Return the state of every room that is remembered."""
         states = dict.fromkeys(self.tombstones.rooms(), AcceptedState.TOMBSTONE)
         states.update(dict.fromkeys((room for room, _ in self._owed), AcceptedState.TURNED_AWAY))
         stopping, is_open = AcceptedState.STOPPING, AcceptedState.OPEN
@@ -280,7 +285,7 @@ class SenderRooms:
 
 
 def by_room(handoffs: Iterable[Handoff]) -> dict[bytes, list[Handoff]]:
-    """The hand-offs of each room, rooms and hand-offs in the order in which they came."""
+    """Return the hand-offs of each room. Rooms and hand-offs keep the order in which they came."""
     rooms: dict[bytes, list[Handoff]] = {}
     for handoff in handoffs:
         rooms.setdefault(handoff.room, []).append(handoff)
@@ -288,7 +293,7 @@ def by_room(handoffs: Iterable[Handoff]) -> dict[bytes, list[Handoff]]:
 
 
 def first_error(handoffs: Sequence[Handoff]) -> PDInferError:
-    """Why a room did not land."""
+    """Return why a room did not land."""
     aborted = [handoff for handoff in handoffs if handoff.status is HandoffStatus.ABORTED]
     errors = [handoff.error for handoff in aborted if handoff.error is not None]
     return errors[0] if errors else TransferError("the writer aborted without saying why")

@@ -1,4 +1,4 @@
-"""Prefill's side of a channel: it accepts grants, pushes what it computes, and finishes.
+"""Prefill's side of a channel: it accepts grants, pushes what the engine computes, and finishes rooms.
 
 accept ──► push … push ──► finish          a decode may stop a room at any time: `take_stops`, then finish ABORTED
    └──► turned away: answered ABORTED as soon as there is a link to its decode
@@ -16,6 +16,7 @@ from pdinfer.kv.channel.counters import Totals
 from pdinfer.kv.channel.peer import Peer, Write
 from pdinfer.kv.channel.pushes import Group, Pushes
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
+from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import Transfer
@@ -23,8 +24,8 @@ from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
 
 
 class HandoffSender:
-    """The rooms that this end writes, out of `pool`. `changed` is the channel's condition, whose lock guards them;
-    `notify` tells who waits for news, and is called without that lock."""
+    """The rooms that this end writes out of `pool`. `changed` is the channel's condition, whose lock guards them.
+    `notify` wakes those who wait for news; it is called without that lock."""
 
     def __init__(
         self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
@@ -40,7 +41,7 @@ class HandoffSender:
     # -- what a host asks for ---------------------------------------------------------------------------------------
 
     def accept(self, grant: PageGrant) -> None:
-        """See `KVChannel.accept`."""
+        """Accept a grant; see `KVChannel.accept`."""
         try:
             with self._changed:  # one block, so that a link which breaks meanwhile finds the room
                 peers = self._book.granted(grant.destinations)
@@ -64,7 +65,7 @@ class HandoffSender:
         pages: Sequence[int],
         ready: Callable[[], None] | None,
     ) -> Transfer:
-        """See `KVChannel.push`."""
+        """Send tokens of some layers; see `KVChannel.push`."""
         with self._changed:
             if not self._rooms.writable(grant.room):
                 raise TransferError(f"room {grant.room.hex()} is not open for writing")
@@ -79,11 +80,11 @@ class HandoffSender:
         return transfer
 
     def flush(self) -> None:
-        """Sends what waits for more layers to travel with."""
+        """Send what waits for more layers to travel with."""
         self._write(self._pushes.flush_all())
 
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
-        """See `KVChannel.finish`."""
+        """Finish a room; see `KVChannel.finish`."""
         frame = wire.encode(wire.Finish(handoff))
         self._write(self._pushes.flush(grant.room))
         with self._changed:
@@ -93,14 +94,14 @@ class HandoffSender:
         return self._pushes.end(grant.room)
 
     def take_stops(self) -> list[tuple[bytes, TransferError]]:
-        """See `KVChannel.poll_stops`."""
+        """Return the rooms that are to be stopped; see `KVChannel.poll_stops`."""
         with self._changed:
             return self._rooms.take_stops()
 
     # -- what happens to its rooms ----------------------------------------------------------------------------------
 
     def stop(self, peer: Peer, key: PeerKey, message: wire.Abort, now: float) -> None:
-        """Decode gives a room up."""
+        """Note that decode has given a room up."""
         error = TransferError(str(message.error)[: wire.MAX_REASON_BYTES])
         with self._changed:
             unheard_of = self._rooms.stop(key, message.room, error, now)
@@ -109,60 +110,66 @@ class HandoffSender:
         self._notify()
 
     def answer_turned_away(self, peer: Peer) -> None:
-        """If there is a link, rooms whose request was turned away get their answer."""
+        """Answer the requests that were turned away before there was a link to the peer, if there is one now."""
         with self._changed:
             rooms = [] if peer.address is None else self._rooms.linked(peer_key(peer.address))
         for room in rooms:
             self.say_aborted(peer, room, TransferError("prefill turned its request away"))
 
     def say_aborted(self, peer: Peer, room: bytes, error: TransferError) -> None:
-        """Finishes a room that this end never wrote."""
+        """Finish a room that this end never wrote."""
         handoff = Handoff(room=room, writer=self._book.us, status=HandoffStatus.ABORTED, error=error)
         peer.post(wire.encode(wire.Finish(handoff)))
 
     def lost(self, key: PeerKey, error: TransferError) -> None:
-        """There is no link to the peer any more: its rooms need no more work."""
+        """Note that the link to the peer is gone: its rooms need no more work."""
         with self._changed:
             self._rooms.lost(key, error)
 
     def tick(self, now: float) -> None:
-        """Forgets what was remembered for long enough."""
+        """Forget the tombstones that are old enough."""
         with self._changed:
             self._rooms.tombstones.decay(now)
 
     def forget(self) -> None:
-        """Forgets all rooms and pushes; writes still under way end in the books of before."""
+        """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
         self._rooms = SenderRooms()
         self._pushes = Pushes(self._pool.layout, self._changed)
 
     # -- what it tells ----------------------------------------------------------------------------------------------
 
     @property
-    def rooms(self) -> SenderRooms:
-        """To be read under the lock."""
-        return self._rooms
+    def num_stops(self) -> int:
+        """The number of rooms that `take_stops` would return."""
+        with self._changed:
+            return self._rooms.num_stops
+
+    def rooms(self) -> Mapping[bytes, AcceptedState]:
+        """Return the state of every room that is remembered."""
+        with self._changed:
+            return self._rooms.snapshot()
 
     def pushing(self) -> frozenset[bytes]:
-        """The rooms that this end still reads pages for."""
+        """Return the rooms for which this end still reads pages."""
         return self._pushes.rooms()
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes pushed and not yet out of our pages."""
+        """The bytes pushed and not yet read from our pages."""
         return self._pushes.unsent_bytes
 
     def inflight(self) -> Mapping[PeerKey, int]:
-        """The same per destination."""
+        """Return the unsent bytes per destination."""
         return self._pushes.inflight()
 
     def most_inflight(self, peers: Iterable[PeerKey]) -> int:
-        """The bytes on their way to the one of `peers` that has most to take."""
+        """Return the most bytes that are on their way to any one of `peers`."""
         return self._pushes.most_inflight(peers)
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _write(self, groups: Iterable[Group]) -> None:
-        """Hands joined pushes to the transport, one write per destination."""
+        """Hand joined pushes to the transport, one write per destination."""
         for group in groups:
             source = self._pool.layout.spans(
                 self._pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0

@@ -1,4 +1,4 @@
-"""What a channel holds at one moment: for tests and for who looks for a fault, never for an engine to act upon."""
+"""What a channel holds at one moment: for tests and for finding faults. No engine acts upon it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdinfer.types import HandoffStatus, PeerAddress
 
 
 class ExpectedState(enum.Enum):
-    """What has become of a room that decode granted."""
+    """The state of a room that decode granted."""
 
     OPEN = "open"
     STOPPED = "stopped"
@@ -19,7 +19,7 @@ class ExpectedState(enum.Enum):
 
 
 class AcceptedState(enum.Enum):
-    """What a room is to prefill."""
+    """The state of a room at prefill."""
 
     OPEN = "open"
     STOPPING = "stopping"
@@ -29,7 +29,7 @@ class AcceptedState(enum.Enum):
 
 @attrs.frozen(kw_only=True)
 class LinkSnapshot:
-    """One link; `address` is None until the handshake is done."""
+    """One link. `address` is None until the handshake is done."""
 
     endpoint: str
     address: PeerAddress | None
@@ -39,8 +39,8 @@ class LinkSnapshot:
 
 @attrs.frozen(kw_only=True)
 class ExpectedRoom:
-    """A room that decode granted and that has not settled. `handoffs` are those of the writers that have finished,
-    `num_pieces` the ranges of tokens that were announced, over all layers."""
+    """A room that decode granted and that has not settled. `handoffs` has one status per writer that has finished.
+    `num_pieces` is the number of announced ranges of tokens, over all layers."""
 
     state: ExpectedState
     pages: tuple[int, ...]
@@ -51,9 +51,11 @@ class ExpectedRoom:
 
 @attrs.frozen(kw_only=True)
 class ChannelSnapshot:
-    """The links and rooms of one end. `wanted` are the peers that it dials whenever there is no link to them,
-    `pushing` the rooms that it still reads pages for, `num_settled` the hand-offs that `poll` would give and
-    `num_stops` the rooms that `poll_stops` would."""
+    """The links and rooms of one end.
+
+    `wanted` are the peers that it dials whenever there is no link to them, `pushing` the rooms for which it still reads
+    pages, `num_settled` the hand-offs that `poll` would return, `num_stops` the rooms that `poll_stops` would return.
+    """
 
     links: tuple[LinkSnapshot, ...]
     wanted: tuple[PeerAddress, ...]

@@ -1,7 +1,7 @@
-"""Rooms that were aborted before their request came, so that it is refused when it does: few, and for a while.
+"""Rooms that were aborted before their request came, so that the request is refused when it does come.
 
-A request that comes after its tombstone is gone is computed in vain, and no more: decode drops what it does not expect.
-So what is kept is bounded over all peers together, by count and by time.
+A request that comes after its tombstone is gone is computed in vain, and nothing worse: decode drops what it does not
+expect. So tombstones are bounded, in number over all peers together and in time.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Hashable, Iterator
 import attrs
 
 MAX_TOMBSTONES = 1 << 15
-"""Over all peers together. Past it the peer that has most loses its oldest, so that a flood pushes out its own."""
+"""Limit over all peers together. Past it the peer with the most loses its oldest, so a flood pushes out its own."""
 MAX_TOMBSTONE_PEERS = 256
-"""Past it the peer that buried nothing for the longest loses all."""
+"""Past it the peer that has been quiet for longest loses all of its tombstones."""
 TOMBSTONE_S = 120.0
-"""Twice what a lost peer is dialled for: what has not come by then is not under way."""
+"""Twice as long as a lost peer is dialled: a request that has not come by then is not under way."""
 
 
 @attrs.define
 class Tombstones:
-    """Per peer, in the order in which it was last heard, its rooms and when they were buried."""
+    """The aborted rooms of each peer and when they were aborted, the peer that was quiet for longest first."""
 
     _rooms: OrderedDict[Hashable, OrderedDict[bytes, float]] = attrs.field(factory=OrderedDict)
     _num: int = 0
@@ -30,16 +30,16 @@ class Tombstones:
         return self._num
 
     def rooms(self) -> Iterator[bytes]:
-        """Every room that some peer has aborted."""
+        """Iterate over all rooms that some peer has aborted."""
         for rooms in self._rooms.values():
             yield from rooms
 
     def has(self, peer: Hashable, room: bytes) -> bool:
-        """Whether the peer has aborted the room."""
+        """Return whether the peer has aborted the room."""
         return room in self._rooms.get(peer, ())
 
     def bury(self, peer: Hashable, room: bytes, now: float) -> None:
-        """The peer has aborted a room that nobody heard of."""
+        """Note that the peer has aborted a room that is unknown here."""
         rooms = self._rooms.setdefault(peer, OrderedDict())
         self._rooms.move_to_end(peer)
         self._num += room not in rooms
@@ -52,7 +52,7 @@ class Tombstones:
             self._pop_oldest(most)
 
     def decay(self, now: float) -> None:
-        """Forgets those older than TOMBSTONE_S."""
+        """Forget the tombstones older than TOMBSTONE_S."""
         for peer in list(self._rooms):
             while (rooms := self._rooms.get(peer)) and next(iter(rooms.values())) < now - TOMBSTONE_S:
                 self._pop_oldest(peer)

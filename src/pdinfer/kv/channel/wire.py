@@ -1,6 +1,6 @@
-"""The messages between two ends of a channel, and how our values become bytes (MessagePack through msgspec).
+"""The messages between two ends of a channel, and how their values become bytes (MessagePack through msgspec).
 
-Unknown fields are ignored within a major version, so fields may be added at the end; a feature that a peer must
+Unknown fields are ignored within a major version, so fields may be added at the end. A feature that a peer must
 understand goes into `Hello.required`. Long lists of ints travel as packed little-endian int32.
 """
 
@@ -43,15 +43,15 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 
 MAJOR, MINOR = 2, 0
 FEATURES: frozenset[str] = frozenset()
-"""Optional behaviours this version understands; a peer that requires another one is refused."""
+"""Optional behaviours that this version understands. A peer that requires another one is refused."""
 MAX_REASON_BYTES = 320
-"""How much of a reason for refusing travels as text. Differences travel one by one, and the other end lists them."""
+"""How much of the reason for a refusal travels as text. Differences travel one by one, and the other end lists them."""
 MAX_DIFFERENCE_CHARACTERS = 120
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class Open(msgspec.Struct, tag="open"):
-    """First frame of either end, the only one without a tag: what the tags of this session are made of."""
+    """The first frame of either end, the only one without a tag. The tags of the session are made with its nonce."""
 
     version: tuple[Index, Index]
     nonce: Nonce
@@ -59,7 +59,7 @@ class Open(msgspec.Struct, tag="open"):
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """From who dialled: who we are and what our pages mean."""
+    """The identity of the end that dialled, and what its pages mean."""
 
     address: PeerAddress
     layout: KVLayout
@@ -74,7 +74,8 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Reject(msgspec.Struct, tag="reject"):
-    """The answer that refuses it; `fields` as in LayoutMismatch. With `again`, what speaks against it passes soon."""
+    """The answer that refuses a link. `fields` are those of LayoutMismatch. `again` is set when the reason will pass
+    soon."""
 
     error: PDInferError
     fields: Differences = ()
@@ -82,7 +83,7 @@ class Reject(msgspec.Struct, tag="reject"):
 
 
 class Data(msgspec.Struct, tag="data"):
-    """Announces a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
+    """The announcement of a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
 
     room: Room
     layers: range
@@ -90,21 +91,21 @@ class Data(msgspec.Struct, tag="data"):
 
 
 class Finish(msgspec.Struct, tag="finish"):
-    """A writer's last word on a room."""
+    """A writer's hand-off of a room, behind all of its payloads."""
 
     handoff: Handoff
 
 
 class Abort(msgspec.Struct, tag="abort"):
-    """Decode asks a writer to stop; the Finish that follows is the proof that it has."""
+    """Decode's request to stop writing a room. The Finish that follows is the proof that the writer has stopped."""
 
     room: Room
     error: PDInferError
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """Sent by either end all the time: a link without them is dead. `step_age_s` is how long ago the engine behind
-    this end looked at its channel, so that a host that hangs can be told from one that is gone."""
+    """A heartbeat, sent by both ends all the time: a link without heartbeats is dead. `step_age_s` is how long ago the
+    engine behind the sending end looked at its channel, so that a host that hangs can be told from one that is gone."""
 
     step_age_s: Seconds
 
@@ -113,7 +114,7 @@ Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat
 
 
 def pack_ints(values: Sequence[int]) -> bytes:
-    """Token or page ids as little-endian int32; RequestError for one that has no place in 32 bits."""
+    """Return token or page ids as little-endian int32. Raises RequestError for an id that does not fit 32 bits."""
     try:
         return np.asarray(values, dtype="<i4").tobytes()
     except (OverflowError, ValueError, TypeError) as error:
@@ -121,20 +122,20 @@ def pack_ints(values: Sequence[int]) -> bytes:
 
 
 def unpack_ints(data: bytes) -> tuple[int, ...]:
-    """Inverse of `pack_ints`; TransferError when it is no whole number of ints."""
+    """Invert `pack_ints`. Raises TransferError when `data` is not a whole number of ints."""
     if len(data) % 4:
         raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
     return tuple(np.frombuffer(data, dtype="<i4").tolist())
 
 
 def check_packed(name: str, data: bytes) -> None:
-    """Raises ValueError, by which a message is refused, unless `data` is a packed list of ints."""
+    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints."""
     if len(data) % 4:
         raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
 
 
 def check_ids(name: str, data: bytes) -> None:
-    """The same, and unless none of the ints is negative."""
+    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints that are not negative."""
     check_packed(name, data)
     if data and np.frombuffer(data, dtype="<i4").min() < 0:
         raise ValueError(f"{name} holds an id below 0")
@@ -148,7 +149,7 @@ class PackedGrant(msgspec.Struct):
     generations: Packed
 
     def __post_init__(self) -> None:
-        """ValueError, which refuses the message, unless there is a generation for every page."""
+        """Raise ValueError, which refuses the message, unless there is a generation for every page."""
         check_ids("pages", self.pages)
         check_ids("generations", self.generations)
         if len(self.pages) != len(self.generations):
@@ -164,7 +165,7 @@ class PackedGrant(msgspec.Struct):
 
 
 def to_builtin(value: object) -> object:
-    """What msgspec cannot encode itself: ranges and errors (its enc_hook)."""
+    """Convert what msgspec cannot encode itself: ranges and errors (its enc_hook)."""
     if isinstance(value, range):
         return (value.start, value.stop)
     if isinstance(value, PDInferError):
@@ -175,19 +176,19 @@ def to_builtin(value: object) -> object:
 
 
 def from_builtin(kind: type, value: Any) -> object:
-    """The inverse of `to_builtin` (msgspec's dec_hook); every shape is checked, and an error's text escaped."""
+    """Invert `to_builtin` (msgspec's dec_hook). Every shape is checked, and the text of an error is escaped."""
     if kind is range:
         match value:
             case [int(start), int(stop)] if 0 <= start <= stop < 2**31 and bool not in (type(start), type(stop)):
                 return range(start, stop)
-        raise ValueError(f"{clip(value)} is no range of tokens or layers")
+        raise ValueError(f"{clip(value)} is not a range of tokens or layers")
     if issubclass(kind, PDInferError):
         match value:
             case [str(code), str(message)]:
                 return error_from_code(code, escaped(message))
             case [Overloaded.code, str(message), float(retry_after_s)] if 0 <= retry_after_s <= MAX_SECONDS:
                 return error_from_code(Overloaded.code, escaped(message), retry_after_s)
-        raise ValueError(f"{clip(value)} is no error")
+        raise ValueError(f"{clip(value)} is not an error")
     raise NotImplementedError(f"cannot decode a {kind.__name__}")
 
 
@@ -196,7 +197,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message, de
 
 
 def encode(message: Message) -> bytes:
-    """The frame of a message, without its tag; ConfigError when it is too long to travel."""
+    """Return the frame of a message, without its tag. Raises ConfigError when it is too long to travel."""
     frame = _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES - MAX_TAG_BYTES:
         raise ConfigError(
@@ -207,8 +208,8 @@ def encode(message: Message) -> bytes:
 
 
 def rejection(error: PDInferError, *, again: bool) -> bytes:
-    """A Reject frame that an untrusted link takes: long texts are cut between words, and of many differences the last
-    ones stay unsaid."""
+    """Return a Reject frame that fits an untrusted link. Long texts are cut between words, and of many differences the
+    last ones are left out."""
     fields: tuple[tuple[str, str, str], ...] = ()
     text = str(error)
     if isinstance(error, LayoutMismatch):
@@ -226,7 +227,7 @@ def rejection(error: PDInferError, *, again: bool) -> bytes:
 
 
 def _cut(text: str, num_bytes: int) -> str:
-    """At most so many bytes of UTF-8, whole words (or numbers of a list) and a mark where some are left out."""
+    """Cut a text to `num_bytes` of UTF-8, between words (or numbers of a list), with a mark where some are left out."""
     if len(text.encode()) <= num_bytes:
         return text
     mark = " …"
@@ -236,7 +237,7 @@ def _cut(text: str, num_bytes: int) -> str:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in `frame`; TransferError for anything that is not one, whatever the bytes."""
+    """Return the message in `frame`. Raises TransferError for anything that is not a message, whatever the bytes."""
     try:
         return _decoder.decode(frame)
     except (msgspec.MsgspecError, ValueError, RecursionError, attrs.exceptions.FrozenInstanceError) as error:

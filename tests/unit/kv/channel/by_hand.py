@@ -1,4 +1,4 @@
-"""Two ends whose network is moved by hand, and a stranger that says what a test makes it say."""
+"""Two ends on a network that a test moves by hand, and a stranger that sends what the test wants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.unit.engine.by_hand import HandNet
 
 
 def linked(net: HandNet, **more: object) -> tuple[KVChannel, KVChannel]:
-    """A prefill that has dialled a decode."""
+    """Make a prefill that has dialled a decode."""
     prefill, decode = net.end(**more), net.end(**more)  # type: ignore[arg-type]
     prefill.connect(decode.address, timeout_s=0)
     net.settle()
@@ -18,6 +18,7 @@ def linked(net: HandNet, **more: object) -> tuple[KVChannel, KVChannel]:
 
 
 def are_linked(one: KVChannel, other: KVChannel) -> bool:
+    """Return whether two ends are linked; both must agree."""
     both = (one.connected(other.address), other.connected(one.address))
     assert both[0] == both[1], "one end thinks that it is connected"
     return all(both)
@@ -31,7 +32,7 @@ class Deaf:
 
 
 class Stranger:
-    """An end that says what we make it say, at either side of a new link to `peer`."""
+    """An end that sends what the test wants, at either side of a new link to `peer`."""
 
     def __init__(self, net: HandNet, peer: KVChannel, *, dials: bool = True) -> None:
         self.net, self.peer = net, peer

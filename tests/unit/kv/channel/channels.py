@@ -1,4 +1,4 @@
-"""What tests of the channel share: ends that can reach each other, rooms between them, and frames of our making."""
+"""What tests of the channel share: ends that can reach each other, rooms between them, and frames made by hand."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def until(condition: Callable[[], object]) -> None:
 
 @attrs.define
 class Case:
-    """Makes ends that can reach each other, fills their pages, and knows what must arrive where."""
+    """Ends that can reach each other: makes them, fills their pages, and knows which bytes must arrive where."""
 
     kind: str
     hub: LoopbackHub = attrs.field(factory=LoopbackHub)
@@ -80,14 +80,14 @@ class Case:
             end.close()
 
     def pair(self, prefill_pages: int = 4, decode_pages: int = 4) -> tuple[KVChannel, KVChannel]:
-        """Prefill and decode, connected; in the kind "shared" they hold one pool."""
+        """Make a prefill and a decode that are connected. In the kind "shared" they hold one pool."""
         prefill = self.end(pool_of(prefill_pages))
         decode = self.end(prefill.pool if self.kind == "shared" else pool_of(decode_pages))
         prefill.connect(decode.address)
         return prefill, decode
 
     def grant(self, decode: KVChannel, *writers: KVChannel, tokens: range = range(4, 14)) -> PageGrant:
-        """An expected room whose pages are in no particular order."""
+        """Make a grant that decode expects, with its pages in no particular order."""
         pool = decode.pool
         pool.release(pool.own(3))
         pages = pool.grant(pool.layout.num_pages(len(tokens)))[::-1]
@@ -107,19 +107,19 @@ class Case:
     def room(
         self, prefill_pages: int = 4, decode_pages: int = 4, tokens: range = range(4, 14)
     ) -> tuple[KVChannel, KVChannel, PageGrant, tuple[int, ...]]:
-        """A pair, a room between them that prefill has accepted, and prefill's pages with what is to be pushed."""
+        """Make a pair and a room that prefill has accepted. Return also prefill's pages with the bytes to be pushed."""
         prefill, decode = self.pair(prefill_pages, decode_pages)
         grant = self.grant(decode, prefill, tokens=tokens)
         return prefill, decode, grant, self.accept(prefill, grant)
 
     def accept(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
-        """Accepts a room; prefill's pages with what is to be pushed into it."""
+        """Accept a room. Return prefill's pages with the bytes to be pushed into it."""
         pages = self.source(prefill, grant)
         prefill.accept(grant)
         return pages
 
     def source(self, prefill: KVChannel, grant: PageGrant) -> tuple[int, ...]:
-        """Prefill's pages for every token up to the grant's end, random where they will be read."""
+        """Return prefill's pages for every token up to the grant's end, filled at random where they will be read."""
         if self.kind == "shared":
             # page i of a push holds tokens from i * page_size: those before the grant are somebody else's
             pages = (-1,) * (grant.tokens.start // prefill.pool.layout.page_size) + grant.pages
@@ -144,7 +144,7 @@ class Case:
         return [prefill.push(grant, layers=range(layer, layer + 1), tokens=tokens, pages=pages) for layer in LAYERS]
 
     def hand_over(self, prefill: KVChannel, decode: KVChannel, grant: PageGrant, pages: tuple[int, ...]) -> None:
-        """Pushes and finishes a room that prefill has accepted; it must land."""
+        """Push and finish a room that prefill has accepted. It must land."""
         self.push_all(prefill, grant, pages)
         prefill.finish(grant, handoff(grant, prefill))
         assert settled(decode)[0].status is LANDED
@@ -156,26 +156,26 @@ def handoff(grant: PageGrant, writer: KVChannel, status: HandoffStatus = LANDED,
 
 
 def links(end: KVChannel) -> Links:
-    """The part of an end that says what a peer must say, for tests of peers that do not."""
+    """Return the part of an end that a test replaces to make it a peer that breaks the rules."""
     return end._links
 
 
 def link_to(end: KVChannel, address: PeerAddress) -> Link:
-    """The open link to a peer."""
+    """Return the open link to a peer."""
     link = links(end).book.link_to(peer_key(address))
     assert link is not None
     return link
 
 
 def record(end: KVChannel, peer: KVChannel) -> Peer:
-    """What an end knows of a peer that it is linked to."""
+    """Return what an end knows of a linked peer."""
     there = links(end).book.peer_at(peer_key(peer.address))
     assert there is not None
     return there
 
 
 def say(end: KVChannel, peer: KVChannel, message: wire.Message, source: Spans | None = None) -> None:
-    """Sends a frame of our making, and a payload, past the rules of the end that says it."""
+    """Send a frame made by hand, and a payload, past the rules of the end that sends it."""
     write = None if source is None else Write(source, None, lambda _: None)
     record(end, peer).post(wire.encode(message), write)
 

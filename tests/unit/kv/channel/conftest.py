@@ -1,4 +1,4 @@
-"""Where channels of a test run: over each transport of one machine, or by hand."""
+"""Fixtures: channels over each transport of one machine, and a network moved by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.unit.kv.channel.channels import Case
 
 @pytest.fixture(params=["shared", "loopback", "tcp"])
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
-    """Ends in one process that share a pool or do not, and ends that speak TCP."""
+    """Make ends in one process that share a pool, ends in one process that do not, and ends over TCP."""
     made = Case(request.param)
     try:
         yield made
@@ -22,7 +22,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture(params=["loopback", "tcp"])
 def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
-    """Ends with a pool each."""
+    """Make ends that have a pool each."""
     made = Case(request.param)
     try:
         yield made
@@ -32,5 +32,5 @@ def two_pools(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 @pytest.fixture
 def net() -> HandNet:
-    """A network whose messages and clock move when the test says so."""
+    """Make a network whose messages and clock move only when the test says so."""
     return HandNet()

@@ -1,4 +1,4 @@
-"""Two ends of a channel over every transport of one machine: what lands, how a loss is told, and who is woken."""
+"""Two ends of a channel over every transport of one machine: what lands, what a loss settles, which end wakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A link's frames are one sequence: whatever is done to it on the way fails at the next look, and nothing else does."""
+"""The frames of a link are one sequence: any change on the way is found at the next frame, and nothing else is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tagged(
 
 
 def taken(tagged_frames: list[bytes], key: bytes | None, *, from_dialler: bool = True) -> list[bytes]:
-    """What a receiver takes before it closes the link."""
+    """Return the frames that a receiver takes before it closes the link."""
     theirs = FrameMac(SESSION, from_dialler, key)
     frames = []
     for frame in tagged_frames:

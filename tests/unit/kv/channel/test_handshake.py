@@ -1,4 +1,4 @@
-"""Who may link to an end and who may not, message by message, over every transport of one machine."""
+"""The handshake, message by message: which peers may link to an end, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_restarted_peer_at_the_same_endpoint_is_refused(case: Case) -> None:
 
 
 def test_a_second_link_of_the_same_peer_is_refused_and_the_first_stays(case: Case) -> None:
-    """Were it welcome, closing it would settle rooms that the first link still writes."""
+    """If it were welcome, closing it would settle rooms that are still being written over the first link."""
     prefill, decode, grant, pages = case.room()
     with pytest.raises(TransferError):
         # what it was before a restart, at the same endpoint
@@ -193,7 +193,7 @@ def test_a_refusal_with_many_long_differences_still_arrives_as_one(two_pools: Ca
 
 
 def opens_with(version: tuple[int, int]) -> Callable[[Peer], None]:
-    """What `end` says first when it is of another version."""
+    """Return a handshake that begins with another version."""
     return lambda peer: peer.open(wire.encode(wire.Open(version, peer.nonce, keyed=False)))
 
 
@@ -353,7 +353,7 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
 
 
 def test_nothing_that_another_thread_says_overtakes_the_welcome(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As soon as a peer is admitted the stepping thread may push to it; a frame before Welcome closes the link."""
+    """Once a peer is admitted, the stepping thread may push to it. A frame before Welcome would close the link."""
     prefill, decode = net.end(), net.end()
     book = links(decode).book
     admit = book.admit

@@ -1,4 +1,4 @@
-"""Peers that break the rules, flood or do not read: each loses its own link and rooms, and nothing grows."""
+"""Peers that break the rules, flood, or do not read: each loses only its own link and rooms, and nothing grows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.unit.kv.channel.channels import (
 
 @attrs.frozen
 class Hand:
-    """A welcomed connection whose bytes are ours to make."""
+    """An accepted connection whose bytes the test makes."""
 
     sock: socket.socket
     mac: FrameMac
@@ -75,7 +75,7 @@ class Hand:
 
 
 def test_a_second_link_that_comes_and_goes_settles_nothing() -> None:
-    """Page rule 1: the first is in the middle of a write, and settled pages may be somebody else's at once."""
+    """Page rule 1: the first link is in the middle of a write, and pages that settle may be reused at once."""
     case = Case("tcp")
     with case.end() as decode, case.end() as writer:
         first = Hand.dial(decode, writer)
@@ -175,7 +175,7 @@ def test_a_breach_closes_the_link_and_aborts_the_room(two_pools: Case, breach: B
 
 
 def footprint(end: KVChannel) -> int:
-    """Everything that a peer's frames could make longer."""
+    """Count everything that the frames of a peer could make longer."""
     held = end.snapshot()
     return (
         len(held.links)
@@ -225,7 +225,7 @@ def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
 
 
 def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else everything that it makes us answer would wait for it."""
+    """Otherwise every answer that it provokes would wait for it."""
     monkeypatch.setattr(stream, "MAX_WAITING_BYTES", 100_000)
     monkeypatch.setattr(linking, "SILENT_S", 60.0)  # nothing is sent here, and silence is not what this is about
     case = Case("tcp")
@@ -262,7 +262,7 @@ def test_what_is_read_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_guests_are_few_and_who_has_something_to_do_is_none(net: HandNet, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Welcome peers that this host neither dialled nor gave anything to do make room for each other."""
+    """Linked peers that this host neither dialled nor gave anything to do make room for each other."""
     monkeypatch.setattr(book, "MAX_GUESTS", 4)
     decode, dialled, writer = net.end(), net.end(), net.end()
     decode.connect(dialled.address, timeout_s=0)

@@ -35,7 +35,7 @@ from tests.unit.kv.channel.channels import (
 @settings(max_examples=300)
 @given(data=st.data())
 def test_of_two_crossing_links_exactly_one_stays(data: st.DataObject) -> None:
-    """In every order in which the messages of both can be delivered, also while an end is dialling."""
+    """This holds for every order in which the messages of both can be delivered, also while an end is dialling."""
     net = HandNet()
     ends = net.end(), net.end()
     to_dial = [(ends[0], ends[1]), (ends[1], ends[0])]
@@ -120,7 +120,7 @@ def test_both_calls_end_well_when_two_ends_dial_each_other(two_pools: Case, monk
 
 
 def test_a_dropped_peer_can_be_dialled_at_once(two_pools: Case) -> None:
-    """Also when it has not yet read that the link is closed."""
+    """This holds also when the peer has not yet read that the link is closed."""
     prefill, decode = two_pools.pair()
     for _ in range(5):
         prefill.drop_peer(decode.address)
@@ -273,7 +273,7 @@ def test_other_layouts_are_not_asked_twice(net: HandNet) -> None:
 
 
 def test_rooms_do_not_outlive_their_link(net: HandNet) -> None:
-    """The link is replaced while rooms are open: both ends settle them, and nothing of the old link reaches the new."""
+    """A link is replaced while rooms are open: both ends settle them, and nothing of the old reaches the new."""
     case = Case("hand")
     prefill, decode = linked(net)
     old, new = case.grant(decode, prefill), None

@@ -1,4 +1,4 @@
-"""What reads prefill's pages: whatever completes in whatever order, the last word waits for all of it and no longer."""
+"""Reads of prefill's pages: in whatever order they complete, the end of a room waits for all of them and no longer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def grant_of(room: int, destinations: tuple[PeerAddress, ...]) -> PageGrant:
 
 @attrs.define(eq=False)
 class Room:
-    """What the machine knows of a room: writes that still read, and the transfer of its end."""
+    """What the machine knows of a room: the writes that still read its pages, and the transfer of its end."""
 
     grant: PageGrant
     layer: int = 0
@@ -48,7 +48,7 @@ class Room:
 
 
 class PushesMachine(RuleBasedStateMachine):
-    """Pushes beside a plain count of the writes that have not completed."""
+    """Pushes next to a plain count of the writes that have not completed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def test_two_writers_share_a_room(two_pools: Case) -> None:
     for writer, tokens in ((prefill, range(4, 7)), (second, range(7, 12))):
         pages = two_pools.accept(writer, grant)
         writer.push(grant, layers=LAYERS, tokens=tokens, pages=pages)
-        assert not decode.poll(), "the other writer has not spoken"
+        assert not decode.poll(), "the other writer has not finished"
         writer.finish(grant, handoff(grant, writer))
     assert [(w.writer, w.status) for w in settled(decode, 2)] == [
         (prefill.address, LANDED),
@@ -85,7 +85,7 @@ def test_one_writers_abort_stops_the_other(two_pools: Case) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_lost_writer_stops_the_other(two_pools: Case, when: str) -> None:
-    """Else a writer that never hears of the room would never say its last word, and the pages would stay granted."""
+    """Otherwise a writer that never hears of the room would never finish it, and the pages would stay granted."""
     prefill, decode = two_pools.pair()
     second = two_pools.end()
     if when == "after":
@@ -179,7 +179,7 @@ def test_bytes_that_did_not_verify_abort_the_room(two_pools: Case, monkeypatch: 
 
 
 def damaging_proxy(endpoint: str) -> tuple[socket.socket, threading.Thread]:
-    """Stands before a TCP endpoint, passes messages on, and flips a bit in the payload of every write to it."""
+    """Stand in front of a TCP endpoint, pass messages on, and flip a bit in the payload of every write to it."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     listener = socket.create_server(("127.0.0.1", 0))
     listener.settimeout(TIMEOUT_S)

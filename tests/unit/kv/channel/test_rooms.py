@@ -48,7 +48,7 @@ def handoff_of(room: bytes, writer: PeerAddress, status: HandoffStatus = LANDED)
 
 @st.composite
 def ranges(draw: st.DrawFn, outer: range) -> range:
-    """A range near `outer`: mostly inside it, sometimes empty or leaving it."""
+    """Draw a range near `outer`: mostly inside it, sometimes empty or reaching beyond it."""
     start = draw(st.integers(outer.start - 1, outer.stop + 1))
     return range(start, draw(st.integers(start, outer.stop + 1)))
 
@@ -58,7 +58,7 @@ def cells(layers: range, tokens: range) -> set[tuple[int, int]]:
 
 
 class CoverageMachine(RuleBasedStateMachine):
-    """Coverage beside sets of (layer, token). What is announced arrives later, in any order, or never."""
+    """Coverage next to sets of (layer, token). What is announced arrives later, in any order, or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class CoverageMachine(RuleBasedStateMachine):
 
 @attrs.define
 class ModelRoom:
-    """What must be known of a room: who owes a handoff, what was announced and what arrived, whether it is spoilt."""
+    """What must be known of a room: which writers have not finished, what was announced, what arrived, any damage."""
 
     writers: tuple[PeerAddress, ...]
     expected_at: float
@@ -379,7 +379,7 @@ def test_tokens_may_arrive_in_any_order(order: list[int]) -> None:
 
 
 def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred thousand of them: each looks at about log2 of the ranges there are."""
+    """Each of a hundred thousand announcements looks at about log2 of the ranges there are."""
     count = 100_000
     looked_at = Counter[str]()
 
@@ -403,7 +403,7 @@ def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch:
 
 
 def test_a_refused_announcement_leaves_no_trace() -> None:
-    """Also when it is the last of its layers that overlaps."""
+    """This holds also when only the last of its layers overlaps."""
     coverage = Coverage(LAYERS, TOKENS)
     coverage.announce(range(4, 5), TOKENS[2:3])
     with pytest.raises(TransferError, match="layer 4 were announced twice"):
@@ -417,20 +417,22 @@ def test_a_refused_announcement_names_both_rectangles() -> None:
     assert all(part in str(info.value) for part in ("[2, 6)", "[5, 7)", "[2, 5)", "[4, 10)"))
 
 
-def test_a_landed_word_without_its_bytes_is_aborted() -> None:
-    receiver = ReceiverRooms(LAYERS)
-    receiver.expect(grant_of(ROOMS[0]), 0.0)
+@pytest.mark.parametrize("num_writers", [1, 2])
+def test_landed_handoffs_without_all_bytes_are_aborted(num_writers: int) -> None:
+    receiver, writers = ReceiverRooms(LAYERS), PEERS[:num_writers]
+    receiver.expect(grant_of(ROOMS[0], writers), 0.0)
     for span in (TOKENS[:-1], TOKENS[-1:]):
         receiver.place(peer_key(PEERS[0]), ROOMS[0], LAYERS, span, 0.0)
     receiver.placed(ROOMS[0], LAYERS, TOKENS[:-1], None, 0.0)  # the last token was announced and is not here
-    receiver.finished(peer_key(PEERS[0]), handoff_of(ROOMS[0], PEERS[0]))
-    (handoff,) = receiver.take_settled()
-    assert handoff.status is ABORTED
-    assert "not every granted token had arrived" in str(handoff.error)
+    for writer in writers:
+        receiver.finished(peer_key(writer), handoff_of(ROOMS[0], writer))
+    for handoff in receiver.take_settled():
+        assert handoff.status is ABORTED
+        assert "not every granted token had arrived" in str(handoff.error)
 
 
 def test_a_room_without_writers_is_refused() -> None:
-    """It could never settle, and its pages never come back."""
+    """It could never settle, and its pages would never come back."""
     receiver = ReceiverRooms(LAYERS)
     with pytest.raises(TransferError, match=f"room {ROOMS[0].hex()} has no writer"):
         receiver.expect(grant_of(ROOMS[0], ()), 0.0)

@@ -1,4 +1,4 @@
-"""Prefill's side of a channel: what it accepts, how pushes travel, and when nothing reads its pages any more."""
+"""Prefill's side of a channel: what it accepts, how pushes travel, and when its pages are no longer read."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_grant_of_a_decode_that_is_not_connected_is_refused(case: Case) -> Non
 
 @pytest.mark.parametrize("why", ["not connected", "aborted before"])
 def test_every_destination_of_a_refused_grant_is_told(two_pools: Case, why: str) -> None:
-    """A rank of decode that knows of nothing would wait for a word, and its pages with it."""
+    """A rank of decode that is told nothing would wait for a hand-off, and its pages with it."""
     prefill, decode = two_pools.pair()
     other = two_pools.end()
     if why == "aborted before":
@@ -378,7 +378,7 @@ def test_the_window_is_each_peers_own(net: HandNet) -> None:
 def test_a_write_that_cannot_be_posted_completes_and_closes_the_link(
     net: HandNet, monkeypatch: pytest.MonkeyPatch, when: str, error: Exception
 ) -> None:
-    """Behind a missing frame nothing verifies: the room could never land, and who waits must hear of it."""
+    """No frame behind a missing one verifies, so the room could never land, and its engine must be told."""
     case = Case("hand")
     prefill, decode = linked(net)
     grant = case.grant(decode, prefill)
@@ -439,7 +439,7 @@ def test_pages_of_another_pool_fail_their_push_and_nothing_else(net: HandNet) ->
 
 
 def test_a_hand_off_too_long_to_travel_leaves_its_room_open(net: HandNet) -> None:
-    """So that its engine can still end it."""
+    """The engine can still end it."""
     case = Case("hand")
     prefill, decode = linked(net)
     grant = case.grant(decode, prefill)

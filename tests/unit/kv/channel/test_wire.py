@@ -1,4 +1,4 @@
-"""Whatever bytes a peer sends, the answer is a message or a TransferError, never anything else."""
+"""Any bytes from a peer decode to a message or raise a TransferError, and never do anything else."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ reports = st.one_of(
 
 
 def plain(value: object) -> object:
-    """A message as builtins, so that messages that hold errors can be compared."""
+    """Convert a message to builtins, so that messages that hold errors can be compared."""
     if isinstance(value, PDInferError):
         return type(value), str(value)
     if isinstance(value, msgspec.Struct):
@@ -325,7 +325,7 @@ def test_what_is_no_error_is_refused(error: object) -> None:
 
 
 def undigested(message: messages.Command | messages.Report) -> bytes:
-    """What the parser behind the digest gets."""
+    """Return what the parser behind the digest gets."""
     return messages.encode(message)[: -messages.DIGEST_BYTES]
 
 
@@ -337,7 +337,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], Any], Callable[[Any], bytes], st.Sea
 
 
 def check_answer(data: bytes, which: str) -> None:
-    """TransferError with a short text, or a message that survives another trip."""
+    """Check for a TransferError with a short text, or a message that survives another round trip."""
     decode, encode, _ = DECODERS[which]
     try:
         message = decode(data)
