@@ -13,7 +13,7 @@ from pdinfer.trace import Trace
 
 @attrs.define
 class Step:
-    """One pass through the layers of a model or of its MTP layer, which makes it.
+    """One pass through the layers. The model makes one at the start of a step, and the MTP layer makes its own.
 
     `angles` are (cos_TF, sin_TF) of the batch's positions. `trace` is told which part of the model runs.
     """
