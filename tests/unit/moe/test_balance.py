@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import pdinfer as pd
@@ -46,6 +46,10 @@ def balancedness(loads: Floats) -> Floats:
 
 def lognormal(num_layers: int, num_experts: int, seed: int = 0) -> Floats:
     return np.round(1e4 * np.random.default_rng(seed).lognormal(0, 0.8, (num_layers, num_experts)))
+
+
+FAR_APART = {"num_ranks": 4, "num_redundant": 4, "num_groups": 2, "num_nodes": 2, "cross_node_weight": 0.3}
+"""Sizes with which an expert of little load shares ranks with one of 1e30 times as much."""
 
 
 @st.composite
@@ -172,6 +176,7 @@ def test_deepseeks_sizes_are_checked() -> None:
 
 
 @given(problems())
+@example((np.array([[1.0, 1e30, 1.0, 1.0]]), FAR_APART))
 def test_a_solution_is_a_placement_of_all_load(problem: tuple[Floats, dict[str, Any]]) -> None:
     """A placement by itself proves that no expert is missing and that shares sum to one."""
     load, sizes = problem
