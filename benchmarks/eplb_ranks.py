@@ -31,7 +31,7 @@ import torch.distributed as dist
 import pdinfer as pd
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.moe import AllToAllDispatcher, DispatchRule, solve_placement
-from pdinfer.moe.experts import Experts
+from pdinfer.moe.layer import Experts
 from pdinfer.moe.placement.replicas import ReplicaTables
 
 NUM_RANKS, NUM_EXPERTS, NUM_REDUNDANT, TOP_K = 4, 64, 8, 4

@@ -11,7 +11,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing import broker, lost_ports
+from pdinfer.pairing import broker
+from pdinfer.pairing import ports as lost_ports
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, RequestShape

@@ -126,14 +126,14 @@ MUTANTS = [
     ),
     Mutant(
         "a router of A.X-K1 without a correction has none at all",
-        "src/pdinfer/moe/router.py",
+        "src/pdinfer/moe/layer.py",
         "                bias_E = weight_ED.new_zeros(num_experts)",
         "                bias_E = None",
         "tests/unit/config/test_families.py::test_a_router_of_axk1_without_a_correction_has_zeros",
     ),
     Mutant(
         "the correction of A.X-K1 is not looked for",
-        "src/pdinfer/moe/router.py",
+        "src/pdinfer/moe/layer.py",
         "            bias_E = source.find(bias, num_experts, dtype=torch.float32)",
         '            bias_E = source.find(f"{bias}es", num_experts, dtype=torch.float32)',
         "tests/unit/config/test_families.py::test_logits_and_greedy_tokens_are_those_of_transformers[a.x-k1]",

@@ -75,7 +75,7 @@ MUTANTS = [
     ),
     Mutant(
         "a refused layout is listed as the other end sees it",
-        "src/pdinfer/kv/channel/greeting.py",
+        "src/pdinfer/kv/channel/links.py",
         "for name, theirs, ours in message.fields)",
         "for name, ours, theirs in message.fields)",
         "tests/unit/kv/channel/test_handshake.py::test_the_connecting_end_learns_every_difference",

@@ -42,14 +42,14 @@ MUTANTS = [
     # -- interrupts
     Mutant(
         "a step does not ask whether the last one ended",
-        "src/pdinfer/engine/interrupted.py",
+        "src/pdinfer/engine/engine.py",
         "        if self._unfinished_call or self.channel.in_doubt:\n",
         "        if self.channel.in_doubt:\n",
         CALLS,
     ),
     Mutant(
         "the page accounts stay as an interrupt left them",
-        "src/pdinfer/engine/interrupted.py",
+        "src/pdinfer/engine/engine.py",
         "        self.pool.rebuild()\n",
         "",
         CALLS,

@@ -61,7 +61,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost port is never taken back",
-        "src/pdinfer/pairing/lost_ports.py",
+        "src/pdinfer/pairing/ports.py",
         "                if not port.recover():",
         "                if True:",
         _HANGS,

@@ -588,7 +588,7 @@ MUTANTS = [
     ),
     Mutant(
         "the load that was solved is counted again",
-        "src/pdinfer/moe/migration/solving.py",
+        "src/pdinfer/moe/migration/rebalancing.py",
         '        if recorder.mode == "stat":\n            recorder.reset()\n',
         "",
         "tests/unit/moe/test_rebalancing.py::test_every_so_many_steps_the_summed_load_is_solved",
@@ -637,7 +637,7 @@ MUTANTS = [
     ),
     Mutant(
         "an answer is awaited for ever",
-        "src/pdinfer/moe/migration/solving.py",
+        "src/pdinfer/moe/migration/rebalancing.py",
         "        self.answer_bytes, self.is_awaited = None, False\n",
         "        self.answer_bytes = None\n",
         "tests/unit/moe/test_rebalancing.py::test_a_solver_that_fails_changes_nothing_and_is_asked_again[error0]",

@@ -84,14 +84,14 @@ MUTANTS = [
     ),
     Mutant(
         "tombstones stay for ever",
-        "src/pdinfer/kv/channel/tombstones.py",
+        "src/pdinfer/kv/channel/rooms.py",
         "< now - TOMBSTONE_S:",
         "< -1.0:",
         "tests/unit/kv/channel/test_rooms.py::test_tombstones_are_kept_for_a_while",
     ),
     Mutant(
         "a flood of tombstones pushes out another peer's",
-        "src/pdinfer/kv/channel/tombstones.py",
+        "src/pdinfer/kv/channel/rooms.py",
         "most = max(self._rooms, key=lambda each: len(self._rooms[each]))",
         "most = next(iter(self._rooms))",
         "tests/unit/kv/channel/test_rooms.py::test_a_flood_of_tombstones_pushes_out_those_of_its_own_peer",
@@ -105,14 +105,14 @@ MUTANTS = [
     ),
     Mutant(
         "a peer with a room still counts as a guest",
-        "src/pdinfer/kv/channel/counters.py",
+        "src/pdinfer/kv/channel/peer.py",
         "if not counters.granted and key in linked]",
         "if key in linked]",
         "tests/unit/kv/channel/test_hostile_peers.py::test_guests_are_few_and_who_has_something_to_do_is_none",
     ),
     Mutant(
         "past peers are reported for ever",
-        "src/pdinfer/kv/channel/counters.py",
+        "src/pdinfer/kv/channel/peer.py",
         "self[key].left_at < now - PAST_S]",
         "self[key].left_at < 0.0]",
         "tests/unit/kv/channel/test_links.py::test_peers_that_come_and_go_are_forgotten",

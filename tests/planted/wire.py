@@ -155,14 +155,14 @@ MUTANTS = [
     ),
     Mutant(
         "an end links to a peer that claims its own identity",
-        "src/pdinfer/kv/channel/greeting.py",
+        "src/pdinfer/kv/channel/links.py",
         "    if peer_key(message.address) == peer_key(us):\n",
         "    if False:\n",
         "tests/unit/kv/channel/test_handshake.py::test_who_says_that_he_is_this_very_end_is_refused",
     ),
     Mutant(
         "what a layout keeps of itself travels with it",
-        "src/pdinfer/kv/channel/handshake.py",
+        "src/pdinfer/kv/channel/links.py",
         "self._layout = attrs.evolve(layout)",
         "self._layout = layout",
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",

@@ -20,9 +20,8 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.frame_mac import FrameMac
-from pdinfer.kv.channel.pushes import Pushes
-from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms
-from pdinfer.kv.channel.tombstones import Tombstones
+from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms, Tombstones
+from pdinfer.kv.channel.sender import Pushes
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex

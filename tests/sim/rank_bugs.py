@@ -13,8 +13,7 @@ from pdinfer.engine.ranks.follower import Follower
 from pdinfer.engine.ranks.leader import RankChannel
 from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.coverage import Coverage
-from pdinfer.kv.channel.rooms import ReceiverRooms
+from pdinfer.kv.channel.rooms import Coverage, ReceiverRooms
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import HandoffStatus

@@ -21,7 +21,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.ranks import lockstep
 from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
-from pdinfer.kv.channel import pushes
+from pdinfer.kv.channel import sender as pushes
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing.pairing import Pairing

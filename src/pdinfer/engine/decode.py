@@ -14,10 +14,9 @@ from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
-from pdinfer.engine.queue import WaitingQueue
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.schedule import choose_victim
-from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, ends_of
+from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
@@ -342,8 +341,9 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""
-        for counts in (sequence.drafted, self._drafted):
-            counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
+        if sequence.draft.num_tokens:
+            for counts in (sequence.drafted, self._drafted):
+                counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.state is not None or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
         if all(self._append(sequence, new) for new in drawn):

@@ -1,4 +1,5 @@
-"""What the two engines share: a model, one end of a channel, an inbox, and the way a host waits for them."""
+"""What the two engines share: a model, one end of a channel, an inbox, the way a host waits for them, and the way they
+continue after a step that did not end."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import attrs
@@ -16,7 +17,6 @@ from pdinfer.bounds import escaped
 from pdinfer.config import EngineConfig
 from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
-from pdinfer.engine.interrupted import Interruptible
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
 from pdinfer.engine.schedule import withheld_pages
@@ -27,16 +27,59 @@ from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
+from pdinfer.kv.pool import PagePool
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.process.forked import begin_to_compute, refuse
+from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
 
 Command = TypeVar("Command")
+
+
+class Interruptible(OfOneProcess, Generic[Command]):
+    """The part of an engine that recovers. `_arrived` holds the commands from the inbox that are not dealt with yet."""
+
+    role: str
+    channel: KVChannel
+    pool: PagePool
+    _unfinished_call = False
+    _inbox: Inbox[Command | Cancel]
+    _arrived: deque[Command | Cancel]
+    ranks: Ranks
+
+    def _begin_call(self) -> None:
+        """Begin a call that changes what this engine has. The call ends by clearing `_unfinished_call`; when an earlier
+        one did not, everything is in doubt and the engine recovers first."""
+        if self._unfinished_call or self.channel.in_doubt:
+            let_go()
+            self._recover(PDInferError(f"a step of the {self.role} engine was interrupted"))
+        self._unfinished_call = True
+
+    def _recover(self, error: PDInferError) -> None:
+        """End all requests with `error`. Once the links are closed no peer writes our pages any more, so the pages are
+        free. Raise RankLost when there are other ranks, because they cannot know about it."""
+        self.ranks.leave(str(error))
+        self.channel.recover()
+        self._drop(error)
+        self._arrived.clear()
+        self.pool.rebuild()
+        self._unfinished_call = False
+
+    @abstractmethod
+    def _drop(self, error: PDInferError) -> None:
+        """End every request, whatever it holds."""
+
+    def _arrivals_in_order(self) -> Iterator[Command | Cancel]:
+        """Yield the commands in the inbox. Each is remembered until it has been dealt with."""
+        self._arrived.extend(self._inbox.take())
+        while self._arrived:
+            yield self._arrived[0]
+            self._arrived.popleft()
+
 
 DRAIN_POLL_S = 0.1
 
@@ -365,7 +408,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             "prefix_hit_tokens": self._prefix_hit_tokens,
             "placement_epoch": self._rebalancing.epoch,
             "is_placement_staged": self._rebalancing.is_staged,
-            "placement_error": escaped(self._rebalancing.error),
+            "placement_error": self._rebalancing.error and escaped(self._rebalancing.error),
             "transport": self.channel.transport.name,
             "providers": tuple((choice.op, choice.provider) for choice in self.model.resolved.choices),
             "kv": self.channel.stats,

@@ -13,9 +13,9 @@ from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.engine import Engine
-from pdinfer.engine.prompt import Prompt
 from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.schedule import by_age, is_late, plan_chunk
+from pdinfer.engine.sequence import Prompt
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep

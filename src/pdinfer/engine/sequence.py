@@ -1,17 +1,21 @@
-"""One request inside a decode engine: its tokens, its pages and its state."""
+"""One request inside an engine: a `Prompt` at prefill; at decode a `Sequence`, with its tokens, pages and state. And
+the queue of sequences that wait for pages."""
 
 from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Iterable
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
+from typing import Protocol
 
 import attrs
 
 from pdinfer.engine.commands import DecodeCommand, SubmitDecode
-from pdinfer.engine.schedule import RESUME_TOKENS, due_at
+from pdinfer.engine.schedule import RESUME_TOKENS, by_age, due_at
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Drawn, LogitsProcessor
@@ -229,3 +233,104 @@ def ends_of(
             case SubmitDecode(Request(request_id=str(request_id))) if request_id not in ended:
                 told.append(Refused(request_id=request_id, error=error))
     return told
+
+
+class Sending(Protocol):
+    """Bytes on their way out of our pages, such as a Transfer."""
+
+    @property
+    def done(self) -> bool: ...
+
+
+@attrs.define(eq=False)
+class Prompt:
+    """One accepted grant.
+
+    `pages` is its page table: known pages of its beginning, then new ones. In a pool that both ends share, the new
+    ones are the grant's own. All other pages are `held` until everything is sent. The pages contain `num_computed`
+    tokens, the first `num_cached` of them from earlier requests. Tokens up to `num_pushed` are at decode or on the way.
+    `keys` are the keys of its full pages.
+    """
+
+    request: Request
+    grant: PageGrant
+    arrival: int
+    submitted_at: float
+    num_pushed: int
+    processor: LogitsProcessor | None = None
+    keys: list[bytes] = attrs.field(factory=list)
+    pages: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+    started_at: float = 0.0
+    num_cached: int = 0
+    num_computed: int = 0
+    sent: Sending | None = None
+    landed: bool = False
+
+    @property
+    def num_remaining(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in the prompt and the output so far, all of which have to be in the pages."""
+        return len(self.request.prompt) + len(self.request.output)
+
+    @cached_property
+    def deadline_at(self) -> float | None:
+        """The deadline by this engine's clock."""
+        return None if self.request.deadline_s is None else self.submitted_at + self.request.deadline_s
+
+    @cached_property
+    def order(self) -> tuple[int, bool, float, int]:
+        """The sort key of waiting and of active prompts: priority first, then requests that have given tokens already,
+        whose readers wait for the next, then deadline and age."""
+        is_new = not self.request.output
+        return -self.request.priority, is_new, due_at(self.submitted_at, self.deadline_at), self.arrival
+
+
+class WaitingQueue:
+    """The sequences that wait for pages, in the order of their turns. A sequence has a turn only while its writers are
+    connected, which `has_writers` tells."""
+
+    def __init__(self, has_writers: Callable[[Sequence], bool], clock: Callable[[], float]) -> None:
+        self._has_writers = has_writers
+        self._clock = clock
+        self._sequences: list[Sequence] = []
+        self._num_turns = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterate over the sequences that wait now. They may leave the queue meanwhile."""
+        return iter(list(self._sequences))
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.state = SequenceState.WAITING
+        sequence.waiting_since = self._clock()
+        insort(self._sequences, sequence, key=lambda waiting: waiting.order)
+
+    def next(self) -> Sequence | None:
+        """Return the sequence whose turn it is: every OLDEST_EVERY-th time the one that has waited longest."""
+        able, now = partial(filter, self._has_writers, self._sequences), self._clock()
+        return by_age(able(), attrgetter("waiting_since"), num_turns=self._num_turns, now=now) or next(able(), None)
+
+    def take(self, sequence: Sequence) -> None:
+        """Remove a sequence that has had its turn."""
+        self._sequences.remove(sequence)
+        self._num_turns += 1
+
+    def discard(self, sequence: Sequence) -> None:
+        """Remove a sequence for any other reason, if it waits."""
+        if sequence in self._sequences:
+            self._sequences.remove(sequence)
+
+    def deserted(self) -> list[Sequence]:
+        """Return the sequences whose writers have been gone for WRITER_GRACE_S. Their host should have named others by
+        then, and will not."""
+        now = self._clock()
+        return [s for s in self if s.missing_s(now, connected=self._has_writers(s)) >= WRITER_GRACE_S]
+
+    def clear(self) -> None:
+        self._sequences = []

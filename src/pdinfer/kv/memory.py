@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pdinfer.errors import ConfigError
 from pdinfer.kv.layout import Spans
 
 
@@ -27,19 +26,3 @@ class Memory(Protocol):
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         """Copy from another memory of this process. Both span lists have the same total length."""
-
-
-def total_bytes(spans: Spans, memory: Memory) -> int:
-    """Return the bytes in `spans`. Raise ConfigError when a span leaves the memory."""
-    if not spans:
-        return 0
-    end = memory.num_bytes
-    offsets, lengths = zip(*spans, strict=True)
-    if min(lengths) >= 0 and min(offsets) >= 0 and max(offsets) <= end - max(lengths):
-        return sum(lengths)  # checked together, since a write has thousands of spans
-    total = 0
-    for offset, length in spans:
-        if not (0 <= length <= end and 0 <= offset <= end - length):
-            raise ConfigError(f"span (offset {offset}, length {length}) leaves a memory of {end} bytes")
-        total += length
-    return total

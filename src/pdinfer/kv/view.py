@@ -32,7 +32,7 @@ class PageMemory:
         self.layout = layout
         self.num_pages = num_pages
         self.device = device
-        num_bytes = num_pages * layout.page_bytes
+        self.num_bytes = num_bytes = num_pages * layout.page_bytes
         self.memfd: Memfd | None = None
         if CAN_SHARE and device.type == "cpu" and memory != "pinned":
             self.memfd = Memfd(num_bytes, "pool")
@@ -42,10 +42,6 @@ class PageMemory:
             if memory == "shared":
                 self.buffer.share_memory_()  # type: ignore[no-untyped-call]
         self._host = self.buffer.numpy().data if device.type == "cpu" else None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.buffer.numel()
 
     def pages(self, name: str, layer: int) -> Tensor:
         """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype."""

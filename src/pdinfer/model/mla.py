@@ -55,6 +55,15 @@ class MLA:
     round_latent: Callable[[Tensor], Tensor]
     o: Callable[[Tensor], Tensor]
     indexer: Indexer | None
+    q_head_dim: int = attrs.field(init=False)
+    """The width of one head of a query: its part without positions, and its rotary part."""
+    scale: float = attrs.field(init=False)
+    """The factor of scores."""
+
+    def __attrs_post_init__(self) -> None:
+        # once, not in every layer of every step
+        object.__setattr__(self, "q_head_dim", self.config.qk_head_dim)
+        object.__setattr__(self, "scale", self.config.softmax_scale)
 
     @classmethod
     def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:
@@ -135,7 +144,7 @@ class MLA:
 
     def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
-        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.config.qk_head_dim)
+        q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.q_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)
         return q_nope_THN, self.ops.rotate(q_THR, *angles)
 
@@ -172,7 +181,7 @@ def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pag
         batch.query_lens,
         batch.context_lens,
         v_head_dim=mla.config.v_head_dim,
-        scale=mla.config.softmax_scale,
+        scale=mla.scale,
     )
 
 
@@ -190,7 +199,7 @@ def absorbed(
     kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)
     k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
     q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
-    scale = config.softmax_scale
+    scale = mla.scale
     if selected_TS is None:
         o_THC = ops.mla_decode(q_THC, q_rope_THR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
     else:

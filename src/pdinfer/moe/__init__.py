@@ -1,8 +1,6 @@
 """The mixture of experts: where experts lie, how tokens reach them, and how experts move while engines run.
 
-    layer.py        route, dispatch, run, combine
-    router.py       which experts a token goes to
-    experts.py      the experts of this rank, stacked
+    layer.py        the router, the experts of this rank, and the way of a token through both
     parallel.py     where a model has its experts on one rank
     dispatchers/    how rows reach other ranks
     placement/      which slot holds which expert

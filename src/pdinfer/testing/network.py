@@ -16,9 +16,9 @@ from functools import partial
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
-from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame
+from pdinfer.kv.transports.base import TICK_S, Link, Receiver, Transfer, check_frame, total_bytes
 from pdinfer.testing.faults import NetworkFaults, Placement
 from pdinfer.testing.links import End, Parcel, ParcelKind
 from pdinfer.testing.simulation import Simulation

@@ -27,8 +27,7 @@ from pdinfer.kernels.weight_formats import (
 )
 from pdinfer.model.load import load_model
 from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Masked
-from pdinfer.moe.experts import Experts
-from pdinfer.moe.layer import MoE
+from pdinfer.moe.layer import Experts, MoE
 from pdinfer.parallel import Group
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.pairing import policy
-from pdinfer.pairing.choice import PendingLoad, choose
 from pdinfer.pairing.ports import Ports
+from pdinfer.pairing.queue import PendingLoad, choose
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 

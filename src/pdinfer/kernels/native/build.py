@@ -57,6 +57,7 @@ RESULTS = {"mla_decode": _N}
 """The kernels that return something."""
 
 
+@functools.cache
 def library() -> ctypes.CDLL:
     """Return the compiled kernels. Raises BackendUnavailable with the reason when this machine cannot have them."""
     found = library_or_reason()

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.counters import Ledger, PeerCounters
 from pdinfer.kv.channel.frame_mac import NONCE_BYTES
-from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
+from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounters, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.stats import PeerStats

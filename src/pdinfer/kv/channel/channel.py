@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.counters import Totals
 from pdinfer.kv.channel.links import Links
+from pdinfer.kv.channel.peer import Totals
 from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.snapshot import ChannelSnapshot

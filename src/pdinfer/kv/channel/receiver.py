@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
-from pdinfer.kv.channel.counters import Totals
-from pdinfer.kv.channel.peer import Arriving, Peer
+from pdinfer.kv.channel.peer import Arriving, Peer, Totals
 from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans

@@ -15,16 +15,143 @@ tombstone, so that a request which comes later is refused.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import attrs
 
+from pdinfer.checks import within
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.channel.coverage import Coverage
 from pdinfer.kv.channel.snapshot import AcceptedState, ExpectedRoom, ExpectedState
-from pdinfer.kv.channel.tombstones import Tombstones
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, PeerKey, peer_key
+
+MAX_TOMBSTONES = 1 << 15
+"""Limit over all peers together. Past it the peer with the most loses its oldest, so a flood pushes out its own."""
+MAX_TOMBSTONE_PEERS = 256
+"""Past it the peer that has been quiet for longest loses all of its tombstones."""
+TOMBSTONE_S = 120.0
+"""Twice as long as a lost peer is dialled: a request that has not come by then is not under way."""
+
+
+@attrs.define
+class Tombstones:
+    """The aborted rooms of each peer and when they were aborted, the peer that was quiet for longest first."""
+
+    _rooms: OrderedDict[Hashable, OrderedDict[bytes, float]] = attrs.field(factory=OrderedDict)
+    _num: int = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def rooms(self) -> Iterator[bytes]:
+        """Iterate over all rooms that some peer has aborted."""
+        for rooms in self._rooms.values():
+            yield from rooms
+
+    def has(self, peer: Hashable, room: bytes) -> bool:
+        """Return whether the peer has aborted the room."""
+        return room in self._rooms.get(peer, ())
+
+    def bury(self, peer: Hashable, room: bytes, now: float) -> None:
+        """Note that the peer has aborted a room that is unknown here."""
+        rooms = self._rooms.setdefault(peer, OrderedDict())
+        self._rooms.move_to_end(peer)
+        self._num += room not in rooms
+        rooms[room] = now
+        rooms.move_to_end(room)
+        while len(self._rooms) > MAX_TOMBSTONE_PEERS:
+            self._num -= len(self._rooms.popitem(last=False)[1])
+        while self._num > MAX_TOMBSTONES:
+            most = max(self._rooms, key=lambda each: len(self._rooms[each]))
+            self._pop_oldest(most)
+
+    def decay(self, now: float) -> None:
+        """Forget the tombstones older than TOMBSTONE_S."""
+        for peer in list(self._rooms):
+            while (rooms := self._rooms.get(peer)) and next(iter(rooms.values())) < now - TOMBSTONE_S:
+                self._pop_oldest(peer)
+
+    def _pop_oldest(self, peer: Hashable) -> None:
+        self._rooms[peer].popitem(last=False)
+        self._num -= 1
+        if not self._rooms[peer]:
+            del self._rooms[peer]
+
+
+@attrs.define
+class Coverage:
+    """The tokens of each layer that a room's writers have announced, and how many have not yet arrived and verified.
+
+    The announced tokens of a layer are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined.
+    """
+
+    layers: range
+    tokens: range
+    max_pieces: float = math.inf
+    _announced: dict[int, list[range]] = attrs.field(factory=dict)
+    _num_missing: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self._num_missing = len(self.layers) * len(self.tokens)
+
+    @property
+    def num_pieces(self) -> int:
+        """The number of announced ranges, over all layers."""
+        return sum(len(self.pieces(layer)) for layer in self.layers)
+
+    def pieces(self, layer: int) -> tuple[range, ...]:
+        """Return the announced ranges of a layer, in order."""
+        return tuple(self._announced.get(layer, ()))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token of every layer has arrived."""
+        return self._num_missing == 0
+
+    def announce(self, layers: range, tokens: range) -> None:
+        """Note that a rectangle is about to arrive. Raises TransferError when it leaves the grant or overlaps an
+        earlier one."""
+        inside = within(layers, self.layers) and within(tokens, self.tokens)
+        if not inside or not layers or not tokens:
+            raise TransferError(
+                f"layers {_text(layers)} x tokens {_text(tokens)} is outside the grant's layers {_text(self.layers)} "
+                f"x tokens {_text(self.tokens)}"
+            )
+        places = []
+        for layer in layers:
+            ranges = self._announced.setdefault(layer, [])
+            at = bisect(ranges, tokens.start, key=lambda span: span.start)
+            if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
+                raise TransferError(f"tokens {_text(tokens)} of layer {layer} were announced twice")
+            if len(ranges) >= self.max_pieces:
+                raise TransferError(
+                    f"layer {layer} was announced in more than {self.max_pieces} pieces with gaps between them; "
+                    f"tokens are sent in order"
+                )
+            places.append((ranges, at))
+        for ranges, at in places:
+            _insert(ranges, at, tokens)
+
+    def arrive(self, layers: range, tokens: range) -> None:
+        """Note that an announced rectangle has arrived and verified."""
+        self._num_missing -= len(layers) * len(tokens)
+
+
+def _insert(ranges: list[range], at: int, tokens: range) -> None:
+    """Insert `tokens` between its neighbours, and join it to those that it touches."""
+    first, last, start, stop = at, at, tokens.start, tokens.stop
+    if at and ranges[at - 1].stop == start:
+        first, start = at - 1, ranges[at - 1].start
+    if at < len(ranges) and ranges[at].start == stop:
+        last, stop = at + 1, ranges[at].stop
+    ranges[first:last] = [range(start, stop)]
+
+
+def _text(span: range) -> str:
+    return f"[{span.start}, {span.stop})"
+
 
 MAX_OWED = 1 << 15
 """The most answers kept for requests that were turned away while their decode was not linked. The oldest go first."""

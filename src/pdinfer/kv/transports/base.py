@@ -20,7 +20,7 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
+from pdinfer.kv.memory import Memory
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
@@ -160,3 +160,19 @@ def check_placed(link: Link, spans: Spans, memory: Memory, num_bytes: int) -> No
     placed = total_bytes(spans, memory)
     if placed != num_bytes:
         raise TransferError(f"{link.endpoint} sent a write of {num_bytes} bytes for {placed} bytes of ours")
+
+
+def total_bytes(spans: Spans, memory: Memory) -> int:
+    """Return the bytes in `spans`. Raise ConfigError when a span leaves the memory."""
+    if not spans:
+        return 0
+    end = memory.num_bytes
+    offsets, lengths = zip(*spans, strict=True)
+    if min(lengths) >= 0 and min(offsets) >= 0 and max(offsets) <= end - max(lengths):
+        return sum(lengths)  # checked together, since a write has thousands of spans
+    total = 0
+    for offset, length in spans:
+        if not (0 <= length <= end and 0 <= offset <= end - length):
+            raise ConfigError(f"span (offset {offset}, length {length}) leaves a memory of {end} bytes")
+        total += length
+    return total

@@ -18,8 +18,8 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_frame, check_placed, total_bytes
 from pdinfer.process.locks import new_lock
 
 SCHEME = "loopback://"

@@ -13,8 +13,9 @@ import pytest
 import xxhash
 
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.channel import book, complaints, tombstones, wire
+from pdinfer.kv.channel import book, complaints, wire
 from pdinfer.kv.channel import links as linking
+from pdinfer.kv.channel import rooms as tombstones
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.sender import HandoffSender

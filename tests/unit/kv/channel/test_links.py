@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdinfer.errors import PDInferError
-from pdinfer.kv.channel import counters
+from pdinfer.kv.channel import peer as counters
 from pdinfer.kv.channel.book import REDIAL_S
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.handshake import Handshake
-from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, SILENT_S
+from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, SILENT_S, Handshake
 from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.transports.base import TICK_S
 from pdinfer.types import HandoffStatus, peer_key

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel import pushes
-from pdinfer.kv.channel.pushes import Group, Pushes
+from pdinfer.kv.channel import sender as pushes
+from pdinfer.kv.channel.sender import Group, Pushes
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import PageGrant, PeerAddress, peer_key
 from tests.unit.kv.channel.channels import LAYERS, SmallModel

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.channel import coverage as coverages
-from pdinfer.kv.channel import rooms, tombstones
-from pdinfer.kv.channel.coverage import Coverage
-from pdinfer.kv.channel.rooms import MAX_PIECES, ReceiverRooms, SenderRooms, StaleFrame, first_error
+from pdinfer.kv.channel import rooms
+from pdinfer.kv.channel import rooms as coverages
+from pdinfer.kv.channel import rooms as tombstones
+from pdinfer.kv.channel.rooms import MAX_PIECES, Coverage, ReceiverRooms, SenderRooms, StaleFrame, first_error
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
 
 LAYERS = range(2, 5)

@@ -9,7 +9,8 @@ import attrs
 import pytest
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
-from pdinfer.kv.channel import pushes, wire
+from pdinfer.kv.channel import sender as pushes
+from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.rooms import SenderRooms
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant

@@ -22,8 +22,8 @@ import attrs
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
 from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.one_sided.ring import (

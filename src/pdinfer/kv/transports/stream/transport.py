@@ -19,8 +19,8 @@ import attrs
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory, total_bytes
-from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_frame
+from pdinfer.kv.memory import Memory
+from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_frame, total_bytes
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.acceptor import Acceptor
