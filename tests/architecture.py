@@ -116,7 +116,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (("resolve",), ("native",), ("torch_ops",), ("reference",), ("ops", "row_formats"), ("weight_formats",)),
     "kernels.native": (("ops",), ("build",)),
-    "process": (("forked", "locks", "malloc", "memory", "scratch"),),
+    "process": (("forked", "locks", "malloc", "memory", "scratch", "silence"),),
 }
 
 GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "trace", "types"})

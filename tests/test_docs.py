@@ -21,7 +21,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED_TESTS = sorted(
     {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text("utf-8"))}
 )
-NUMBERS = re.findall(r"^\| `(kv(?:\.[a-z_]+)+)\.([\w.]+)` \| ([\d.]+) \|", PROTOCOL, re.MULTILINE)
+NUMBERS = re.findall(r"^\| `((?:kv|process)(?:\.[a-z_]+)+)\.([\w.]+)` \| ([\d.]+) \|", PROTOCOL, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", NAMED_TESTS)
@@ -54,5 +54,5 @@ def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> 
     assert set(re.findall(r"^\| ([A-Z]+) \|", pages, re.MULTILINE)) == {state.name for state in PageState}
     promised = {int(number) for number in re.findall(r"^\| C(\d+) \|", PROTOCOL, re.MULTILINE)}
     assert promised == {*range(1, 6), *range(7, 14), 15, 18, 19, 20}
-    assert len(NUMBERS) == len(re.findall(r"^\| `kv\.", PROTOCOL, re.MULTILINE)) > 0
+    assert len(NUMBERS) == len(re.findall(r"^\| `(?:kv|process)\.", PROTOCOL, re.MULTILINE)) > 0
     assert NAMED_TESTS

@@ -154,7 +154,7 @@ def bench(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_p
 
     monkeypatch.setattr("pdinfer.kv.transports.stream.transport.dial", flipping)
     # a damaged length is noticed when the rest never comes: sooner here than in earnest
-    monkeypatch.setattr(links, "SILENT_S", 0.3)
+    monkeypatch.setattr(links, "LINKS", attrs.evolve(links.LINKS, silent_s=0.3))
     monkeypatch.setattr("pdinfer.kv.transports.stream.io_thread.TICK_S", 0.05)
     monkeypatch.setattr(book, "REDIAL_S", (1000.0, 1000.0))  # every transfer dials for itself
     model = random_model()

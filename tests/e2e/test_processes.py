@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.remote.session import SILENT_S
+from pdinfer.process.silence import SESSIONS
 from tests.e2e.setups import (
     PROMPT,
     Tally,
@@ -242,7 +242,7 @@ def test_a_host_that_does_nothing_for_a_while_loses_no_port(workers: Workers) ->
         processes.pairing.submit(request("a", 100))
         processes.step_until(1)
         port = processes.ports[-1]
-        time.sleep(SILENT_S + 1.0)
+        time.sleep(SESSIONS.silent_s + 1.0)
         assert len(port._inbox.peek()) <= 100  # a report per token, at most
         assert port.load().num_running_requests == 0
         started = time.monotonic()

@@ -13,8 +13,8 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.process.silence import SESSIONS
 from pdinfer.remote import messages
-from pdinfer.remote.session import SILENT_S
 from tests.e2e.setups import hang, local, model_of, pool_of, recover, request, wait_until, watch
 
 Engine = pd.PrefillEngine | pd.DecodeEngine
@@ -112,12 +112,12 @@ def test_an_engine_whose_client_falls_silent_is_closed_when_it_does_not_return()
     """Its host was stopped, or its machine is gone. Before its first message it may still be loading."""
     with local() as setup:
         ours, thread = serving(setup.prefills[0], pd.RemoteConfig(return_s=0.0))
-        thread.join(SILENT_S + 0.5)
+        thread.join(SESSIONS.silent_s + 0.5)
         assert thread.is_alive()
         ours.send_bytes(messages.encode(messages.Beat()))
         started = time.monotonic()
         thread.join(10.0)
-        assert SILENT_S - 0.01 < time.monotonic() - started < 6.0
+        assert SESSIONS.silent_s - 0.01 < time.monotonic() - started < 6.0
         assert not thread.is_alive()
         ours.close()
 
@@ -253,11 +253,11 @@ def test_an_engine_that_is_alive_and_does_not_get_on_shows_in_its_load() -> None
         assert age is not None
         assert age < 1.0
         decode.step = slow  # type: ignore[method-assign]
-        time.sleep(SILENT_S + 0.5)
+        time.sleep(SESSIONS.silent_s + 0.5)
         assert client.step() == []  # not lost
         age = client.load().step_age_s
         assert age is not None
-        assert age > SILENT_S
+        assert age > SESSIONS.silent_s
         stuck.set()
         wait_until(lambda: (client.load().step_age_s or 0.0) < 1.0)
         assert decode.load().step_age_s is None

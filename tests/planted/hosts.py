@@ -88,10 +88,17 @@ MUTANTS = [
         "tests/e2e/test_ports.py::test_lost_ports_are_named_and_the_list_is_bounded",
     ),
     Mutant(
+        "a process that was stopped takes the pause for silence",
+        "src/pdinfer/process/silence.py",
+        "min(now - self._looked_at, self._max_look_s)",
+        "now - self._looked_at",
+        "tests/unit/process/test_silence.py::test_a_process_that_was_stopped_blames_nobody",
+    ),
+    Mutant(
         "the watchdog forgets a step that hangs",
         "src/pdinfer/remote/served.py",
-        "            stuck_s += elapsed",
-        "            stuck_s = elapsed",
+        "heard_ago_s=math.inf if is_stuck else 0.0",
+        "heard_ago_s=SESSIONS.look_s if is_stuck else 0.0",
         _PAUSES + "test_a_process_whose_step_hangs_ends_when_its_client_is_gone",
     ),
     Mutant(

@@ -14,6 +14,7 @@ import attrs
 from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, is_int, one_of
 from pdinfer.config.hf import STORED_DTYPES
 from pdinfer.errors import ConfigError
+from pdinfer.process.silence import SESSIONS
 
 MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
@@ -212,7 +213,9 @@ class RemoteConfig:
     for another `exit_s`, the engine's process ends without it.
     """
 
-    silent_s: float = attrs.field(default=2.4, converter=as_float, validator=float_in(1, 3600, low_included=True))
+    silent_s: float = attrs.field(
+        default=SESSIONS.silent_s, converter=as_float, validator=float_in(1, 3600, low_included=True)
+    )
     return_s: float = attrs.field(default=60.0, converter=as_float, validator=float_in(0, 86400, low_included=True))
     hung_s: float | None = attrs.field(
         default=None,

@@ -40,6 +40,9 @@ from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
 Command = TypeVar("Command")
 
 
+DRAIN_POLL_S = 0.1
+
+
 class Interruptible(OfOneProcess, Generic[Command]):
     """The part of an engine that recovers. `_arrived` holds the commands from the inbox that are not dealt with yet."""
 
@@ -80,8 +83,6 @@ class Interruptible(OfOneProcess, Generic[Command]):
             yield self._arrived[0]
             self._arrived.popleft()
 
-
-DRAIN_POLL_S = 0.1
 
 _log = logging.getLogger("pdinfer")
 

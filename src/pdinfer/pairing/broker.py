@@ -34,6 +34,12 @@ RELEASE_S = 1.0
 have been lost."""
 
 
+LOOK_S = 0.1
+"""How often loads are searched for links that were lost or came back."""
+LINK_WAIT_S = WRITER_GRACE_S
+"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
+
+
 @attrs.define
 class Progress:
     """The work in progress. `came` holds events of a port that are not handled yet. `telling` is the request whose
@@ -96,11 +102,6 @@ class AwaitingRelease:
         """Return when ids will be forgotten, where that is known."""
         return (at for at in list(self._forget_at.values()) if at < float("inf"))
 
-
-LOOK_S = 0.1
-"""How often loads are searched for links that were lost or came back."""
-LINK_WAIT_S = WRITER_GRACE_S
-"""How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 
 _log = logging.getLogger("pdinfer")
 

@@ -16,6 +16,9 @@ from pdinfer.process.locks import new_lock
 from pdinfer.stats import DecodeLoad, EngineLoad, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, peer_key
 
+MAX_PORTS_LOST = 64
+"""How many losses `stats` lists."""
+
 
 class Port(Protocol):
     """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
@@ -277,9 +280,6 @@ def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float
 def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
     return sum(peers[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in peers)
 
-
-MAX_PORTS_LOST = 64
-"""How many losses `stats` lists."""
 
 _log = logging.getLogger("pdinfer")
 

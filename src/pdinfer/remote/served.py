@@ -8,6 +8,7 @@ the old session is cancelled. In both cases it has `RemoteConfig.return_s` to co
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -23,6 +24,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.process.forked import OfOneProcess
+from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages, orphan
 from pdinfer.remote.messages import (
     Beat,
@@ -41,7 +43,7 @@ from pdinfer.remote.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
-from pdinfer.remote.session import TICK_S, MessageStream, Session
+from pdinfer.remote.session import MessageStream, Session
 from pdinfer.types import Event, Granted, PeerAddress, Refused
 
 REPORT_S = 0.02
@@ -180,22 +182,20 @@ class _Host(OfOneProcess):
     def watch(self) -> None:
         """Count how long there has been no client, and how long a step has gone on since nobody wants the engine. Time
         is counted in ticks, like silence, so that the time in which this process was stopped does not count."""
-        ticked_at, away_s, stuck_s, num_steps = time.monotonic(), 0.0, 0.0, 0
-        while not self.ended.wait(TICK_S):
+        away, stuck = (SilenceWatch(SESSIONS, time.monotonic()) for _ in range(2))
+        num_steps = 0
+        while not self.ended.wait(SESSIONS.look_s):
             if self.is_armed:
                 orphan.disarm()
             now = time.monotonic()
-            elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
             is_away = self.may_return and self.session is not None and self.session.loss is not None
-            away_s = away_s + elapsed if is_away else 0.0
+            away_s = away.look(now, heard_ago_s=math.inf if is_away else 0.0)
             if away_s > self.config.return_s and not self.dismissed:
                 self.dismissed = True
                 self.inbox.wake()
-            if not self.dismissed or num_steps != self.num_steps:
-                num_steps, stuck_s = self.num_steps, 0.0
-                continue
-            stuck_s += elapsed
-            if stuck_s > self.config.exit_s:
+            is_stuck = self.dismissed and num_steps == self.num_steps
+            num_steps = self.num_steps
+            if (stuck_s := stuck.look(now, heard_ago_s=math.inf if is_stuck else 0.0)) > self.config.exit_s:
                 what = "the process of a served engine exits" if self.exits else "a served engine hangs"
                 _log.critical("%s: its client is gone, and a step has not ended in the %.0f s since", what, stuck_s)
                 if self.exits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import threading
 import time
@@ -17,17 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
+from pdinfer.process.silence import SESSIONS, SilenceWatch
 from pdinfer.remote import messages
 from pdinfer.remote.messages import Beat, Command, Report
 
-TICK_S = 0.2
 BEAT_S = 0.4
-SILENT_S = RemoteConfig().silent_s
-"""An end that was not heard for this long is silent. With the tick that notices it, that is known within 3 s."""
 MAX_UNSENT_BYTES = 256 << 20
 """A live process empties its connection at once, so this much waits only for a process that does not read."""
 FLUSH_S = 0.2
@@ -72,7 +70,7 @@ class Session(OfOneProcess, Generic[M]):
         on_silence: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self.connection = connection
-        self._silent_s = SILENT_S if silent_s is None else silent_s
+        self._silent_s = SESSIONS.silent_s if silent_s is None else silent_s
         self._return_s = return_s
         self._on_silence = on_silence
         self._decode = decode
@@ -153,7 +151,7 @@ class Session(OfOneProcess, Generic[M]):
         broke = False
         try:
             while not self._stopping.is_set():
-                if self.connection.poll(TICK_S):
+                if self.connection.poll(SESSIONS.look_s):
                     data = self.connection.recv_bytes()
                     self._num_heard += 1
                     if (whole := joiner.add(data)) is not None:
@@ -188,20 +186,17 @@ class Session(OfOneProcess, Generic[M]):
     def _keep_time(self) -> None:
         """Send beats, and notice silence. Silence is counted in ticks, not read off a clock: a process that was stopped
         itself has heard nothing either, and has to read what has arrived before it judges."""
-        num_heard, silent_s, since_beat_s, is_silent = 0, 0.0, BEAT_S, False
-        ticked_at = time.monotonic()
+        num_heard, beaten_at, is_silent = 0, -math.inf, False
+        silence = SilenceWatch(SESSIONS, time.monotonic())
         while not self._stopping.is_set() and self._loss is None:
-            if since_beat_s >= BEAT_S:
-                since_beat_s = 0.0
+            if (now := time.monotonic()) >= beaten_at + BEAT_S:
+                beaten_at = now
                 if not self._outgoing:  # a waiting message is as good a sign of life
                     self.post(self._beat())
-            self._stopping.wait(TICK_S)
-            now = time.monotonic()
-            elapsed, ticked_at = min(now - ticked_at, 2 * TICK_S), now
-            since_beat_s += elapsed
-            silent_s += elapsed
-            if self._num_heard != num_heard or not num_heard:
-                num_heard, silent_s = self._num_heard, 0.0
+            self._stopping.wait(SESSIONS.look_s)
+            is_heard = self._num_heard != num_heard or not num_heard  # silence begins behind the first message
+            num_heard = self._num_heard
+            silent_s = silence.look(time.monotonic(), heard_ago_s=0.0 if is_heard else math.inf)
             limit_s = self._silent_s + self._return_s
             if silent_s >= limit_s:
                 self._give_up(f"was silent for {limit_s:g} s")

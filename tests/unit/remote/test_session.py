@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import pdinfer as pd
+from pdinfer.process.silence import Times
 from pdinfer.remote import messages, session
 from pdinfer.remote.messages import Beat, Cancel, Close, Command, Report
 from pdinfer.remote.session import Session
@@ -58,8 +59,10 @@ def end() -> Iterator[OneEnd]:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make beats and silences a sixth as long."""
-    for name in ("TICK_S", "BEAT_S", "SILENT_S"):
-        monkeypatch.setattr(session, name, getattr(session, name) / 6)
+    times = session.SESSIONS
+    quick = Times(look_s=times.look_s / 6, max_look_s=times.max_look_s / 6, silent_s=times.silent_s / 6)
+    monkeypatch.setattr(session, "SESSIONS", quick)
+    monkeypatch.setattr(session, "BEAT_S", session.BEAT_S / 6)
 
 
 def check_ends(connection: Connection) -> None:
@@ -88,7 +91,7 @@ def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end
     end.ours.send_bytes(BEAT)
     started = time.monotonic()
     assert end.lost.wait(10.0)
-    assert session.SILENT_S - 0.01 < time.monotonic() - started < 3.0
+    assert session.SESSIONS.silent_s - 0.01 < time.monotonic() - started < 3.0
     assert end.delivered == [Beat(), None]
     assert end.session.loss == "was silent for 2.4 s"
     check_ends(end.ours)  # it finds itself given up when it wakes
@@ -96,7 +99,7 @@ def test_an_end_that_was_heard_and_falls_silent_is_lost_within_three_seconds(end
 
 @pytest.mark.usefixtures("_quick")
 def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd) -> None:
-    assert not end.lost.wait(2 * session.SILENT_S)
+    assert not end.lost.wait(2 * session.SESSIONS.silent_s)
     assert end.session.loss is None
 
 
@@ -104,7 +107,7 @@ def test_an_end_that_never_spoke_may_be_loading_its_model(end: OneEnd) -> None:
 def test_an_end_that_goes_on_speaking_is_not_lost(end: OneEnd) -> None:
     for _ in range(10):
         end.ours.send_bytes(BEAT)
-        assert not end.lost.wait(session.SILENT_S / 6)
+        assert not end.lost.wait(session.SESSIONS.silent_s / 6)
 
 
 @pytest.mark.usefixtures("_quick")
@@ -116,9 +119,9 @@ def test_who_was_stopped_himself_does_not_judge_by_the_time_that_passed(
     time.sleep(0.1)
     real = time.monotonic
     monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=lambda: real() + 600.0))
-    assert not end.lost.wait(session.SILENT_S / 2)
+    assert not end.lost.wait(session.SESSIONS.silent_s / 2)
     end.ours.send_bytes(BEAT)
-    assert not end.lost.wait(session.SILENT_S / 2)
+    assert not end.lost.wait(session.SESSIONS.silent_s / 2)
     assert end.lost.wait(10.0)
 
 

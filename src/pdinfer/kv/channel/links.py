@@ -23,7 +23,11 @@ from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
+from pdinfer.process.silence import LINKS
 from pdinfer.types import PeerAddress, PeerKey, peer_key
+
+HANDSHAKE_S = 10.0
+RELINK_S = 60.0
 
 
 def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
@@ -153,12 +157,6 @@ class Handshake:
             peer.post(wire.rejection(error, again=isinstance(error, Occupied)))
 
 
-SILENT_S = 2.2
-"""A link on which nothing arrived for this long is dead. With the tick that notices it, a loss is known within 3 s."""
-MAX_TICK_S = 1.1
-"""The most of the time between two ticks that counts as silence: an end that slept itself has heard nobody."""
-HANDSHAKE_S = 10.0
-RELINK_S = 60.0
 _log = logging.getLogger("pdinfer")
 
 
@@ -182,7 +180,6 @@ class Links:
         self._changed = changed
         self._clock = clock
         self._random_bytes = random_bytes
-        self._ticked_at = clock()
 
     # -- links that come, live and go -------------------------------------------------------------------------------
 
@@ -205,18 +202,17 @@ class Links:
         """Send a heartbeat on every open link, give up the links that are silent, and dial the missing peers."""
         now, beat = self._clock(), wire.encode(wire.Beat(step_age_s))
         with self._changed:
-            passed_s, self._ticked_at = min(now - self._ticked_at, MAX_TICK_S), now
             peers = self.book.peers()
             self.book.forget_past(now)
         for peer in peers:
-            silent_s = peer.silent_s = min(now - peer.link.heard_at, peer.silent_s + passed_s)
+            silent_s = peer.silence.look(now, heard_ago_s=now - peer.link.heard_at)
             if peer.address is None:
                 if peer.dialled and peer.refusal is not None:
                     self.book.abandon(peer)
                 elif now - peer.since > HANDSHAKE_S:
                     reason = f"{peer.link.endpoint} did not finish its handshake in {HANDSHAKE_S:g} s"
                     self.book.give_up(peer, reason)
-            elif silent_s > SILENT_S:
+            elif silent_s > LINKS.silent_s:
                 reason = f"nothing came from {peer.link.endpoint} for {silent_s:.1f} s"
                 self.book.give_up(peer, f"{reason}: it hangs, is frozen or cannot be reached")
             else:

@@ -16,6 +16,7 @@ from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
+from pdinfer.process.silence import LINKS, SilenceWatch
 from pdinfer.stats import ChannelStats, PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
 
@@ -161,7 +162,9 @@ class Peer:
     dialled: bool
     since: float
     complaints: Complaints
-    silent_s: float = 0.0
+    silence: SilenceWatch = attrs.field(
+        init=False, default=attrs.Factory(lambda peer: SilenceWatch(LINKS, peer.since), takes_self=True)
+    )
     address: PeerAddress | None = None
     layout_id: bytes = b""
     refusal: PDInferError | None = None

@@ -35,6 +35,15 @@ TOMBSTONE_S = 120.0
 """Twice as long as a lost peer is dialled: a request that has not come by then is not under way."""
 
 
+MAX_OWED = 1 << 15
+"""The most answers kept for requests that were turned away while their decode was not linked. The oldest go first."""
+MAX_PIECES = 64
+"""The most ranges of a layer's tokens with gaps between them, per writer of a room. Honest writers leave one or two,
+since they send in the order of the tokens."""
+MAX_STATE_BYTES = 16 << 20
+"""The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
+
+
 @attrs.define
 class Tombstones:
     """The aborted rooms of each peer and when they were aborted, the peer that was quiet for longest first."""
@@ -151,15 +160,6 @@ def _insert(ranges: list[range], at: int, tokens: range) -> None:
 
 def _text(span: range) -> str:
     return f"[{span.start}, {span.stop})"
-
-
-MAX_OWED = 1 << 15
-"""The most answers kept for requests that were turned away while their decode was not linked. The oldest go first."""
-MAX_PIECES = 64
-"""The most ranges of a layer's tokens with gaps between them, per writer of a room. Honest writers leave one or two,
-since they send in the order of the tokens."""
-MAX_STATE_BYTES = 16 << 20
-"""The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
 
 
 class StaleFrame(TransferError):

@@ -21,10 +21,11 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
+from pdinfer.process.silence import LINKS
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
-TICK_S = 0.4
+TICK_S = LINKS.look_s
 """The interval at which a transport that crosses a process calls `Receiver.tick`."""
 
 

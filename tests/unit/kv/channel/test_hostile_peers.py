@@ -22,6 +22,7 @@ from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind, digest_bytes
+from pdinfer.process.silence import LINKS
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import Stranger, are_linked, linked
@@ -228,7 +229,8 @@ def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
 def test_a_peer_that_lives_and_does_not_read_loses_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every answer that it provokes would wait for it."""
     monkeypatch.setattr(stream, "MAX_WAITING_BYTES", 100_000)
-    monkeypatch.setattr(linking, "SILENT_S", 60.0)  # nothing is sent here, and silence is not what this is about
+    # nothing is sent here, and this test is not about silence
+    monkeypatch.setattr(linking, "LINKS", attrs.evolve(LINKS, silent_s=60.0))
     case = Case("tcp")
     deaf, victim = case.pair()
     grant = case.grant(victim, deaf)

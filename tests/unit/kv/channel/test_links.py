@@ -15,9 +15,10 @@ from pdinfer.errors import PDInferError
 from pdinfer.kv.channel import peer as counters
 from pdinfer.kv.channel.book import REDIAL_S
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, SILENT_S, Handshake
+from pdinfer.kv.channel.links import HANDSHAKE_S, RELINK_S, Handshake
 from pdinfer.kv.channel.peer import Peer
 from pdinfer.kv.transports.base import TICK_S
+from pdinfer.process.silence import LINKS
 from pdinfer.types import HandoffStatus, peer_key
 from tests.unit.engine.by_hand import HandNet
 from tests.unit.kv.channel.by_hand import are_linked, linked
@@ -143,7 +144,7 @@ def test_a_silent_link_is_given_up_within_three_seconds(every_s: float, offset_s
     net.pass_time(offset_s, decode, every_s=every_s)
     while decode.connected(prefill.address):
         net.pass_time(every_s, decode, every_s=every_s)
-    assert net.clock() - last_heard + every_s >= SILENT_S
+    assert net.clock() - last_heard + every_s >= LINKS.silent_s
     assert net.clock() - last_heard <= 3.0
     net.pass_time(TICK_S, prefill)
     assert not prefill.connected(decode.address), "the other end learns of it"
