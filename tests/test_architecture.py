@@ -101,6 +101,35 @@ def test_all_is_sorted_and_is_what_can_be_imported():
     assert public - set(names) == set()
 
 
+# ---- what one request goes through ---------------------------------------------------------------------------------
+
+MAX_ROOMS, MAX_MODULES = 10, 49
+
+
+def test_a_request_enters_few_rooms_and_modules():
+    """From `submit` until the first event: 12 tokens, prefill and decode in this process."""
+    entered: set[Path] = set()
+    root = Path(pdinfer.__file__).parent
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(root):
+            entered.add(path.relative_to(root))
+
+    with pdinfer.Pairing.local(ROOT / "examples" / "tiny") as pairing:
+        sampling = pdinfer.SamplingParams(max_new_tokens=4)
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            pairing.submit(pdinfer.Request(prompt=tuple(range(3, 15)), sampling=sampling))
+            while not pairing.step():
+                pass
+        finally:
+            sys.setprofile(before)
+    rooms = {path.parts[0] for path in entered if len(path.parts) > 1}
+    assert len(rooms) <= MAX_ROOMS, sorted(rooms)
+    assert 30 < len(entered) <= MAX_MODULES, sorted(map(str, entered))
+
+
 # ---- the rules can be broken ---------------------------------------------------------------------------------------
 
 BROKEN = [

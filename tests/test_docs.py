@@ -17,6 +17,7 @@ from pdinfer.kv.pool import PageState
 
 ROOT = Path(__file__).parent.parent
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
+READING = (ROOT / "docs" / "reading.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED_TESTS = sorted(
     {name for page in PAGES for name in re.findall(r"`(tests/[\w/]+\.py::\w+)`", page.read_text("utf-8"))}
@@ -56,3 +57,17 @@ def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> 
     assert promised == {*range(1, 6), *range(7, 14), 15, 18, 19, 20}
     assert len(NUMBERS) == len(re.findall(r"^\| `(?:kv|process)\.", PROTOCOL, re.MULTILINE)) > 0
     assert NAMED_TESTS
+
+
+def test_the_reading_path_is_short() -> None:
+    named = re.findall(r"^\d\. \[`([\w/.]+)`\]\(\.\./src/pdinfer/([\w/.]+)\)", READING, re.MULTILINE)
+    assert len(named) == 6
+    assert all(name == path for name, path in named)
+    lines = sum(len((ROOT / "src/pdinfer" / path).read_text("utf-8").splitlines()) for _, path in named)
+    assert lines <= 1500
+
+
+def test_files_that_the_reading_path_names_exist() -> None:
+    table = re.findall(r"\| `([\w/]+\.py)` \|$", READING, re.MULTILINE)
+    assert len(table) == 5
+    assert all((ROOT / "src/pdinfer" / path).is_file() for path in table)
