@@ -47,6 +47,11 @@ def test_no_file_names_a_folder_of_one_machine():
     assert not complaints, "\n".join(["", *complaints])
 
 
+def test_no_test_file_is_too_long():
+    long = {path: len(text.splitlines()) for path, text in house.repository_files(ROOT) if path.startswith("tests/")}
+    assert not {path: lines for path, lines in long.items() if path.endswith(".py") and lines > 700}
+
+
 def test_the_rules_see_the_sources():
     assert {"__init__", "errors", "types", "parallel.topology"} <= {module.name for module in LIBRARY}
     paths = {path for path, _ in house.repository_files(ROOT)}
