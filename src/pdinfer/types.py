@@ -265,8 +265,9 @@ Event = Granted | Refused | TokenEvent
 @attrs.frozen(kw_only=True)
 class Link:
     """A prefill and a decode that reach each other. `bytes_per_s` is the average speed at which payloads of the prefill
-    arrived at the decode, or None before the first. `inflight_bytes` were pushed and have not left prefill's pages yet.
-    For an engine with several ranks, both are measured at its first rank."""
+    arrived at the decode, without the time that they waited at the prefill, or None before the first. `inflight_bytes`
+    were pushed and have not left prefill's pages yet. For an engine with several ranks, both are measured at its first
+    rank."""
 
     prefill: PeerAddress
     decode: PeerAddress

@@ -77,7 +77,9 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
     if not is_int(request.priority) or abs(request.priority) >= 2**31:
         raise RequestError(f"priority must be an int of 32 bits, got {clip(request.priority)}")
     if not isinstance(request.cache_salt, bytes) or len(request.cache_salt) > MAX_SALT_BYTES:
-        raise RequestError(f"cache_salt must be at most {MAX_SALT_BYTES} bytes, got {clip(request.cache_salt)}")
+        raise RequestError(
+            f"cache_salt must be a bytes object of at most {MAX_SALT_BYTES} bytes, got {clip(request.cache_salt)}"
+        )
     deadline = request.deadline_s
     if deadline is not None and not (_is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):
         raise RequestError(f"deadline_s must be a number from 0 to {MAX_DEADLINE_S:g}, got {clip(deadline)}")

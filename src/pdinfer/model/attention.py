@@ -27,7 +27,7 @@ class Attention(Protocol):
 
     def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
         """Write the cache of the step's tokens to the pages of `layer` in `step.view`, and attend. Returns [T, D],
-        which summed over the ranks of `tp` is the output of all heads. `x_TD` is the layer's input after its norm."""
+        the output of all heads, whole on each rank of `tp`. `x_TD` is the layer's input after its norm."""
 
     @classmethod
     def cache_components(

@@ -113,8 +113,7 @@ class MLA:
         return latent, Indexer.cache_component(config, kv_format, f"{prefix}index_k", indexed)
 
     def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
-        """Store this step's latents of `layer` and attend. Returns [T, D], which summed over the ranks is the output of
-        all heads.
+        """Store this step's latents of `layer` and attend. Returns [T, D], the output of all heads, whole on each rank.
 
         An indexer first writes its choice to `step.selected_TS`. With a choice there, a token reads only those
         positions of its sequence.

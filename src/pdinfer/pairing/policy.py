@@ -5,7 +5,7 @@ returns a `Choice`, or None to let the request wait. It may score each side by i
 pair as a whole:
 
     def fastest_link(shape, prefills, decodes):
-        link = max(shape.links, key=lambda link: link.bytes_per_s or 0.0, default=None)
+        link = max(shape.links, key=lambda link: link.bytes_per_s or math.inf, default=None)  # try the unknown first
         return None if link is None else Choice(prefill=link.prefill, decode=link.decode)
 """
 

@@ -126,7 +126,7 @@ def test_a_salt_that_is_no_salt_is_aborted(bench: Bench) -> None:
     bench.prefill.submit(request(cache_salt="tenant"), bench.grant())
     (handoff,) = bench.run()
     assert isinstance(handoff.error, pd.RequestError)
-    assert "cache_salt must be at most" in str(handoff.error)
+    assert "cache_salt must be a bytes object of at most" in str(handoff.error)
 
 
 def test_a_grant_of_no_tokens_is_aborted(bench: Bench) -> None:

@@ -7,7 +7,7 @@ folder here, and passes `tests/conformance/transport_suite.py`.
     loopback.py   inside one process
     socket.py     TCP and Unix sockets
     mooncake.py   the Mooncake Transfer Engine
-    stream/       what the transports over stream sockets share
+    stream/       what the transports over stream sockets share; a new one between processes is a `Payloads` for it
     shm/          between processes of one host, through shared memory
     one_sided/    over any engine that writes into a peer's memory
 
