@@ -90,7 +90,7 @@ class ModelRunner:
             # no token follows the last one of a prompt yet: its entry is made with a stand-in, and decode overwrites it
             model.mtp(state_TD, batch.shifted(), self._view, self._trace)
             yield model.mtp.layer, _event(model.device)
-        model.experts.end_step()
+        self._end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         mark(self._trace, "head")
@@ -112,7 +112,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row]) -> None:
         """Run the part of `decode` that writes to the pages when nothing is drafted."""
         self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
-        self._model.experts.end_step()
+        self._end_step()
 
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
@@ -132,7 +132,7 @@ class ModelRunner:
         batch = self._batch(rows, decode=True)
         hidden_TD = model.forward(batch, self._view, self._trace)
         mark(self._trace, "head")
-        model.experts.end_step()
+        self._end_step()
         state_TD = model.norm(hidden_TD)
         logits_TV = model.head(state_TD)
         mark(self._trace, "sample")
@@ -145,6 +145,11 @@ class ModelRunner:
                 draft.state = state_TD[first : first + len(new)]
             first += len(more) + 1
         return kept
+
+    def _end_step(self) -> None:
+        """Close a step of the recorder, after all layers have run once. Syncs nothing."""
+        if (recorder := self._model.experts.recorder) is not None:
+            recorder.end_step()
 
     def _batch(self, rows: Sequence[Row], *, decode: bool) -> Batch:
         return Batch.build(

@@ -150,11 +150,6 @@ class ExpertParallel:
         if self.dispatcher.max_tokens is not None:
             check_step_fits(self.dispatcher.max_tokens, self.two_batch_overlap, num_tokens, told, tp_size=tp_size)
 
-    def end_step(self) -> None:
-        """Close a step of the recorder, after all layers have run once. Syncs nothing."""
-        if self.recorder is not None:
-            self.recorder.end_step()
-
     def replicas_of(self, layer: int) -> LayerReplicas | None:
         """Return where this rank sends the tokens of a layer, or None where slots are mere names."""
         return None if self.replicas is None else self.replicas.of_layer(self.layers.index(layer))

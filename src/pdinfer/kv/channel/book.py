@@ -210,6 +210,11 @@ class LinkBook:
             wanted.attempts += 1
             return True
 
+    def redial_in_s(self) -> float:
+        """Return in how many seconds the next missing peer is due, infinity when none is missing."""
+        missing = (wanted for wanted in self.wanted() if self.link_to(peer_key(wanted.address)) is None)
+        return min((wanted.due for wanted in missing), default=math.inf) - self.clock()
+
     # -- what it tells ----------------------------------------------------------------------------------------------
 
     def counters(self, key: PeerKey) -> PeerCounters | None:

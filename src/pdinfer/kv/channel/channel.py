@@ -239,7 +239,7 @@ class KVChannel(OfOneProcess):
     def redial_in_s(self) -> float:
         """Return in how many seconds `redial` would dial, infinity for a transport whose own thread dials lost
         peers."""
-        return self._links.redial_in_s() if isinstance(self.transport, LoopbackTransport) else float("inf")
+        return self._links.book.redial_in_s() if isinstance(self.transport, LoopbackTransport) else float("inf")
 
     def redial(self) -> None:
         """Dial the lost peers that are due."""
@@ -253,11 +253,11 @@ class KVChannel(OfOneProcess):
 
     def received(self, link: Link, frame: bytes) -> None:
         peer = self._links.book.at(link)
-        read = self._links.handshake.read(peer, frame)
-        if read is None:
+        if peer.refusal is not None or peer.address is None:
+            self._links.handshake.read(peer, frame)
             self._sender.answer_turned_away(peer)
             return
-        key, message = read
+        key, message = peer_key(peer.address), wire.decode(peer.verify(frame))
         if isinstance(message, wire.Finish):
             self._receiver.finished(key, message.handoff)
         elif isinstance(message, wire.Abort):

@@ -9,7 +9,6 @@ for RELINK_S.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable
 
@@ -83,23 +82,19 @@ class Handshake:
         """Send who dialled."""
         peer.post(wire.encode(wire.Hello(self._book.us, self._layout)))
 
-    def read(self, peer: Peer, frame: bytes) -> tuple[PeerKey, wire.Message] | None:
-        """Read a frame. Return the message and its sender on an open link, None when the frame was part of the
-        handshake. Raises TransferError when it does not verify, or was sent after a refusal."""
+    def read(self, peer: Peer, frame: bytes) -> None:
+        """Read a frame on a link that is not open. Raises TransferError when it was sent after a refusal."""
         if peer.refusal is not None:
             raise TransferError(f"{peer.link.endpoint} went on after it was refused: {peer.refusal}")
         if not peer.has_session:
             self._meet(peer, wire.decode(frame))
-            return None
-        if peer.address is not None:
-            return peer_key(peer.address), wire.decode(peer.verify(frame))
+            return
         try:
             verified = peer.verify(frame)
         except TransferError as error:
             self._reject(peer, error)
-            return None
-        self._greet(peer, wire.decode(verified))
-        return None
+        else:
+            self._greet(peer, wire.decode(verified))
 
     def _meet(self, peer: Peer, message: wire.Message) -> None:
         """Read the first frame of the other end. From here on frames carry tags, and the end that dialled says who it
@@ -256,11 +251,6 @@ class Links:
             else:
                 _log.warning("a peer could not be reached for %g s and is not dialled again", RELINK_S)
                 self.book.unwant(key)
-
-    def redial_in_s(self) -> float:
-        """Return in how many seconds `redial` would dial, infinity when no peer is missing."""
-        missing = (wanted for wanted in self.book.wanted() if self.book.link_to(peer_key(wanted.address)) is None)
-        return min((wanted.due for wanted in missing), default=math.inf) - self._clock()
 
     def _reach(self, wanted: Wanted, timeout_s: float) -> None:
         """Dial until there is a link to the peer, whichever end dialled it."""
