@@ -92,7 +92,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("book",),
         ("peer", "rooms"),
         ("wire", "snapshot", "complaints"),
-        ("frame_mac",),
     ),
     "kv.transports": (
         ("mooncake", "shm"),

@@ -58,8 +58,8 @@ def recorded(folder: str, prompts: Sequence[Sequence[int]], mode: str) -> list[l
     )
     model = pd.load_model(folder, topology=of_rank, experts=options)
     model.logits(prompts[of_rank.rank])
-    model.experts.end_step()
     assert model.experts.recorder is not None
+    model.experts.recorder.end_step()
     counts: list[list[int]] = model.experts.recorder.counts().tolist()
     return counts
 

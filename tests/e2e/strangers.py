@@ -19,7 +19,7 @@ import pdinfer as pd
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES, FrameMac
+from pdinfer.kv.channel.wire import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress

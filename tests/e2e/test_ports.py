@@ -11,8 +11,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
-from pdinfer.pairing import broker
-from pdinfer.pairing import ports as lost_ports
+from pdinfer.pairing import broker, ports
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.testing import VirtualClock, random_model
 from pdinfer.types import Choice, RequestShape
@@ -355,7 +354,7 @@ def test_a_port_that_cannot_be_reached_by_a_living_one_does_not_join() -> None:
 
 
 def test_lost_ports_are_named_and_the_list_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_ports, "MAX_PORTS_LOST", 3)
+    monkeypatch.setattr(ports, "MAX_PORTS_LOST", 3)
     clock = VirtualClock()
     with several(4, 2, clock=clock) as setup:
         dying = [*setup.prefills[1:], setup.decodes[1]]

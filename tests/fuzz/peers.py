@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pdinfer as pd
 from pdinfer.errors import TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES, FrameMac
+from pdinfer.kv.channel.wire import NONCE_BYTES, FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer

@@ -20,7 +20,7 @@ from pdinfer.config.hf import check_generation, eos_ids
 from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.files import parse_json
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES
+from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES
 from pdinfer.kv.transports.one_sided.ring import Credit, Landed, Signal

@@ -13,7 +13,7 @@ from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferErr
 from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.transports.one_sided import ring
-from pdinfer.kv.transports.shm import sender as lending
+from pdinfer.kv.transports.shm.sender import packed_spans
 from pdinfer.kv.transports.stream import framing
 from pdinfer.model.batch import Row
 from pdinfer.remote import messages
@@ -273,7 +273,7 @@ STREAM: dict[str, Any] = {
 
 def _encode_stream(sample: Any) -> bytes:
     if isinstance(sample, list):
-        return lending.packed_spans(sample)
+        return packed_spans(sample)
     return bytes([sample]) if isinstance(sample, ring.Signal) else bytes(sample.packed())
 
 

@@ -225,14 +225,14 @@ MUTANTS = [
     ),
     Mutant(
         "a frame's tag does not cover its direction",
-        "src/pdinfer/kv/channel/frame_mac.py",
+        "src/pdinfer/kv/channel/wire.py",
         "self.session + bytes([self.from_dialler])",
         "self.session + bytes([1])",
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",
     ),
     Mutant(
         "frames are numbered big-endian",
-        "src/pdinfer/kv/channel/frame_mac.py",
+        "src/pdinfer/kv/channel/wire.py",
         'self._number.to_bytes(8, "little")',
         'self._number.to_bytes(8, "big")',
         "tests/golden/test_golden.py::test_bytes_are_those_of_their_version",

@@ -19,9 +19,9 @@ from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.kv.channel import receiver
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.rooms import ReceiverRooms, SenderRooms, Tombstones
 from pdinfer.kv.channel.sender import Pushes
+from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.prefix import PrefixChain, PrefixIndex

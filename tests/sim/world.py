@@ -21,7 +21,7 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.engine.ranks import lockstep
 from pdinfer.errors import Overloaded, PDInferError, RankLost, RequestError
-from pdinfer.kv.channel import sender as pushes
+from pdinfer.kv.channel import sender
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.pool import PagePool
 from pdinfer.pairing.pairing import Pairing
@@ -206,8 +206,8 @@ class World:
         errors = _Errors()
         logger = logging.getLogger("pdinfer")
         logger.addHandler(errors)
-        grouping, wakeup = pushes.GROUP_BYTES, lockstep.Wakeup
-        pushes.GROUP_BYTES, lockstep.Wakeup = self.plan.group_bytes, SimWakeup
+        grouping, wakeup = sender.GROUP_BYTES, lockstep.Wakeup
+        sender.GROUP_BYTES, lockstep.Wakeup = self.plan.group_bytes, SimWakeup
         try:
             self._build()
             if self.plan.quiet and not self.simulation.run(self._linked, timeout_s=HEAL_S):
@@ -227,7 +227,7 @@ class World:
             self.counts["port is back"] += sum(lost.is_back for lost in self.pairing.stats.ports_lost)
             errors.check(quiet=self.plan.quiet)
         finally:
-            pushes.GROUP_BYTES, lockstep.Wakeup = grouping, wakeup
+            sender.GROUP_BYTES, lockstep.Wakeup = grouping, wakeup
             for team in self._every_team:
                 team.end()
             logger.removeHandler(errors)

@@ -42,6 +42,8 @@ Command = TypeVar("Command")
 
 DRAIN_POLL_S = 0.1
 
+_log = logging.getLogger("pdinfer")
+
 
 class Interruptible(OfOneProcess, Generic[Command]):
     """The part of an engine that recovers. `_arrived` holds the commands from the inbox that are not dealt with yet."""
@@ -82,9 +84,6 @@ class Interruptible(OfOneProcess, Generic[Command]):
         while self._arrived:
             yield self._arrived[0]
             self._arrived.popleft()
-
-
-_log = logging.getLogger("pdinfer")
 
 
 class Engine(Interruptible[Command], ABC, Generic[Command]):

@@ -55,15 +55,19 @@ class MLA:
     round_latent: Callable[[Tensor], Tensor]
     o: Callable[[Tensor], Tensor]
     indexer: Indexer | None
+    # these two once, not in every layer of every step
     q_head_dim: int = attrs.field(init=False)
     """The width of one head of a query: its part without positions, and its rotary part."""
     scale: float = attrs.field(init=False)
     """The factor of scores."""
 
-    def __attrs_post_init__(self) -> None:
-        # once, not in every layer of every step
-        object.__setattr__(self, "q_head_dim", self.config.qk_head_dim)
-        object.__setattr__(self, "scale", self.config.softmax_scale)
+    @q_head_dim.default
+    def _q_head_dim(self) -> int:
+        return self.config.qk_head_dim
+
+    @scale.default
+    def _scale(self) -> float:
+        return self.config.softmax_scale
 
     @classmethod
     def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group = ALONE) -> MLA:

@@ -39,6 +39,8 @@ LOOK_S = 0.1
 LINK_WAIT_S = WRITER_GRACE_S
 """How long a request waits for a link that is down: as long as decode waits for the prefill of a request it holds."""
 
+_log = logging.getLogger("pdinfer")
+
 
 @attrs.define
 class Progress:
@@ -101,9 +103,6 @@ class AwaitingRelease:
     def ends_at(self) -> Iterator[float]:
         """Return when ids will be forgotten, where that is known."""
         return (at for at in list(self._forget_at.values()) if at < float("inf"))
-
-
-_log = logging.getLogger("pdinfer")
 
 
 class Broker:

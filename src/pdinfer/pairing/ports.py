@@ -19,6 +19,8 @@ from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request,
 MAX_PORTS_LOST = 64
 """How many losses `stats` lists."""
 
+_log = logging.getLogger("pdinfer")
+
 
 class Port(Protocol):
     """What prefill and decode ports have in common. `submit` and `cancel` never raise. A `step` that raises means that
@@ -98,6 +100,7 @@ class Ports:
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
         self._version = 0
         self._links: tuple[int, tuple[Link, ...]] = (-1, ())
+        self._peers: dict[PeerAddress, tuple[PeerStats, ...]] = {}
         self._changing = new_lock()
 
     @property
@@ -176,12 +179,14 @@ class Ports:
     def look(self) -> None:
         """Find out which pairs have lost each other: one end reports a closed link, or no longer reports a link it had.
         Channels dial again by themselves, so a pair may be back at the next look."""
+        peers = {port.address: port.load().kv.peers for port in self.all}
         told = {
-            (peer_key(port.address), peer_key(peer.address)): peer.connected
-            for port in self.all
-            for peer in port.load().kv.peers
+            (peer_key(address), peer_key(peer.address)): peer.connected
+            for address, of_port in peers.items()
+            for peer in of_port
         }
         with self._changing:
+            self._peers = peers
             self._met |= told.keys()
             lost = {pair for pair in self._met if not told.get(pair, False)}
             links_down = frozenset(
@@ -212,10 +217,8 @@ class Ports:
 
     def _measured(self) -> Iterator[Link]:
         prefills, decodes = self.prefills, self.decodes
-        known = {
-            port.address: {peer_key(peer.address): peer for peer in port.load().kv.peers}
-            for port in (*prefills.values(), *decodes.values())
-        }
+        looked: list[Port] = [*prefills.values(), *decodes.values()]
+        known = {port.address: {peer_key(peer.address): peer for peer in self._peers_of(port)} for port in looked}
         for prefill, decode in product(prefills.values(), decodes.values()):
             if self.linked(prefill.address, decode.address):
                 yield Link(
@@ -224,6 +227,11 @@ class Ports:
                     bytes_per_s=_arriving(known[decode.address], prefill),
                     inflight_bytes=_inflight(known[prefill.address], decode),
                 )
+
+    def _peers_of(self, port: Port) -> tuple[PeerStats, ...]:
+        """Return the peers that a port had at the last look. A port that came since is asked now."""
+        peers = self._peers.get(port.address)
+        return port.load().kv.peers if peers is None else peers
 
     def writers(self, prefill: PeerAddress) -> tuple[PeerAddress, ...]:
         """Return the ranks that write what is submitted to this prefill."""
@@ -279,9 +287,6 @@ def _arriving(peers: Mapping[PeerKey, PeerStats], prefill: PrefillPort) -> float
 
 def _inflight(peers: Mapping[PeerKey, PeerStats], decode: DecodePort) -> int:
     return sum(peers[key].inflight_bytes for key in map(peer_key, decode.addresses) if key in peers)
-
-
-_log = logging.getLogger("pdinfer")
 
 
 class LostPorts:

@@ -41,6 +41,7 @@ class FakePort:
 
     limits = RequestLimits(name="", vocab_size=97, max_tokens=32)
     mb_per_s: dict[PeerAddress, float] = attrs.field(factory=dict)
+    num_loads: int = 0
 
     @property
     def role(self) -> str:
@@ -51,6 +52,7 @@ class FakePort:
         return (self.address,)
 
     def load(self) -> EngineLoad:
+        self.num_loads += 1
         speeds = self.mb_per_s
         peers = [PeerStats(address=at, connected=on, mb_per_s=speeds.get(at, 0.0)) for at, on in self.links.items()]
         kv = ChannelStats(peers=tuple(peers))
@@ -206,6 +208,15 @@ def test_links_are_told_anew_when_a_port_joins_or_leaves_and_only_between_ports_
     seen: list[RequestShape] = []
     choose(ports, lambda shape, *_: seen.append(shape), shape(), PendingLoad(), decode=DECODES[2])
     assert {(link.prefill, link.decode) for link in seen[0].links} == {(one, DECODES[2]) for one in PREFILLS[1:]}
+
+
+def test_a_port_is_asked_once_per_look() -> None:
+    fakes = linked_fakes()
+    ports = ports_of(fakes)
+    assert ports.links()
+    ports.leaving.add(PREFILLS[0])
+    assert ports.links()
+    assert {port.num_loads for port in fakes.values()} == {1}
 
 
 def test_a_link_of_a_port_with_several_ranks_has_the_speed_of_all_of_them_together() -> None:

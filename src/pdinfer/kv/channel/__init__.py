@@ -7,8 +7,7 @@
     book.py         which links there are, and who is at the other end of each
     peer.py         the other end of one link, and what moved between it and us
     rooms.py        the rules of a room as state machines, without I/O, clock or tensor
-    wire.py         the messages between two ends, and their bytes
-    frame_mac.py    the tag behind each frame, without which no frame is accepted
+    wire.py         the messages between two ends, their bytes, and the tag without which no frame is accepted
     snapshot.py     what a channel holds at one moment
     complaints.py   warnings that a stranger can cause, limited in number
 

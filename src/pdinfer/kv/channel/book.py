@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.frame_mac import NONCE_BYTES
 from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounters, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
+from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.stats import PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key

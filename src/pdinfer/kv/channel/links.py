@@ -17,8 +17,8 @@ import attrs
 from pdinfer.errors import LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import REDIAL_S, LinkBook
-from pdinfer.kv.channel.frame_mac import check_key
 from pdinfer.kv.channel.peer import Occupied, Peer, Wanted
+from pdinfer.kv.channel.wire import check_key
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
@@ -27,6 +27,8 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 HANDSHAKE_S = 10.0
 RELINK_S = 60.0
+
+_log = logging.getLogger("pdinfer")
 
 
 def check_open(message: wire.Open, *, keyed: bool) -> TransferError | None:
@@ -150,9 +152,6 @@ class Handshake:
         self._book.refuse(peer, error)
         if not peer.dialled:
             peer.post(wire.rejection(error, again=isinstance(error, Occupied)))
-
-
-_log = logging.getLogger("pdinfer")
 
 
 class Links:

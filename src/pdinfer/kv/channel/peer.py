@@ -12,7 +12,7 @@ import attrs
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.complaints import Complaints
-from pdinfer.kv.channel.frame_mac import FrameMac
+from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock

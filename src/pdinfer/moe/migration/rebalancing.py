@@ -30,6 +30,8 @@ from pdinfer.moe.placement import ExpertLoadRecorder, ExpertPlacement, Ints
 from pdinfer.parallel import Group, Groups
 from pdinfer.process.locks import new_lock
 
+_log = logging.getLogger("pdinfer")
+
 
 class Solver(Protocol):
     """What `SolverProcess` offers."""
@@ -106,9 +108,6 @@ class Solving:
     def close(self) -> None:
         """End the solver. A second call does nothing."""
         self._solver.close()
-
-
-_log = logging.getLogger("pdinfer")
 
 
 class Rebalancing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import FrameMac
+from pdinfer.kv.channel.wire import FrameMac
 from tests.unit.engine.by_hand import HandNet
 
 

@@ -16,9 +16,9 @@ from pdinfer.bounds import escaped
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.kv.channel import wire
-from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.links import HANDSHAKE_S
 from pdinfer.kv.channel.peer import Peer
+from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import MAX_UNTRUSTED_FRAME_BYTES

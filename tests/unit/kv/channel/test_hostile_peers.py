@@ -13,12 +13,11 @@ import pytest
 import xxhash
 
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.kv.channel import book, complaints, wire
+from pdinfer.kv.channel import book, complaints, rooms, wire
 from pdinfer.kv.channel import links as linking
-from pdinfer.kv.channel import rooms as tombstones
 from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.channel.frame_mac import FrameMac
 from pdinfer.kv.channel.sender import HandoffSender
+from pdinfer.kv.channel.wire import FrameMac
 from pdinfer.kv.transports.stream import connection
 from pdinfer.kv.transports.stream import transport as stream
 from pdinfer.kv.transports.stream.framing import HEADER, Header, MessageKind, digest_bytes
@@ -197,7 +196,7 @@ def footprint(end: KVChannel) -> int:
 def test_floods_of_a_welcome_peer_leave_no_more_than_bounded_tombstones(
     net: HandNet, monkeypatch: pytest.MonkeyPatch, flood: str
 ) -> None:
-    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 50)
+    monkeypatch.setattr(rooms, "MAX_TOMBSTONES", 50)
     hostile, victim = linked(net)
     before = footprint(victim)
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import TransferError
-from pdinfer.kv.channel import sender as pushes
+from pdinfer.kv.channel import sender
 from pdinfer.kv.channel.sender import Group, Pushes
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import PageGrant, PeerAddress, peer_key
@@ -74,12 +74,12 @@ class PushesMachine(RuleBasedStateMachine):
         room = data.draw(st.sampled_from([room for room in self.rooms if room.end is None]))
         layer = min(room.layer + skip, LAYERS.stop - 1)
         tokens = range(data.draw(st.integers(0, 1)), TOKENS.stop)
-        before = pushes.GROUP_BYTES
-        pushes.GROUP_BYTES = 1 if alone else before
+        before = sender.GROUP_BYTES
+        sender.GROUP_BYTES = 1 if alone else before
         try:
             transfer, groups = self.pushes.add(room.grant, range(layer, layer + 1), tokens, room.grant.pages, None)
         finally:
-            pushes.GROUP_BYTES = before
+            sender.GROUP_BYTES = before
         room.layer = (layer + 1) % LAYERS.stop
         if transfer not in room.open:
             room.open.append(transfer)

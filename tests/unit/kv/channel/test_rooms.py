@@ -16,8 +16,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import rooms
-from pdinfer.kv.channel import rooms as coverages
-from pdinfer.kv.channel import rooms as tombstones
 from pdinfer.kv.channel.rooms import MAX_PIECES, Coverage, ReceiverRooms, SenderRooms, StaleFrame, first_error
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, peer_key
 
@@ -390,7 +388,7 @@ def test_announcing_token_by_token_in_any_order_looks_at_few_ranges(monkeypatch:
 
         return bisect.bisect(ranges, start, key=counted)
 
-    monkeypatch.setattr(coverages, "bisect", counting_bisect)
+    monkeypatch.setattr(rooms, "bisect", counting_bisect)
     coverage = Coverage(range(1), range(count))
     order = list(range(count))
     random.Random(5).shuffle(order)
@@ -477,47 +475,47 @@ def test_a_restarted_peer_is_a_stranger() -> None:
 
 
 def test_a_flood_of_tombstones_pushes_out_those_of_its_own_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
+    monkeypatch.setattr(rooms, "MAX_TOMBSTONES", 4)
     sender = SenderRooms()
     decode, other = PEERS[3], PEERS[0]
-    rooms = [bytes([n]) * 16 for n in range(5)]
-    assert sender.stop(peer_key(other), rooms[4], TransferError("stop"), 0.0)
-    for room in rooms:
+    asked = [bytes([n]) * 16 for n in range(5)]
+    assert sender.stop(peer_key(other), asked[4], TransferError("stop"), 0.0)
+    for room in asked:
         assert sender.stop(peer_key(decode), room, TransferError("stop"), 0.0)
     assert len(sender.tombstones) == 4
-    for room in rooms[:2]:
+    for room in asked[:2]:
         sender.accept(grant_of(room))
-    for room in rooms[2:]:
+    for room in asked[2:]:
         with pytest.raises(TransferError, match="was aborted before"):
             sender.accept(grant_of(room))
     with pytest.raises(TransferError, match="was aborted before"):
-        sender.accept(attrs.evolve(grant_of(rooms[4]), destinations=(other,)))
+        sender.accept(attrs.evolve(grant_of(asked[4]), destinations=(other,)))
 
 
 def test_tombstones_are_kept_for_a_while() -> None:
     sender = SenderRooms()
     for at, room in enumerate(ROOMS):
         sender.stop(peer_key(PEERS[3]), room, TransferError("stop"), float(at))
-    sender.tombstones.decay(tombstones.TOMBSTONE_S + 0.5)
+    sender.tombstones.decay(rooms.TOMBSTONE_S + 0.5)
     assert len(sender.tombstones) == len(ROOMS) - 1
     sender.accept(grant_of(ROOMS[0]))
     with pytest.raises(TransferError, match="was aborted before"):
         sender.accept(grant_of(ROOMS[1]))
-    sender.tombstones.decay(2 * tombstones.TOMBSTONE_S)
+    sender.tombstones.decay(2 * rooms.TOMBSTONE_S)
     assert len(sender.tombstones) == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=80))
 def test_tombstones_count_themselves(buried: list[tuple[int, int]]) -> None:
-    graves = tombstones.Tombstones()
+    graves = rooms.Tombstones()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tombstones, "MAX_TOMBSTONES", 12)
-        patch.setattr(tombstones, "MAX_TOMBSTONE_PEERS", 4)
+        patch.setattr(rooms, "MAX_TOMBSTONES", 12)
+        patch.setattr(rooms, "MAX_TOMBSTONE_PEERS", 4)
         for now, (peer, room) in enumerate(buried):
             graves.bury((bytes([peer]), 0, 0), bytes([room]), now)
             assert graves.has((bytes([peer]), 0, 0), bytes([room])) or len(graves) == 12
             assert len(graves) == len(list(graves.rooms())) <= 12
-            graves.decay(now + tombstones.TOMBSTONE_S - 30)
+            graves.decay(now + rooms.TOMBSTONE_S - 30)
             assert len(graves) == len(list(graves.rooms()))
 
 
@@ -578,7 +576,7 @@ def test_a_tombstone_outlives_the_link_over_which_the_abort_came() -> None:
 
 
 def test_tombstones_of_so_many_peers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstones, "MAX_TOMBSTONE_PEERS", 2)
+    monkeypatch.setattr(rooms, "MAX_TOMBSTONE_PEERS", 2)
     sender = SenderRooms()
     for peer, room in zip(PEERS, (*ROOMS, bytes(16)), strict=True):
         sender.stop(peer_key(peer), room, TransferError("stop"), 0.0)

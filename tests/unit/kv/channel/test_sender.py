@@ -9,8 +9,7 @@ import attrs
 import pytest
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
-from pdinfer.kv.channel import sender as pushes
-from pdinfer.kv.channel import wire
+from pdinfer.kv.channel import sender, wire
 from pdinfer.kv.channel.rooms import SenderRooms
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant
@@ -39,7 +38,7 @@ def test_small_layers_travel_together(case: Case) -> None:
 
 
 def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pushes, "GROUP_BYTES", 1)
+    monkeypatch.setattr(sender, "GROUP_BYTES", 1)
     prefill, _, grant, pages = case.room()
     assert len({id(transfer) for transfer in case.push_all(prefill, grant, pages)}) == len(LAYERS)
     assert prefill.stats.writes_sent == len(LAYERS)
@@ -191,7 +190,7 @@ def test_unsent_bytes_count_until_the_transport_has_read(case: Case) -> None:
 def test_finish_tells_when_nothing_reads_the_pages_any_more(
     two_pools: Case, status: HandoffStatus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pushes, "GROUP_BYTES", 1)
+    monkeypatch.setattr(sender, "GROUP_BYTES", 1)
     prefill, decode = two_pools.pair()
     grant = two_pools.grant(decode, prefill)
     pages = two_pools.source(prefill, grant)

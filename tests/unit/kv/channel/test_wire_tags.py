@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.errors import ConfigError, TransferError
-from pdinfer.kv.channel.frame_mac import MAX_TAG_BYTES, MIN_KEY_BYTES, FrameMac, check_key
+from pdinfer.kv.channel.wire import MAX_TAG_BYTES, MIN_KEY_BYTES, FrameMac, check_key
 
 SESSION = b"dialler's nonce." + b"acceptor's nonce"
 KEY = b"k" * 32
