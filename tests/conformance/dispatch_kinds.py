@@ -38,45 +38,36 @@ class _Expanded(Contiguous):
 class OneCall:
     """A dispatcher in the manner of DeepEP's ElasticBuffer.
 
-    One call serves prefill and decode, and waits for its counts or does not (`loose`). Rows are expanded by expert, and
-    the sum is unweighted, because the experts weight their results.
+    One call serves prefill and decode. Rows are expanded by expert, in room for more of them, and the sum is
+    unweighted, because the experts weight their results.
     """
 
     num_experts: int
-    loose: bool
     max_live: ClassVar[int | None] = None
     max_tokens: ClassVar[int | None] = None
-
-    @property
-    def graph_safe(self) -> bool:
-        return self.loose
+    graph_safe: ClassVar[bool] = True
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Expanded:
         counts_E, token_of_row_S, row_TK = OPS.group_rows(ids_TK, self.num_experts)
-        x_SD = x_TD[token_of_row_S]
-        weights_S = weights_TK.new_empty(len(x_SD)).index_copy_(0, row_TK.flatten(), weights_TK.flatten())
-        if self.loose:
-            counts_E = counts_E.to(torch.int32)
-            x_SD = torch.cat((x_SD, x_SD.new_full((3, x_SD.shape[1]), GARBAGE)))
-            weights_S = torch.cat((weights_S, weights_S.new_full((3,), GARBAGE)))
-        return _Expanded(x_SD=x_SD, counts_E=counts_E, weights_S=weights_S, loose=self.loose, row_TK=row_TK)
+        num_rows = int(counts_E.sum())
+        x_SD = x_TD.new_full((row_TK.numel() + 3, x_TD.shape[1]), GARBAGE)
+        x_SD[:num_rows] = x_TD[token_of_row_S[:num_rows]]
+        weights_S = weights_TK.new_full((len(x_SD),), GARBAGE)
+        weights_S[row_TK[row_TK >= 0]] = weights_TK[row_TK >= 0]
+        return _Expanded(x_SD=x_SD, counts_E=counts_E.to(torch.int32), weights_S=weights_S, row_TK=row_TK)
 
     def dispatch_end(self, pending: _Expanded) -> _Expanded:
         return pending
 
     def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Tensor:
-        return y[dispatched.row_TK].float().sum(1)
+        return y[dispatched.row_TK].float().masked_fill(dispatched.row_TK[..., None] < 0, 0).sum(1)
 
     def combine_end(self, pending: Tensor) -> Tensor:
         return pending
 
 
 def one_call(group: Group, experts_per_rank: int, top_k: int) -> OneCall:
-    return OneCall(experts_per_rank, loose=False)
-
-
-def one_call_loose(group: Group, experts_per_rank: int, top_k: int) -> OneCall:
-    return OneCall(experts_per_rank, loose=True)
+    return OneCall(experts_per_rank)
 
 
 def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> ExpertSizes:
@@ -108,7 +99,6 @@ def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLat
 KINDS = {
     "local": Kind(local),
     "one_call": Kind(one_call),
-    "one_call-loose": Kind(one_call_loose),
     "all_to_all": Kind(all_to_all),
     "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=gamma(3, torch.bfloat16)),
     "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, gamma(4, torch.bfloat16)),

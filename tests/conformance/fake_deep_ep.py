@@ -98,7 +98,9 @@ class Buffer:
         assert topk_idx.dtype == topk_idx_t
         assert topk_idx.is_contiguous()
         assert num_experts % self.size == 0
-        hits = torch.zeros(len(topk_idx), num_experts, dtype=torch.bool).scatter_(1, topk_idx, True)
+        # an index of -1 is a slot without an expert
+        hits = torch.zeros(len(topk_idx), num_experts + 1, dtype=torch.bool)
+        hits = hits.scatter_(1, topk_idx.where(topk_idx >= 0, num_experts), True)[:, :num_experts]
         in_rank = hits.view(len(hits), self.size, num_experts // self.size).any(-1)
         per_rank, per_expert = in_rank.sum(0, dtype=torch.int32), hits.sum(0, dtype=torch.int32)
         return per_rank, None, per_expert, in_rank, Late(lambda: None)

@@ -6,7 +6,7 @@ A provider from elsewhere passes these tests once it is in `kernels.resolve.PROV
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -85,6 +85,36 @@ def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> I
         output_offset=undo.to(torch.int32) + 5,
     )
     return map_tensors(made, lambda tensor: tensor.to(device))  # type: ignore[return-value]
+
+
+@attrs.frozen
+class Rows:
+    """A form in which rows reach experts: sorted by expert with `behind` rows of NaN behind the last one, or in room
+    for N rows per expert, of which the rest are NaN. Counts are int64 or int32."""
+
+    behind: int = 0
+    room: bool = False
+    dtype: torch.dtype = torch.int64
+
+    def run(self, op: Callable[[Tensor, Tensor], Tensor], x_SD: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return what `op(x, counts_E)` makes of these rows."""
+        counts_E = torch.tensor(counts, dtype=self.dtype, device=x_SD.device)
+        if not self.room:
+            behind_SD = x_SD.new_full((self.behind, x_SD.shape[1]), torch.nan)
+            return op(torch.cat((x_SD, behind_SD)), counts_E)[: len(x_SD)]
+        x_END = x_SD.new_full((len(counts), max(counts) + 2, x_SD.shape[1]), torch.nan)
+        for room_ND, rows in zip(x_END, x_SD.split(list(counts)), strict=True):
+            room_ND[: len(rows)] = rows
+        y_END = op(x_END, counts_E)
+        assert y_END.shape == x_END.shape
+        return torch.cat([y_ND[:count] for y_ND, count in zip(y_END, counts, strict=True)])
+
+
+ROWS = [
+    pytest.param(Rows(), id="rows"),
+    pytest.param(Rows(behind=3, dtype=torch.int32), id="rows-and-more"),
+    pytest.param(Rows(room=True, dtype=torch.int32), id="room"),
+]
 
 
 def assert_turned(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from tests.conformance.dispatch_suite import OPS, SUITE
 from tests.ranks import Ranks
 from tests.slices import one_in
 
-ONE_RANK = ("local", "all_to_all", "one_call", "one_call-loose")
+ONE_RANK = ("local", "all_to_all", "one_call")
 SEVERAL_RANKS = [("all_to_all", 2), ("all_to_all", 4), ("all_to_all-bfloat16", 2)]
 SEVERAL_RANKS += [("deep_ep-normal", 2), ("deep_ep-normal", 4), ("deep_ep-normal-tuned", 2)]
 SEVERAL_RANKS += [("deep_ep-low_latency", 2), ("deep_ep-low_latency", 4)]

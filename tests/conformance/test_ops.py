@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import reference
-from tests.conformance.op_suite import assert_turned, draw, every_device, every_provider, for_every_provider, op_of
+from tests.conformance.op_suite import (
+    ROWS,
+    Rows,
+    assert_turned,
+    draw,
+    every_device,
+    every_provider,
+    for_every_provider,
+    op_of,
+)
 from tests.rounding import (
     assert_within,
     error_of_mlp,
@@ -72,21 +81,23 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
 
 
 @for_every_provider
+@pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("counts", [(0,), (3,), (0, 0, 0), (3, 0, 1, 5), (0, 2, 0), (4, 17)], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1), (7, 5), (24, 16)], ids=str)
 def test_grouped_mlp(
-    provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int]
+    provider: str, device: str, dtype: torch.dtype, form: Rows, counts: tuple[int, ...], sizes: tuple[int, int]
 ) -> None:
     hidden, width = sizes
     x = draw(sum(counts), hidden).to(dtype)
     gate_up = (draw(len(counts), 2 * width, hidden, seed=1) * hidden**-0.5).to(dtype)
     down = (draw(len(counts), hidden, width, seed=2) * width**-0.5).to(dtype)
-    counts_E = torch.tensor(counts)
-    got = op_of(provider, "grouped_mlp", device, dtype)(x.to(device), counts_E, gate_up.to(device), down.to(device))
+    run = op_of(provider, "grouped_mlp", device, dtype)
+    there = gate_up.to(device), down.to(device)
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, *there), x.to(device), counts)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
     rows = torch.split(x, list(counts))
     error = torch.cat([error_of_mlp(*row, dtype) for row in zip(rows, gate_up, down, strict=True)])
-    assert_within(got, reference.grouped_mlp(x, counts_E, gate_up, down), error, dtype)
+    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, dtype)
 
 
 @for_every_provider
@@ -118,20 +129,38 @@ def assert_heads(got: Tensor, op: Any, x_THN: Tensor, weight: Tensor, dtype: tor
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3), (7, 20, 8), (4, 16, 13)]
 )
-def test_rows_of_experts(provider: str, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int) -> None:
-    ids = (
-        torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
-        if tokens
-        else torch.empty(0, top_k).long()
-    )
-    counts, token_of_row, row = op_of(provider, "group_rows", device, dtype)(ids.to(device), experts)
-    expected = reference.group_rows(ids, experts)
-    assert counts.device.type == "cpu"
-    assert all(torch.equal(got.cpu(), want) for got, want in zip((counts, token_of_row, row), expected, strict=True))
+@pytest.mark.parametrize("none", [0.0, 0.3, 1.0])
+def test_rows_of_experts(
+    provider: str, device: str, dtype: torch.dtype, tokens: int, experts: int, top_k: int, none: float
+) -> None:
+    """Of the choices, the part `none` is no expert: it has no row, and no weight of it counts."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(-1)[:, :top_k]
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=generator) < none, -1)
+    grouped = op_of(provider, "group_rows", device, dtype)(ids.to(device), experts)
+    pairs = sorted((int(ids[at]), *at) for at in product(range(tokens), range(top_k)) if ids[at] >= 0)
+    row = torch.full_like(ids, -1)
+    for number, (_, token, choice) in enumerate(pairs):
+        row[token, choice] = number
+    counts = [sum(expert == each for expert, _, _ in pairs) for each in range(experts)]
+    token_of_row = [token for _, token, _ in pairs] + [0] * (tokens * top_k - len(pairs))
+    assert {(got.dtype, got.device.type) for got in grouped} == {(torch.int64, device)}
+    assert [got.tolist() for got in grouped] == [counts, token_of_row, row.tolist()]
     y, weights = draw(tokens * top_k, 37).to(dtype), draw(tokens, top_k, seed=1)
-    got = op_of(provider, "combine_rows", device, dtype)(y.to(device), row, weights.to(device))
-    terms = y.double()[expected[2]] * weights.double()[..., None]
+    y[len(pairs) :] = torch.nan
+    weights[ids < 0] = torch.nan
+    got = op_of(provider, "combine_rows", device, dtype)(y.to(device), grouped[2], weights.to(device))
+    terms = torch.where(row[..., None] < 0, 0, y.double()[row] * weights.double()[..., None])
     assert_within(got, terms.sum(1), gamma(top_k + 1) * terms.abs().sum(1), torch.float32)
+
+
+@for_every_provider
+@pytest.mark.parametrize("rows", [0, 3])
+def test_no_expert_adds_nothing(provider: str, device: str, dtype: torch.dtype, rows: int) -> None:
+    """Neither what stands in rows of others, nor that there are no rows at all."""
+    y, row = torch.full((rows, 37), torch.nan, dtype=dtype, device=device), torch.full((4, 2), -1, device=device)
+    got = op_of(provider, "combine_rows", device, dtype)(y, row, torch.ones(4, 2, device=device))
+    assert torch.equal(got, torch.zeros(4, 37, device=device))
 
 
 @every_provider

@@ -13,6 +13,8 @@ from torch import Tensor
 from pdinfer.kernels import torch_ops
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert
 from tests.conformance.op_suite import (
+    ROWS,
+    Rows,
     draw,
     every_dtype,
     for_every_provider,
@@ -121,11 +123,18 @@ def test_linear_int8_static(
 
 
 @for_every_provider
+@pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1), (24, 16), (130, 168)], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_grouped_mlp_of_quantized_experts(
-    provider: str, device: str, dtype: torch.dtype, counts: tuple[int, ...], sizes: tuple[int, int], kind: str
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    form: Rows,
+    counts: tuple[int, ...],
+    sizes: tuple[int, int],
+    kind: str,
 ) -> None:
     (hidden, width), experts = sizes, len(counts)
     gate_up: Any
@@ -137,7 +146,8 @@ def test_grouped_mlp_of_quantized_experts(
         gate_up = int8_weight(experts, 2 * width, hidden, device=device)
         down = int8_weight(experts, hidden, width, device=device)
     x = draw(sum(counts), hidden).to(dtype)
-    got = op_of(provider, f"grouped_mlp_{kind}", device)(x.to(device), torch.tensor(counts), gate_up, down)
+    run = op_of(provider, f"grouped_mlp_{kind}", device)
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, gate_up, down), x.to(device), counts)
     one_by_one, linear = [], op_of(provider, f"linear_{kind}", device)
     for index, rows in enumerate(torch.split(x.to(device), list(counts))):
         hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))

@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "two_batch_overlap is deleted",
         "src/pdinfer/moe/layer.py",
-        "        if self.two_batch_overlap:\n            return self._in_two_batches(x_TD, trace)\n",
+        "        if self.two_batch_overlap:\n            return self._in_two_batches(x_TD, trace, live_T)\n",
         "",
         "tests/unit/moe/test_experts.py::test_two_batches_are_under_way_where_that_is_asked_for[True]",
     ),
@@ -155,8 +155,8 @@ MUTANTS = [
     Mutant(
         "two batches, one after the other",
         "src/pdinfer/moe/layer.py",
-        "        dispatched = [self._dispatch(half_TD, trace) for half_TD in halves]\n        returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]\n",
-        "        returning = [self._run(half_TD, self._dispatch(half_TD, trace)) for half_TD in halves]\n",
+        "        returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]\n",
+        "        returning = [self._run(half_TD, self._dispatch(half_TD, trace, None)) for half_TD in halves]\n",
         "tests/unit/moe/test_experts.py::test_two_batches_are_under_way_where_that_is_asked_for[True]",
     ),
     Mutant(
@@ -382,5 +382,33 @@ MUTANTS = [
         "timeout=_world_timeout(kind)",
         "timeout=None",
         "tests/e2e/test_ranks.py::test_no_group_waits_longer_than_the_world",
+    ),
+    Mutant(
+        "padding is recorded",
+        "src/pdinfer/moe/placement/recorder.py",
+        "(ids_S >= 0).to(torch.int64)",
+        "torch.ones_like(ids_S)",
+        "tests/unit/moe/test_recorder.py::test_counts_are_those_of_the_steps_that_count",
+    ),
+    Mutant(
+        "padding goes to the last expert's slot",
+        "src/pdinfer/moe/placement/replicas.py",
+        ".where(ids_TK >= 0, -1)",
+        "",
+        "tests/unit/moe/test_replicas.py::test_tokens_go_to_a_slot_of_their_expert",
+    ),
+    Mutant(
+        "padding goes to experts",
+        "src/pdinfer/moe/layer.py",
+        "ids_TK = ids_TK.where(live_T[:, None], -1)",
+        "pass",
+        "tests/unit/moe/test_experts.py::test_padding_reaches_no_expert_and_is_not_recorded",
+    ),
+    Mutant(
+        "a rank takes the padding of other ranks' tokens",
+        "src/pdinfer/model/block.py",
+        "None if step.live_T is None else self.tp.part(step.live_T, self.mlp_together)",
+        "step.live_T",
+        "tests/unit/moe/test_experts.py::test_a_rank_knows_which_of_its_tokens_are_padding",
     ),
 ]

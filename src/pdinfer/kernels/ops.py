@@ -237,15 +237,17 @@ class GroupRows(Protocol):
     """Sorts tokens by expert."""
 
     def __call__(self, ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Assign a row to each of a token's experts: (counts_E on the host, token_of_row_S, row_TK), int64, S = T * K.
-        Rows of one expert are together and in the order of tokens. Syncs the device."""
+        """Assign a row to each of a token's experts: (counts_E, token_of_row_S, row_TK), int64 on the device of the
+        ids, S = T * K. Rows of one expert are together and in the order of tokens. An id of -1 is no expert: it has
+        no row, `row_TK` is -1 there, and the rows that are left over, which come last, name token 0. Syncs nothing."""
 
 
 class CombineRows(Protocol):
     """Sums what experts return."""
 
     def __call__(self, y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Return sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]."""
+        """Return sum_k weights[t, k] * y[row[t, k]], summed in float32 -> float32 [T, D]. A row of -1 adds 0, whatever
+        its weight."""
 
 
 class GatedSilu(Protocol):
@@ -258,22 +260,23 @@ class GatedSilu(Protocol):
 class GroupedMLP(Protocol):
     """Runs experts."""
 
-    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-        """Run the gated MLP of each expert on its rows -> [S, D]. Rows are sorted by expert, `counts_E` (int64, on the
-        host) of them for each."""
+    def __call__(self, x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+        """Run the gated MLP of each expert on its `counts_E[e]` rows (integers, on the device of the rows). x is [S, D]
+        with rows sorted by expert, or [E, N, D] with room for N rows per expert, of which the first ones are present.
+        Rows that no expert has may hold anything. So may their results, in the shape of x."""
 
 
 class GroupedMLPFP8(Protocol):
     """Runs experts in FP8 blocks."""
 
-    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
         """Do as `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
 
 
 class GroupedMLPInt8(Protocol):
     """Runs INT8 experts."""
 
-    def __call__(self, x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
         """Do as `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
 
 

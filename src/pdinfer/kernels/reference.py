@@ -317,15 +317,22 @@ def _best(values: Tensor, count: int) -> Tensor:
 
 
 def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    experts_S, pair_of_row_S = ids_TK.flatten().sort(stable=True)
-    row_S = torch.empty_like(pair_of_row_S)
-    row_S[pair_of_row_S] = torch.arange(len(row_S), device=row_S.device)
-    counts_E = torch.bincount(experts_S, minlength=num_experts).cpu()
-    return counts_E, pair_of_row_S // ids_TK.shape[1], row_S.view(ids_TK.shape)
+    none = num_experts  # stands for -1, behind all experts
+    expert_of_pair_S = ids_TK.flatten() % (none + 1)
+    expert_S, pair_S = expert_of_pair_S.sort(stable=True)
+    row_S = torch.empty_like(pair_S).scatter_(0, pair_S, torch.arange(len(pair_S), device=pair_S.device))
+    # bincount would wait for the device
+    counts = expert_S.new_zeros(none + 1).scatter_add_(0, expert_S, torch.ones_like(expert_S))
+    token_of_row_S = (pair_S // ids_TK.shape[1]) * (expert_S < none)
+    return counts[:none], token_of_row_S, row_S.where(expert_of_pair_S < none, -1).view(ids_TK.shape)
 
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    return (_exact(y_SD)[row_TK] * weights_TK[..., None]).sum(1).float()
+    out_TD = _exact(y_SD).new_zeros(len(row_TK), y_SD.shape[1])
+    for out_D, row_K, weights_K in zip(out_TD, row_TK, weights_TK, strict=True):
+        there_K = row_K >= 0
+        out_D += (_exact(y_SD[row_K[there_K]]) * weights_K[there_K, None]).sum(0)
+    return out_TD.float()
 
 
 def gated_silu(x_TJ: Tensor) -> Tensor:
@@ -333,23 +340,25 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x_TJ.dtype)
 
 
-def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    return _by_expert(linear, x_SD, counts_E, gate_up_EJD, down_EDI)
+def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return _by_expert(linear, x, counts_E, gate_up_EJD, down_EDI)
 
 
-def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    return _by_expert(linear_fp8, x_SD, counts_E, gate_up, down)
+def grouped_mlp_fp8(x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return _by_expert(linear_fp8, x, counts_E, gate_up, down)
 
 
-def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return _by_expert(linear_int8, x_SD, counts_E, gate_up, down)
+def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return _by_expert(linear_int8, x, counts_E, gate_up, down)
 
 
 def _by_expert(
-    multiply: Callable[[Tensor, Any], Tensor], x_SD: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+    multiply: Callable[[Tensor, Any], Tensor], x: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
 ) -> Tensor:
-    outputs = [
-        multiply(gated_silu(multiply(rows, expert(gate_up, index))), expert(down, index))
-        for index, rows in enumerate(torch.split(x_SD, counts_E.tolist()))
-    ]
-    return torch.cat(outputs)
+    out = torch.full_like(x, torch.nan)
+    first = 0
+    for index, count in enumerate(counts_E.tolist()):
+        rows = (index, slice(count)) if x.ndim == 3 else slice(first, first + count)
+        out[rows] = multiply(gated_silu(multiply(x[rows], expert(gate_up, index))), expert(down, index))
+        first += count
+    return out

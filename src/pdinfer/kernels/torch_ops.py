@@ -334,8 +334,17 @@ def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
 
 def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
     out_TD = torch.zeros(len(row_TK), y_SD.shape[1], device=y_SD.device)
-    for row_T, weight_T in zip(row_TK.unbind(1), weights_TK.unbind(1), strict=True):
-        out_TD.addcmul_(y_SD.index_select(0, row_T).float(), weight_T[:, None])
+    if not len(y_SD):
+        return out_TD
+    none_TK = row_TK < 0
+    lacking = not y_SD.is_cpu or bool(none_TK.any())  # to look would make a device wait
+    if lacking:
+        row_TK, weights_TK = row_TK.clamp_min(0), weights_TK.masked_fill(none_TK, 0)
+    for row_T, weight_T, none_T in zip(row_TK.unbind(1), weights_TK.unbind(1), none_TK.unbind(1), strict=True):
+        y_TD = y_SD.index_select(0, row_T).float()
+        if lacking:
+            y_TD.masked_fill_(none_T[:, None], 0)
+        out_TD.addcmul_(y_TD, weight_T[:, None])
     return out_TD
 
 
@@ -344,33 +353,33 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     return F.silu(gate) * up if x_TJ.dtype == torch.float32 else reference.gated_silu(x_TJ)
 
 
-def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
-    return by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
+def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    return by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
 
 
-def grouped_mlp_fp8(x_SD: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
-    return by_expert(linear_fp8, gated_silu, x_SD, counts_E, gate_up, down)
+def grouped_mlp_fp8(x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    return by_expert(linear_fp8, gated_silu, x, counts_E, gate_up, down)
 
 
-def grouped_mlp_int8(x_SD: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
-    return by_expert(linear_int8, gated_silu, x_SD, counts_E, gate_up, down)
+def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    return by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
 
 
 def by_expert(
     multiply: Callable[[Tensor, Any], Tensor],
     activate: Callable[[Tensor], Tensor],
-    x_SD: Tensor,
+    x: Tensor,
     counts_E: Tensor,
     gate_up: Weight,
     down: Weight,
 ) -> Tensor:
-    """Run the grouped MLP one expert at a time, for those experts that have rows."""
-    out = torch.empty_like(x_SD)
+    """Run the grouped MLP one expert at a time, for those experts that have rows. Reads the counts."""
+    out = torch.empty_like(x)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
         if count:
-            rows = x_SD[first : first + count]
-            hidden = activate(multiply(rows, expert(gate_up, index)))
-            out[first : first + count] = multiply(hidden, expert(down, index))
+            rows = (index, slice(count)) if x.ndim == 3 else slice(first, first + count)
+            hidden = activate(multiply(x[rows], expert(gate_up, index)))
+            out[rows] = multiply(hidden, expert(down, index))
             first += count
     return out

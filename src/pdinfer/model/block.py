@@ -64,7 +64,12 @@ class Block:
         """Return the hidden state [T, D] after this layer, and write the layer's cache in `step.view`."""
         mark(step.trace, "attention", layer=self.layer)
         hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), step, self.layer)
-        part_TD = self.mlp(self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together)), step.trace)
+        part_TD = self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together))
+        if isinstance(self.mlp, MoE):
+            live_T = None if step.live_T is None else self.tp.part(step.live_T, self.mlp_together)
+            part_TD = self.mlp(part_TD, step.trace, live_T)
+        else:
+            part_TD = self.mlp(part_TD, step.trace)
         if self.moe_norm is not None:
             part_TD = self.moe_norm(part_TD)
         return hidden_TD + self.tp.join(part_TD, len(hidden_TD), self.mlp_together)

@@ -22,6 +22,9 @@ class Step:
     view: KVView
     angles: tuple[Tensor, Tensor]
     trace: Trace | None = None
+    live_T: Tensor | None = None
+    """Which tokens are more than padding: bool, None where all are. The others go to no routed expert, and what is
+    computed of them means nothing."""
     selected_TS: Tensor | None = None
     """The positions that the last indexer of this step chose, in the form that `kernels.ops.IndexTopK` returns. They
     hold for its own layer and for the layers that share its choice. None before the first indexer, and where every

@@ -15,7 +15,7 @@ from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import GatedMLP, WeightSource
-from pdinfer.moe.dispatchers import Contiguous, Dispatched, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import LayerReplicas
 from pdinfer.trace import Trace, mark
@@ -111,29 +111,11 @@ class Experts:
     def __call__(self, dispatched: Dispatched) -> Tensor:
         """Return the result of each dispatched row, in the shape and dtype of the rows."""
         if isinstance(dispatched, Masked):
-            return self._masked(dispatched)
-        if dispatched.loose:
-            return self._loose(dispatched)
-        y_SD = self.op(dispatched.x_SD, dispatched.counts_E, self.gate_up, self.down)
-        return y_SD if dispatched.weights_S is None else y_SD.mul_(dispatched.weights_S[:, None])
-
-    def _loose(self, rows: Contiguous) -> Tensor:
-        """Run rows whose counts are on the device. Syncs the device, because no op reads the counts there."""
-        counts_E = rows.counts_E.to("cpu", torch.int64)
-        there = slice(0, int(counts_E.sum()))
-        weights_S = None if rows.weights_S is None else rows.weights_S[there]
-        y_SD = torch.empty_like(rows.x_SD)
-        y_SD[there] = self(Contiguous(x_SD=rows.x_SD[there], counts_E=counts_E, weights_S=weights_S))
-        return y_SD
-
-    def _masked(self, rows: Masked) -> Tensor:
-        """Run the rows that are present, gathered first. Syncs the device, because no op reads them where they lie."""
-        there_EN = torch.arange(rows.x_END.shape[1], device=rows.x_END.device) < rows.counts_E[:, None]
-        weights_S = None if rows.weights_EN is None else rows.weights_EN[there_EN]
-        counts_E = rows.counts_E.to("cpu", torch.int64)
-        y_END = torch.empty_like(rows.x_END)
-        y_END[there_EN] = self(Contiguous(x_SD=rows.x_END[there_EN], counts_E=counts_E, weights_S=weights_S))
-        return y_END
+            x, weights = dispatched.x_END, dispatched.weights_EN
+        else:
+            x, weights = dispatched.x_SD, dispatched.weights_S
+        y = self.op(x, dispatched.counts_E, self.gate_up, self.down)
+        return y if weights is None else y.mul_(weights[..., None])
 
 
 @attrs.frozen
@@ -169,21 +151,26 @@ class MoE:
             parallel.two_batch_overlap,
         )
 
-    def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
+    def __call__(self, x_TD: Tensor, trace: Trace | None = None, live_T: Tensor | None = None) -> Tensor:
+        """Return the layer's output. Tokens that are not `live_T` (bool, None for all) go to no routed expert and are
+        not recorded."""
         if self.two_batch_overlap:
-            return self._in_two_batches(x_TD, trace)
-        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace)))
+            return self._in_two_batches(x_TD, trace, live_T)
+        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace, live_T)))
 
-    def _in_two_batches(self, x_TD: Tensor, trace: Trace | None) -> Tensor:
+    def _in_two_batches(self, x_TD: Tensor, trace: Trace | None, live_T: Tensor | None) -> Tensor:
         """Compute one half of the rows while the other half travels."""
         halves = x_TD.tensor_split(2)
-        dispatched = [self._dispatch(half_TD, trace) for half_TD in halves]
+        live_halves = (None, None) if live_T is None else live_T.tensor_split(2)
+        dispatched = [self._dispatch(half_TD, trace, live) for half_TD, live in zip(halves, live_halves, strict=True)]
         returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]
         return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
 
-    def _dispatch(self, x_TD: Tensor, trace: Trace | None) -> Any:
+    def _dispatch(self, x_TD: Tensor, trace: Trace | None, live_T: Tensor | None) -> Any:
         mark(trace, "router")
         ids_TK, weights_TK = self.router(x_TD)
+        if live_T is not None:
+            ids_TK = ids_TK.where(live_T[:, None], -1)
         if self.record is not None:
             self.record(ids_TK)
         if self.replicas is not None:

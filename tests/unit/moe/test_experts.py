@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.model.load import load_model
+from pdinfer.model.step import Step
 from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Masked
 from pdinfer.moe.layer import Experts, MoE
+from pdinfer.moe.placement import ExpertLoadRecorder
 from pdinfer.parallel import Group
 from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from tests.rounding import difference_of_models
@@ -77,13 +80,12 @@ def test_every_form_of_rows_gives_the_same_results(kind: type, counts: tuple[int
     assert torch.equal(experts(plain), expected_SD)
 
     garbage_SD = torch.full((2, WIDTH), float("nan"))
-    loose = Contiguous(
+    with_more = Contiguous(
         x_SD=torch.cat((x_SD, garbage_SD)),
         counts_E=counts_E.int(),
         weights_S=torch.cat((weights_S, torch.full((2,), float("nan")))) if weigh else None,
-        loose=True,
     )
-    y_SD = experts(loose)
+    y_SD = experts(with_more)
     assert y_SD.shape == (total + 2, WIDTH)
     assert torch.equal(y_SD[:total], expected_SD)
 
@@ -144,6 +146,73 @@ def test_two_batches_under_way_give_what_one_does(num_tokens: int, ranks: bool) 
     expected = layer(x_TD)
     size = float(expected.abs().max()) if num_tokens else 0.0
     torch.testing.assert_close(halved(x_TD), expected, rtol=0, atol=difference_of_models(config, 0, size))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("ranks", [False, True])
+def test_padding_reaches_no_expert_and_is_not_recorded(overlap: bool, ranks: bool) -> None:
+    """Whatever padding holds, the other tokens get what they would get without it."""
+    config = tiny_config()
+    layer: MoE = random_model(config).moe_layers()[0]
+    recorder = ExpertLoadRecorder(1, config.n_routed_experts, device=CPU, mode="stat")
+    noted = NotedOp(layer.experts.op)
+    dispatcher = AllToAllDispatcher(Group("ep"), config.n_routed_experts, OPS) if ranks else layer.dispatcher
+    layer = attrs.evolve(
+        layer,
+        dispatcher=dispatcher,
+        experts=attrs.evolve(layer.experts, op=noted),
+        record=partial(recorder.record, 0),
+        two_batch_overlap=overlap,
+    )
+    x_TD = torch.randn(6, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    live_T = torch.tensor([True, False, True, True, False, False])
+    x_TD[~live_T] = torch.nan
+    got = layer(x_TD, None, live_T)
+    recorder.end_step()
+    assert recorder.counts().sum() == noted.rows == 3 * config.num_experts_per_tok
+    expected = attrs.evolve(layer, two_batch_overlap=False)(x_TD[live_T])
+    tolerance = difference_of_models(config, 0, float(expected.abs().max()))
+    torch.testing.assert_close(got[live_T], expected, rtol=0, atol=tolerance)
+
+
+@attrs.define
+class SecondOfTwo:
+    """The group of a rank that has the second half of the tokens for its MLPs. Results of the first half are lost."""
+
+    size: int = 2
+
+    def part(self, x: Tensor, together: int = 1) -> Tensor:
+        return x[len(x) // 2 :]
+
+    def join(self, x: Tensor, total: int, together: int = 1) -> Tensor:
+        return torch.cat((x.new_zeros(total - len(x), *x.shape[1:]), x))
+
+
+def test_a_rank_knows_which_of_its_tokens_are_padding() -> None:
+    config = tiny_config()
+    model = random_model(config)
+    batch, view = model._whole(range(4))
+    layer = next(layer for layer, block in enumerate(model.blocks) if isinstance(block.mlp, MoE))
+    block, recorder = model.blocks[layer], ExpertLoadRecorder(1, config.n_routed_experts, device=CPU, mode="stat")
+    mlp: Any = attrs.evolve(block.mlp, record=partial(recorder.record, 0))
+    group: Any = SecondOfTwo()
+    live_T = torch.tensor([True, True, False, True])
+    step = Step(batch, view, model.rotary(batch.positions_T), live_T=live_T)
+    attrs.evolve(block, mlp=mlp, tp=group)(torch.ones(4, config.hidden_size), step)
+    recorder.end_step()
+    assert recorder.counts().sum() == config.num_experts_per_tok
+
+
+@attrs.define
+class NotedOp:
+    """The op of experts, which counts the rows it is asked for."""
+
+    inner: Any
+    rows: int = 0
+
+    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight) -> Tensor:
+        self.rows += int(counts_E.sum())
+        return self.inner(x, counts_E, gate_up, down)
 
 
 @attrs.define

@@ -30,8 +30,8 @@ def test_counts_are_those_of_the_steps_that_count(seed: int, tokens: list[int], 
     for num_tokens in tokens:
         step = np.zeros((LAYERS, EXPERTS), np.int64)
         for layer in range(LAYERS):
-            ids = rng.integers(0, EXPERTS, (num_tokens, TOP_K))
-            step[layer] = np.bincount(ids.ravel(), minlength=EXPERTS)
+            ids = rng.integers(-1, EXPERTS, (num_tokens, TOP_K))  # -1 is none
+            step[layer] = np.bincount(ids[ids >= 0], minlength=EXPERTS)
             recorder.record(layer, torch.from_numpy(ids))
         steps.append(step)
         recorder.end_step()

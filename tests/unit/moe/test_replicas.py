@@ -28,6 +28,9 @@ def test_tokens_go_to_a_slot_of_their_expert(rule: DispatchRule, rank: int) -> N
     for layer in range(2):
         slots_TK = tables(rule, rank).of_layer(layer)(IDS_TK)
         assert torch.equal(torch.tensor(ROWS[layer])[slots_TK], IDS_TK)
+        none_TK = torch.rand(IDS_TK.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+        with_none_TK = tables(rule, rank).of_layer(layer)(IDS_TK.masked_fill(none_TK, -1))
+        assert torch.equal(with_none_TK, slots_TK.masked_fill(none_TK, -1))
 
 
 def test_static_takes_one_copy_and_dynamic_takes_turns() -> None:

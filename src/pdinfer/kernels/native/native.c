@@ -366,18 +366,20 @@ EXPORT void route(const float *logits, const float *bias, i64 tokens, i64 expert
 EXPORT void group_rows(const i64 *ids, i64 tokens, i64 k, i64 experts, i64 *counts, i64 *token_of_row, i64 *row) {
     i64 next[experts], sum = 0;
     memset(counts, 0, experts * sizeof *counts);
-    for (i64 n = 0; n < tokens * k; n++) counts[ids[n]]++;
+    memset(token_of_row, 0, tokens * k * sizeof *token_of_row);
+    for (i64 n = 0; n < tokens * k; n++)
+        if (ids[n] >= 0) counts[ids[n]]++;
     for (i64 e = 0; e < experts; e++) {
         next[e] = sum;
         sum += counts[e];
     }
     for (i64 n = 0; n < tokens * k; n++) {
-        row[n] = next[ids[n]]++;
-        token_of_row[row[n]] = n / k;
+        row[n] = ids[n] < 0 ? -1 : next[ids[n]]++;
+        if (row[n] >= 0) token_of_row[row[n]] = n / k;
     }
 }
 
-/* out[token] = sum over its k choices of weight * y[row], in float32. */
+/* out[token] = sum over its k choices of weight * y[row], in float32. A row of -1 adds nothing. */
 EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i64 tokens, i64 k, i64 width, float *out,
                          int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
@@ -386,12 +388,13 @@ EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i6
         for (; i + 16 <= width; i += 16) {
             __m512 sum = _mm512_setzero_ps();
             for (i64 n = t * k; n < (t + 1) * k; n++)
-                sum = _mm512_fmadd_ps(load16(y + row[n] * width + i), _mm512_set1_ps(weights[n]), sum);
+                if (row[n] >= 0) sum = _mm512_fmadd_ps(load16(y + row[n] * width + i), _mm512_set1_ps(weights[n]), sum);
             _mm512_storeu_ps(out + t * width + i, sum);
         }
         for (; i < width; i++) {
             float sum = 0;
-            for (i64 n = t * k; n < (t + 1) * k; n++) sum += from_bf16(y[row[n] * width + i]) * weights[n];
+            for (i64 n = t * k; n < (t + 1) * k; n++)
+                if (row[n] >= 0) sum += from_bf16(y[row[n] * width + i]) * weights[n];
             out[t * width + i] = sum;
         }
     }

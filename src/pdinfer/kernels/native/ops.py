@@ -187,16 +187,16 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
     return out
 
 
-def grouped_mlp(x_SD: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
-    rows = len(x_SD)
-    fits = width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x_SD, gate_up_EJD, down_EDI)
-    if not rows or int(counts_E.max()) > FEW_ROWS or not fits:
-        return torch_ops.by_expert(linear, gated_silu, x_SD, counts_E, gate_up_EJD, down_EDI)
-    out = torch.empty_like(x_SD)
-    hidden = x_SD.new_empty(rows, 3 * inner)
+    counts_E = counts_E.to(torch.int64)
+    fits = x.ndim == 2 and width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x, gate_up_EJD, down_EDI)
+    if not fits or not len(x) or int(counts_E.max()) > FEW_ROWS:
+        return torch_ops.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
+    out = torch.empty_like(x)
+    hidden = x.new_empty(len(x), 3 * inner)
     library().experts(
-        x_SD.data_ptr(),
+        x.data_ptr(),
         counts_E.data_ptr(),
         num_experts,
         gate_up_EJD.data_ptr(),

@@ -17,12 +17,10 @@ from pdinfer.parallel import Begun, Group
 class _Travelling:
     """Rows in transit, one for each (token, expert) pair of this rank, sorted by expert.
 
-    `row_TK` is the row of each pair. `counts_RE` (on the host) and `received_P` count what comes from each rank for
-    each expert here.
+    `row_TK` is the row of each pair. `received_P` counts what comes from each rank for each expert here.
     """
 
     rows: Begun
-    counts_RE: Tensor
     received_P: Tensor
     send_counts: list[int]
     receive_counts: list[int]
@@ -64,32 +62,29 @@ class AllToAllDispatcher:
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Travelling:
         num_ranks, num_experts = self.group.size, self.experts_per_rank
-        expert_S, pair_of_row_S = ids_TK.flatten().sort(stable=True)
-        row_S = torch.empty_like(pair_of_row_S)
-        row_S[pair_of_row_S] = torch.arange(len(row_S), device=row_S.device)
-        sent_P = expert_S.new_zeros(num_ranks * num_experts).index_add_(0, expert_S, torch.ones_like(expert_S))
+        sent_P, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, num_ranks * num_experts)
         received_P = self.group.all_to_all(sent_P, [num_experts] * num_ranks, [num_experts] * num_ranks)
         sent_RE, received_RE = torch.stack((sent_P, received_P)).view(2, num_ranks, num_experts).cpu()
         send_counts, receive_counts = sent_RE.sum(1).tolist(), received_RE.sum(1).tolist()
-        rows_SD = x_TD.index_select(0, pair_of_row_S // ids_TK.shape[1])
+        rows_SD = x_TD.index_select(0, token_of_row_S[: sum(send_counts)])
         return _Travelling(
             rows=self.group.all_to_all_begin(rows_SD, send_counts, receive_counts),
-            counts_RE=received_RE,
             received_P=received_P,
             send_counts=send_counts,
             receive_counts=receive_counts,
-            row_TK=row_S.view(ids_TK.shape),
+            row_TK=row_TK,
             weights_TK=weights_TK,
         )
 
     def dispatch_end(self, pending: _Travelling) -> _Arrived:
         arrived_SD = pending.rows.wait()
-        experts_P = torch.arange(self.experts_per_rank, device=arrived_SD.device).repeat(self.group.size)
+        num_ranks, num_experts = self.group.size, self.experts_per_rank
+        experts_P = torch.arange(num_experts, device=arrived_SD.device).repeat(num_ranks)
         expert_S = experts_P.repeat_interleave(pending.received_P, output_size=len(arrived_SD))
         arrival_S = expert_S.argsort(stable=True)
         return _Arrived(
             x_SD=arrived_SD.index_select(0, arrival_S),
-            counts_E=pending.counts_RE.sum(0),
+            counts_E=pending.received_P.view(num_ranks, num_experts).sum(0),
             arrival_S=arrival_S,
             travelled=pending,
         )

@@ -22,15 +22,14 @@ from pdinfer.kernels.ops import Ops
 class Contiguous:
     """Rows for the experts of this rank, one per token and expert, sorted by expert.
 
-    Expert e has `counts_E[e]` rows (int64, on the host). When `loose`, nobody waited for the counts: they are integers
-    on the device of the rows, and rows behind the last may hold anything. Results are multiplied by `weights_S`
-    (float32) where the experts run, unless it is None: then the dispatcher does that when it combines.
+    Expert e has `counts_E[e]` rows (integers, on the device of the rows). Rows behind the last may hold anything.
+    Results are multiplied by `weights_S` (float32) where the experts run, unless it is None: then the dispatcher does
+    that when it combines.
     """
 
     x_SD: Tensor
     counts_E: Tensor
     weights_S: Tensor | None = None
-    loose: bool = False
 
 
 @attrs.frozen(kw_only=True)
@@ -67,7 +66,7 @@ class TokenDispatcher(Protocol):
         """Whether all four halves can be captured in a CUDA graph: none of them waits for the device."""
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
-        """Start sending rows: token t to the physical experts `ids_TK[t]` (int64, all different).
+        """Start sending rows: token t to the physical experts `ids_TK[t]` (int64, all different, or -1 for none).
 
         The tensors must not change until `combine_end`.
         """
@@ -79,7 +78,7 @@ class TokenDispatcher(Protocol):
         """Start sending results back: one for each dispatched row, of the same shape and dtype."""
 
     def combine_end(self, pending: Any) -> Tensor:
-        """Return sum_k weight_k * y_k per token, in the order of `dispatch_begin`: float32 [T, D]."""
+        """Return sum_k weight_k * y_k per token, in the order of `dispatch_begin`: float32 [T, D]. No expert adds 0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -90,13 +89,13 @@ class _Sorted(Contiguous):
 
 @attrs.frozen
 class LocalDispatcher:
-    """The dispatcher for one rank: it sorts the rows and un-sorts the sum. Reading the counts syncs the device."""
+    """The dispatcher for one rank: it sorts the rows and un-sorts the sum."""
 
     num_experts: int
     ops: Ops
     max_live: ClassVar[int | None] = None
     max_tokens: ClassVar[int | None] = None
-    graph_safe: ClassVar[bool] = False
+    graph_safe: ClassVar[bool] = True
 
     def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
         counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)

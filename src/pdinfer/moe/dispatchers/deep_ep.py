@@ -103,7 +103,7 @@ class _Sent:
 
 @attrs.frozen(kw_only=True)
 class _Received(Contiguous):
-    """Received rows. `row_NK[i]` are the rows with the results for received token i, row S for experts elsewhere."""
+    """Received rows. `row_NK[i]` are the rows with the results for received token i, -1 for experts elsewhere."""
 
     row_NK: Tensor
     weights_NK: Tensor
@@ -183,21 +183,18 @@ class DeepEPNormal:
     def dispatch_end(self, pending: _Sent) -> _Received:
         x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
         event.current_stream_wait()
-        num_experts, num_rows = self.sizes.experts_per_rank, sum(counts)
-        # experts of other ranks are -1; as one more expert, their rows come last and are cut off
-        local_NK = ids_NK.to(torch.int64).where(ids_NK >= 0, num_experts)
-        counts_E, token_of_row_S, row_NK = self.ops.group_rows(local_NK, num_experts + 1)
+        # an expert of another rank is -1
+        counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK.to(torch.int64), self.sizes.experts_per_rank)
         return _Received(
-            x_SD=x_ND.index_select(0, token_of_row_S[:num_rows]),
-            counts_E=counts_E[:num_experts],
-            row_NK=row_NK.clamp_max(num_rows),
-            weights_NK=weights_NK.where(ids_NK >= 0, 0),
+            x_SD=x_ND.index_select(0, token_of_row_S[: sum(counts)]),
+            counts_E=counts_E,
+            row_NK=row_NK,
+            weights_NK=weights_NK,
             handle=handle,
         )
 
     def combine_begin(self, y: Tensor, dispatched: _Received) -> _Returning:
-        rows_SD = torch.cat((y, y.new_zeros(1, y.shape[1])))
-        sum_ND = self.ops.combine_rows(rows_SD, dispatched.row_NK, dispatched.weights_NK).to(y.dtype)
+        sum_ND = self.ops.combine_rows(y, dispatched.row_NK, dispatched.weights_NK).to(y.dtype)
         y_TD, _, event = self.buffer.combine(sum_ND, dispatched.handle, config=self.combine_chunks, async_finish=True)
         return _Returning(y_TD=y_TD, event=event, kept=sum_ND)
 

@@ -41,14 +41,15 @@ class ExpertLoadRecorder:
         self.num_layers, self.num_experts, self.mode = num_layers, num_experts, mode
         self.step_LE = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
         self._total_LE = torch.zeros_like(self.step_LE)
-        self._one = torch.ones(1, dtype=torch.int64, device=device)
         kept = window if mode == "window" else 0
         self._steps = torch.zeros(kept, num_layers, num_experts, dtype=torch.int32, device=device)
         self._oldest = 0
 
     def record(self, layer: int, ids_TK: Tensor) -> None:
-        """Add one to the open step for each choice: `ids_TK` int64, logical ids in 0..num_experts-1 (not checked)."""
-        self.step_LE[layer].scatter_add_(0, ids_TK.reshape(-1), self._one.expand(ids_TK.numel()))
+        """Add one to the open step for each choice: `ids_TK` int64, logical ids in 0..num_experts-1 (not checked), or
+        -1 for none."""
+        ids_S = ids_TK.reshape(-1)
+        self.step_LE[layer].scatter_add_(0, ids_S.clamp_min(0), (ids_S >= 0).to(torch.int64))
 
     def add(self, counts: Any) -> None:
         """Add [layers, experts] counts from elsewhere to the open step. Raises ConfigError for another shape."""

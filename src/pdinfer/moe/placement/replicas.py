@@ -23,7 +23,7 @@ class LayerReplicas:
     num_ranks: int
 
     def __call__(self, ids_TK: Tensor) -> Tensor:
-        """Map logical experts, int64, to physical ones. Syncs nothing.
+        """Map logical experts, int64, to physical ones, and -1 to -1. Syncs nothing.
 
         The choice between several copies follows from the token's place in the batch and the rank. So shares are met
         closely, and the same tokens go the same way each time.
@@ -32,7 +32,7 @@ class LayerReplicas:
         # 24 bits are exact in float32, and so stay below 1
         u_T = ((place_T * GOLDEN & 0xFFFFFFFF) >> 8).float() * 2.0**-24
         copy_TK = (u_T[:, None, None] >= self.until_EX[ids_TK]).sum(-1)
-        return self.slots_EX[ids_TK, copy_TK]
+        return self.slots_EX[ids_TK, copy_TK].where(ids_TK >= 0, -1)
 
 
 @attrs.frozen(eq=False, kw_only=True)
