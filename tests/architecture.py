@@ -113,7 +113,15 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "kv.transports.one_sided": (("transport",), ("writer",), ("ring",)),
     "config": (("options",), ("model",), ("hf",), ("fields", "rope"), ("families",)),
     "parallel": (("topology",), ("groups", "slices")),
-    "kernels": (("resolve",), ("native",), ("torch_ops",), ("reference",), ("ops", "row_formats"), ("weight_formats",)),
+    "kernels": (
+        ("resolve",),
+        ("native",),
+        ("torch_ops",),
+        ("reference",),
+        ("ops", "row_formats"),
+        ("activations",),
+        ("weight_formats",),
+    ),
     "kernels.native": (("ops",), ("build",)),
     "process": (("forked", "locks", "malloc", "memory", "scratch", "silence"),),
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import reference, resolve, resolve_ops
+from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, map_tensors
 from pdinfer.model.batch import Batch, Row
 from tests.rounding import (
@@ -63,6 +64,14 @@ def fp8_weight(*shape: int, parts: int = 1, ue8m0: bool = False, device: str = "
         ue8m0=ue8m0,
         parts=parts,
     )
+
+
+def for_tma(rows: FP8Rows) -> FP8Rows:
+    """Return the same rows with their scales in the layout "mn-major-tma"."""
+    pitch = -(-len(rows) // 4) * 4
+    scales_NT = rows.scales_TN.new_full((rows.scales_TN.shape[1], pitch), math.nan)
+    scales_TN = scales_NT.T[: len(rows)].copy_(rows.scales_TN)
+    return attrs.evolve(rows, scales_TN=scales_TN, layout="mn-major-tma")
 
 
 def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import torch_ops
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert, map_tensors
 from tests.conformance.op_suite import (
     ROWS,
     Rows,
     draw,
     every_dtype,
     for_every_provider,
+    for_tma,
     fp8_weight,
     int8_weight,
     op_of,
@@ -52,9 +53,11 @@ def test_linear_fp8(
     provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
 ) -> None:
     x, weight = outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0)
-    got = op_of(provider, "linear_fp8", device, dtype)(
-        x.to(device), fp8_weight(*size, parts=parts, ue8m0=ue8m0, device=device)
-    )
+    linear, there = op_of(provider, "linear_fp8", device, dtype), map_tensors(weight, lambda part: part.to(device))
+    got = linear(x.to(device), there)
+    rounded_once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=ue8m0)
+    for once in (rounded_once, for_tma(rounded_once)):
+        assert torch.equal(linear(once, there), got)
     numbers, worth = by_hand_fp8(x, weight)
     # both factors may be rounded to floats of `dtype` before they are multiplied
     rounded_factors = 2 * unit(dtype) + gamma(4)
@@ -75,21 +78,45 @@ def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
     assert_within(torch_ops.linear_fp8(x, weight), expected.double(), error, dtype)
 
 
+@for_every_provider
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@pytest.mark.parametrize("shape", [(0, 128), (5, 1), (5, 128), (4, 300), (2, 3, 136)], ids=str)
+def test_quantize_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: bool, shape: tuple[int, ...]) -> None:
+    x = outliers(math.prod(shape[:-1]), shape[-1]).to(dtype)
+    got = op_of(provider, "quantize_fp8", device, dtype)(x.view(shape).to(device), ue8m0=ue8m0)
+    assert (got.dtype, got.shape, got.ue8m0) == (dtype, shape, ue8m0)
+    assert (got.numbers_TI.dtype, got.scales_TN.dtype) == (torch.float8_e4m3fn, torch.float32)
+    assert got.scales_TN.shape == (*shape[:-1], math.ceil(shape[-1] / 128))
+    exact = rounded_by_hand(x, ue8m0)
+    scales = got.scales_TN.cpu().double().repeat_interleave(128, -1)[..., : shape[-1]]
+    value = (got.numbers_TI.cpu().double() * scales).view(x.shape)
+    assert ((value - exact).abs() <= gamma(2) * exact.abs()).all()
+    assert_within(got.floats().view(x.shape), exact, gamma(2) * exact.abs(), dtype)
+    if ue8m0:
+        assert (got.scales_TN.log2().frac() == 0).all()
+
+
 def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
     """Return the values of activations and weights, element by element of the scales, in float64."""
     rows, columns = weight.numbers.shape
-    worth, numbers = weight.numbers.double(), x.double().clone()
+    worth = weight.numbers.double()
     of_part = math.ceil(rows // weight.parts / 128)
     for row, column in product(range(rows), range(0, columns, 128)):
         part, within = divmod(row, rows // weight.parts)
         worth[row, column : column + 128] *= weight.scale[part * of_part + within // 128, column // 128].double()
-    for token, column in product(range(len(x)), range(0, columns, 128)):
+    return rounded_by_hand(x, weight.ue8m0), worth
+
+
+def rounded_by_hand(x: Tensor, ue8m0: bool) -> Tensor:
+    """Return the value of x rounded to FP8, block by block, in float64."""
+    numbers = x.double().clone()
+    for token, column in product(range(len(x)), range(0, x.shape[1], 128)):
         block = numbers[token, column : column + 128]
         scale = max(float(block.abs().max()), 1e-4) / 448
-        if weight.ue8m0:
+        if ue8m0:
             scale = 2.0 ** math.ceil(math.log2(scale))
         numbers[token, column : column + 128] = (block / scale).to(torch.float8_e4m3fn).double() * scale
-    return numbers, worth
+    return numbers
 
 
 @for_every_provider
@@ -153,6 +180,10 @@ def test_grouped_mlp_of_quantized_experts(
         hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
         one_by_one.append(linear(hidden_rows, expert(down, index)))
     assert torch.equal(got, torch.cat(one_by_one))
+    if kind == "fp8":
+        once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
+        grouped = op_of(provider, "grouped_mlp_fp8", device)
+        assert torch.equal(grouped(once, torch.tensor(counts), gate_up, down), got)
 
 
 @for_every_provider

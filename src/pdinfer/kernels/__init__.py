@@ -5,6 +5,7 @@
     torch_ops.py        fast eager torch
     native/             C for CPUs with AVX-512 BF16
     resolve.py          which provider serves each op, and why
+    activations.py      activations that were rounded to FP8, as a value
     weight_formats.py   how a matrix of weights is held in memory
     row_formats.py      what a row of a cache page holds
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
+from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
@@ -50,9 +51,9 @@ class Linear(Protocol):
 class LinearFP8(Protocol):
     """Multiplies by a matrix in FP8 blocks."""
 
-    def __call__(self, x_TI: Tensor, weight: FP8Blocks) -> Tensor:
-        """Do as `linear`, with x rounded to e4m3 per token and 128 channels: scale max(amax, 1e-4) / 448, or the next
-        power of two with `weight.ue8m0`. Products are summed in float32 within a block, then scaled and summed."""
+    def __call__(self, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+        """Do as `linear`, with x rounded as `quantize_fp8` does by `weight.ue8m0`, unless it comes rounded. Products
+        are summed in float32 within a block, then scaled and summed."""
 
 
 class LinearInt8(Protocol):
@@ -68,6 +69,15 @@ class LinearInt8Static(Protocol):
     def __call__(self, x_TI: Tensor, weight: Int8Static) -> Tensor:
         """Return (clamp(round(x / input_scale) + input_offset, -128, 127) . numbers + output_offset) * output_scale in
         x's dtype, where each part of the rows has its own input scale and offset. Products are summed exactly."""
+
+
+class QuantizeFP8(Protocol):
+    """Rounds activations to FP8, for all the products that read them."""
+
+    def __call__(self, x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
+        """Return x rounded to e4m3 per token and 128 channels, I >= 1: scale max(amax, 1e-4) / 448, or the next power
+        of two with `ue8m0` (DeepSeek-V3's report, arXiv 2412.19437, section 3.3.2). Readers take scales in every
+        layout."""
 
 
 class RoundFP8(Protocol):
@@ -269,7 +279,7 @@ class GroupedMLP(Protocol):
 class GroupedMLPFP8(Protocol):
     """Runs experts in FP8 blocks."""
 
-    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    def __call__(self, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
         """Do as `grouped_mlp` with `linear_fp8`: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
 
 
@@ -290,6 +300,7 @@ class Ops:
     linear_fp8: LinearFP8
     linear_int8: LinearInt8
     linear_int8_static: LinearInt8Static
+    quantize_fp8: QuantizeFP8
     round_fp8: RoundFP8
     round_int8: RoundInt8
     rotate: Rotate
@@ -309,7 +320,7 @@ class Ops:
     grouped_mlp_fp8: GroupedMLPFP8
     grouped_mlp_int8: GroupedMLPInt8
 
-    def linear_by(self, weight: Weight) -> Callable[[Tensor, Any], Tensor]:
+    def linear_by(self, weight: Weight) -> Callable[[Any, Any], Tensor]:
         """Return the op that multiplies by a weight of this format."""
         if isinstance(weight, FP8Blocks):
             return self.linear_fp8
@@ -317,7 +328,7 @@ class Ops:
             return self.linear_int8
         return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
 
-    def grouped_mlp_by(self, weight: Weight) -> Callable[[Tensor, Tensor, Any, Any], Tensor]:
+    def grouped_mlp_by(self, weight: Weight) -> Callable[[Any, Tensor, Any, Any], Tensor]:
         """Return the op that runs experts whose stacks have this format. The only other formats are floats."""
         if isinstance(weight, FP8Blocks):
             return self.grouped_mlp_fp8

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels import row_formats
+from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FP8_MAX,
@@ -66,32 +67,30 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return (_exact(x_TI) @ _exact(weight_OI).T).to(x_TI.dtype)
 
 
-def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
-    numbers, scale = fp8_activation(x_TI, weight.ue8m0)
-    scale_of_row = weight.scale_of_row
-    y = _exact(x_TI).new_zeros(x_TI.shape[0], weight.numbers.shape[0])
+def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    rows = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+    numbers, scale, scale_of_row = rows.numbers_TI, rows.scales_TN, weight.scale_of_row
+    y = scale.new_zeros(len(rows), weight.numbers.shape[0])
     for block in range(scale.shape[1]):
         columns = slice(block * BLOCK, (block + 1) * BLOCK)
         sums = numbers[:, columns].to(y.dtype) @ weight.numbers[:, columns].to(y.dtype).T
         y += sums * scale[:, block, None] * scale_of_row[:, block]
-    return y.to(x_TI.dtype)
+    return y.to(rows.dtype)
 
 
-def fp8_activation(x_TI: Tensor, ue8m0: bool) -> tuple[Tensor, Tensor]:
-    """Return (e4m3 [T, I], scales [T, ceil(I / 128)]), from DeepSeek-V3's report, section 3.3.2."""
+def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     x = _exact(x_TI)
     blocks = torch.split(x, BLOCK, -1)
     scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
     if ue8m0:
         scale = to_power_of_two(scale)
-    scaled = [block / scale[:, at, None] for at, block in enumerate(blocks)]
-    return torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn), scale
+    scaled = [block / scale[..., at, None] for at, block in enumerate(blocks)]
+    numbers = torch.cat(scaled, -1).clamp(-FP8_MAX, FP8_MAX).float().to(torch.float8_e4m3fn)
+    return FP8Rows(numbers, scale, dtype=x_TI.dtype, ue8m0=ue8m0)
 
 
 def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
-    numbers, scale = fp8_activation(x_TI, ue8m0)
-    scale_of_channel = scale.repeat_interleave(BLOCK, -1)[:, : x_TI.shape[1]]
-    return (numbers.to(scale.dtype) * scale_of_channel).to(x_TI.dtype)
+    return quantize_fp8(x_TI, ue8m0=ue8m0).floats()
 
 
 def round_int8(x_TI: Tensor) -> Tensor:
@@ -344,7 +343,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     return _by_expert(linear, x, counts_E, gate_up_EJD, down_EDI)
 
 
-def grouped_mlp_fp8(x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
     return _by_expert(linear_fp8, x, counts_E, gate_up, down)
 
 
@@ -353,9 +352,9 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
 
 
 def _by_expert(
-    multiply: Callable[[Tensor, Any], Tensor], x: Tensor, counts_E: Tensor, gate_up: Weight, down: Weight
+    multiply: Callable[[Any, Any], Tensor], x: Tensor | FP8Rows, counts_E: Tensor, gate_up: Weight, down: Weight
 ) -> Tensor:
-    out = torch.full_like(x, torch.nan)
+    out = x.new_empty(x.shape).fill_(torch.nan)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
         rows = (index, slice(count)) if x.ndim == 3 else slice(first, first + count)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.kernels import reference, row_formats
+from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
@@ -31,6 +32,7 @@ route = reference.route
 group_rows = reference.group_rows
 rms_norm = reference.rms_norm
 layer_norm = reference.layer_norm
+quantize_fp8 = reference.quantize_fp8
 round_fp8 = reference.round_fp8
 round_int8 = reference.round_int8
 
@@ -44,14 +46,14 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     return F.linear(x_TI, weight_OI)
 
 
-def linear_fp8(x_TI: Tensor, weight: FP8Blocks) -> Tensor:
-    rounded_TI = round_fp8(x_TI, ue8m0=weight.ue8m0)
+def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    rounded_TI = x_TI.floats() if isinstance(x_TI, FP8Rows) else round_fp8(x_TI, ue8m0=weight.ue8m0)
     scale_of_row = weight.scale_of_row
-    out = x_TI.new_empty(len(x_TI), len(weight.numbers))
-    step = max(1, WEIGHT_BLOCK_BYTES // (x_TI.shape[1] * x_TI.itemsize))
+    out = rounded_TI.new_empty(len(rounded_TI), len(weight.numbers))
+    step = max(1, WEIGHT_BLOCK_BYTES // (rounded_TI.shape[1] * rounded_TI.itemsize))
     for first in range(0, len(weight.numbers), step):
         rows = slice(first, first + step)
-        floats_OI = torch.empty(weight.numbers[rows].shape, dtype=x_TI.dtype, device=x_TI.device)
+        floats_OI = torch.empty(weight.numbers[rows].shape, dtype=rounded_TI.dtype, device=rounded_TI.device)
         dequantize_fp8(weight.numbers[rows], scale_of_row[rows], floats_OI)
         out[:, rows] = F.linear(rounded_TI, floats_OI)
     return out
@@ -82,7 +84,7 @@ def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
 
 def slow(op: str, device: torch.device) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
-    if op.startswith("round_"):
+    if not op.startswith(("linear_", "grouped_mlp_")):
         return None
     if op.endswith("_fp8"):
         return "makes floats of FP8 weights in every call"
@@ -357,7 +359,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     return by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
 
 
-def grouped_mlp_fp8(x: Tensor, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
     return by_expert(linear_fp8, gated_silu, x, counts_E, gate_up, down)
 
 
@@ -366,15 +368,15 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
 
 
 def by_expert(
-    multiply: Callable[[Tensor, Any], Tensor],
+    multiply: Callable[[Any, Any], Tensor],
     activate: Callable[[Tensor], Tensor],
-    x: Tensor,
+    x: Tensor | FP8Rows,
     counts_E: Tensor,
     gate_up: Weight,
     down: Weight,
 ) -> Tensor:
     """Run the grouped MLP one expert at a time, for those experts that have rows. Reads the counts."""
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     first = 0
     for index, count in enumerate(counts_E.tolist()):
         if count:

@@ -1,0 +1,67 @@
+"""How activations are held that were rounded for a product: FP8 numbers with their scales, as a value between ops."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.kernels.weight_formats import BLOCK
+
+ScaleLayout = Literal["row", "mn-major-tma"]
+"""Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
+of channels together, from a 16-byte border on, at a pitch of a multiple of 16 bytes: what the TMA of a GPU loads."""
+
+
+@attrs.frozen(eq=False)
+class FP8Rows:
+    """Rows [..., I] that were rounded to e4m3, with a scale per row and 128 channels. `numbers * scale` is their value.
+
+    `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. `dtype` is that of the floats which were
+    rounded, and so of what is computed from them. Axes before the last are those of the floats.
+    """
+
+    numbers_TI: Tensor
+    scales_TN: Tensor
+    layout: ScaleLayout = "row"
+    dtype: torch.dtype = attrs.field(kw_only=True)
+    ue8m0: bool = attrs.field(default=False, kw_only=True)
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the floats."""
+        return self.numbers_TI.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.numbers_TI.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.numbers_TI.device
+
+    def __len__(self) -> int:
+        return len(self.numbers_TI)
+
+    def __getitem__(self, rows: Any) -> FP8Rows:
+        """Return some rows, by any index of a tensor that leaves the last axis alone, with scales in the "row"
+        layout."""
+        return attrs.evolve(
+            self, numbers_TI=self.numbers_TI[rows], scales_TN=self.scales_TN[rows].contiguous(), layout="row"
+        )
+
+    def index_select(self, axis: int, index: Tensor) -> FP8Rows:
+        """Do as that method of a tensor, along an axis before the last."""
+        numbers, scales = self.numbers_TI.index_select(axis, index), self.scales_TN.index_select(axis, index)
+        return attrs.evolve(self, numbers_TI=numbers, scales_TN=scales, layout="row")
+
+    def new_empty(self, size: torch.Size | tuple[int, ...]) -> Tensor:
+        """Return uninitialised floats of `dtype`."""
+        return torch.empty(size, dtype=self.dtype, device=self.device)
+
+    def floats(self) -> Tensor:
+        """Return the value of the rows, rounded to `dtype`."""
+        scale_of_channel = self.scales_TN.repeat_interleave(BLOCK, -1)[..., : self.shape[-1]]
+        return (self.numbers_TI.to(self.scales_TN.dtype) * scale_of_channel).to(self.dtype)
