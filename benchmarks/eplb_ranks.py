@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import pdinfer as pd
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe import AllToAllDispatcher, DispatchRule, solve_placement
 from pdinfer.moe.layer import Experts
 from pdinfer.moe.placement.replicas import ReplicaTables
@@ -72,7 +73,7 @@ class Layer:
     """The experts of one rank under one placement."""
 
     def __init__(self, placement: pd.ExpertPlacement, groups: Any) -> None:
-        ops = resolve_ops(CPU, torch.float32).ops
+        ops = resolve_ops(OpSpec(device=CPU, dtype=torch.float32)).ops
         group = groups.ep
         table = ReplicaTables.build(placement, DispatchRule.DYNAMIC, rank=group.rank, ranks_per_node=None, device=CPU)
         self.replicas = table.of_layer(0)

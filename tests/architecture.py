@@ -120,7 +120,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("reference",),
         ("ops", "row_formats"),
         ("activations",),
-        ("weight_formats",),
+        ("weight_formats", "spec"),
     ),
     "kernels.native": (("ops",), ("build",)),
     "process": (("forked", "locks", "malloc", "memory", "scratch", "silence"),),

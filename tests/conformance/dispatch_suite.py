@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, TokenDispatcher
 from pdinfer.parallel import Group
 from tests.rounding import gamma
 
-OPS = resolve_ops(torch.device("cpu"), torch.float32).ops
+OPS = resolve_ops(OpSpec(device="cpu", dtype=torch.float32)).ops
 MAX_TOKENS = 6
 GARBAGE = float("nan")
 

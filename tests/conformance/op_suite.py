@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import reference, resolve, resolve_ops
+from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, map_tensors
 from pdinfer.model.batch import Batch, Row
@@ -43,7 +43,7 @@ def for_every_provider(test: Any) -> Any:
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the op of `provider`. Skips the test where the provider cannot run or does not offer it."""
     try:
-        return getattr(resolve_ops(torch.device(device), dtype, forced={name: provider}).ops, name)
+        return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced={name: provider}).ops, name)
     except BackendUnavailable as error:
         pytest.skip(str(error))
 

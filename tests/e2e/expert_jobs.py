@@ -11,6 +11,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import Weight, tensors_of
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.placement.placement import DispatchRule
@@ -108,7 +109,8 @@ def received_rows(
 def _received(group: Group, placement: pd.ExpertPlacement, chosen: Sequence[Tensor]) -> list[int]:
     cpu = torch.device("cpu")
     tables = ReplicaTables.build(placement, DispatchRule.DYNAMIC, rank=group.rank, ranks_per_node=None, device=cpu)
-    dispatcher = AllToAllDispatcher(group, placement.slots_per_rank, resolve_ops(cpu, torch.float32).ops)
+    ops = resolve_ops(OpSpec(device=cpu, dtype=torch.float32)).ops
+    dispatcher = AllToAllDispatcher(group, placement.slots_per_rank, ops)
     received = []
     for layer, ids_TK in enumerate(chosen):
         slots_TK = tables.of_layer(layer)(ids_TK)

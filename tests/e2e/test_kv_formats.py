@@ -12,7 +12,7 @@ from torch import Tensor
 
 import pdinfer as pd
 from pdinfer.config import CacheConfig
-from pdinfer.kernels import resolve_ops, row_formats
+from pdinfer.kernels import OpSpec, resolve_ops, row_formats
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
@@ -29,7 +29,7 @@ RANK = 128
 @functools.cache
 def model_of(family: str, dtype: torch.dtype = torch.float32, *, rounds: bool = False) -> Model:
     """With `rounds`, what goes into the cache is rounded as FP8 does and kept as floats: a second way to the same."""
-    resolved = resolve_ops(CPU, torch.float32)
+    resolved = resolve_ops(OpSpec(device=CPU, dtype=torch.float32))
     plain = resolved.ops
 
     def store_latent(pages: Tensor, slots: Tensor, c: Tensor, k_rope: Tensor) -> None:

@@ -134,6 +134,15 @@ class StoredWeights:
             return Scheme.FP8_BLOCKS
         return scheme
 
+    @property
+    def quantized_schemes(self) -> frozenset[Scheme]:
+        """The schemes other than FLOAT of its tensors, also of those that a model does not read."""
+        described = {value for value in self.description.values() if isinstance(value, str)}
+        schemes = {scheme for scheme in Scheme if scheme.value in described}
+        if any(name.endswith(f"{SUFFIX}_scale_inv") for name in self.files.tensors):
+            schemes.add(Scheme.FP8_BLOCKS)
+        return frozenset(schemes - {Scheme.FLOAT})
+
     def holds(self, name: str) -> bool:
         """Return whether there is a tensor of that name."""
         return name in self.files.tensors

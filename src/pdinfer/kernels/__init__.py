@@ -6,6 +6,7 @@
     native/             C for CPUs with AVX-512 BF16
     resolve.py          which provider serves each op, and why
     activations.py      activations that were rounded to FP8, as a value
+    spec.py             what ops are chosen for, as data
     weight_formats.py   how a matrix of weights is held in memory
     row_formats.py      what a row of a cache page holds
 
@@ -19,5 +20,6 @@ from __future__ import annotations
 
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import OpChoice, ResolvedOps, explain_backends, resolve_ops
+from pdinfer.kernels.spec import DeviceSpec, OpSpec
 
-__all__ = ["OpChoice", "Ops", "ResolvedOps", "explain_backends", "resolve_ops"]
+__all__ = ["DeviceSpec", "OpChoice", "OpSpec", "Ops", "ResolvedOps", "explain_backends", "resolve_ops"]

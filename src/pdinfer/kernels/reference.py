@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.kernels import row_formats
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FP8_MAX,
@@ -31,12 +32,12 @@ FP8_MIN_AMAX = 1e-4
 INT8_MIN_AMAX = 1e-10
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(spec: OpSpec) -> str | None:
     """Return None: plain torch runs everywhere."""
     return None
 
 
-def slow(op: str, device: torch.device) -> str | None:
+def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
     return "is made to be read" if op.startswith(("linear_", "grouped_mlp_")) else None
 

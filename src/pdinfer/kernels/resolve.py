@@ -11,16 +11,17 @@ import torch
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.ops import OP_NAMES, Ops
+from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
 
 PROVIDERS: tuple[tuple[str, str], ...] = (
     ("native", "pdinfer.kernels.native.ops"),
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )
-"""(name, module) in order of preference. A module is imported only when its turn comes. It has a function
-`unavailable(device, dtype) -> str | None` (a sentence, or None when it can run) and the ops it offers, under their
-names. It may have `slow(op, device) -> str | None`, which says why an op on quantized weights is slower than floats
-made of them at load."""
+"""(name, module) in order of preference. A module is imported only when its turn comes. It has the ops it offers, under
+their names, and functions that take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of
+it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and
+`slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load."""
 
 
 @attrs.frozen
@@ -44,11 +45,9 @@ class ResolvedOps:
     weights: tuple[str, ...] = ()
 
 
-def resolve_ops(
-    device: torch.device, dtype: torch.dtype, *, forced: str | Mapping[str, str] | None = None
-) -> ResolvedOps:
-    """Choose the ops for models that run in `dtype` on `device`. `forced` names one provider for all ops, or one per
-    op. Raises BackendUnavailable when a forced provider cannot run here or lacks the op."""
+def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
+    """Choose the ops for a model of `spec`. `forced` names one provider for all ops, or one per op. Raises
+    BackendUnavailable when a forced provider cannot run there, refuses the op or lacks it."""
     unknown = [] if forced is None or isinstance(forced, str) else sorted(set(forced) - set(OP_NAMES))
     if unknown:
         raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
@@ -56,13 +55,13 @@ def resolve_ops(
     choices = []
     for op in OP_NAMES:
         wanted = forced if isinstance(forced, str) or forced is None else forced.get(op)
-        function, choice = _choose(op, device, dtype, wanted)
+        function, choice = _choose(op, spec, wanted)
         functions[op] = function
         choices.append(choice)
     return ResolvedOps(Ops(**functions), tuple(choices))  # type: ignore[arg-type]
 
 
-def _choose(op: str, device: torch.device, dtype: torch.dtype, wanted: str | None) -> tuple[object, OpChoice]:
+def _choose(op: str, spec: OpSpec, wanted: str | None) -> tuple[object, OpChoice]:
     names = [name for name, _ in PROVIDERS]
     if wanted is not None and wanted not in names:
         raise BackendUnavailable(f"op {op}: no provider is called {wanted!r}; there are {', '.join(names)}")
@@ -71,14 +70,16 @@ def _choose(op: str, device: torch.device, dtype: torch.dtype, wanted: str | Non
         if wanted not in (None, name):
             continue
         module = importlib.import_module(module_path)
-        reason = module.unavailable(device, dtype)
+        reason = module.unavailable(spec)
         if reason is None and not hasattr(module, op):
             reason = f"has no {op}"
+        if reason is None and hasattr(module, "refuses"):
+            reason = module.refuses(op, spec)
         if reason is None:
-            slow = module.slow(op, device) if hasattr(module, "slow") else None
+            slow = module.slow(op, spec) if hasattr(module, "slow") else None
             return getattr(module, op), OpChoice(op, name, tuple(refusals), slow)
         refusals.append(f"{name}: {reason}")
-    raise BackendUnavailable(f"op {op} cannot run on {device}: " + "; ".join(refusals))
+    raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals))
 
 
 class Resolved(Protocol):
@@ -93,16 +94,27 @@ class Resolved(Protocol):
         """What else the host should know, in sentences."""
 
 
-def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return a table: each op, the provider it would get on a device in a model of `dtype`, and a sentence for each
-    provider that was passed over or is slow.
+def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
+    """Return the first op on weights of that format that is slower than its float form, or None."""
+    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_FORMAT[weight_format] and choice.slow)
+    return next(slow, None)
 
-    For a `Model` it tells what the model got, what became of its quantized weights, and what is odd about where its
-    experts are.
+
+def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return a table: each op, the provider it would get, and a sentence for each provider that was passed over or is
+    slow.
+
+    `where` is a device, a card's name ("H200") or a spec, and none of them need be here; `dtype` is that of a model
+    there, which a spec says itself. A spec also tells what `weights="auto"` makes of its weight formats. For a `Model`
+    the table tells what the model got, what became of its quantized weights, and what is odd about where its experts
+    are. Raises BackendUnavailable for an unknown device.
     """
     remarks: tuple[str, ...] = ()
     if isinstance(where, str | torch.device):
-        resolved = resolve_ops(torch.device(where), dtype)
+        where = OpSpec(device=where, dtype=dtype)
+    if isinstance(where, OpSpec):
+        resolved = resolve_ops(where)
+        remarks = tuple(_outcome(name, resolved, where.dtype) for name in sorted(where.weight_formats))
     else:
         resolved, remarks = where.resolved, where.remarks
     width = max(len(choice.op) for choice in resolved.choices)
@@ -113,3 +125,12 @@ def explain_backends(where: str | torch.device | Resolved = "cpu", dtype: torch.
         if choice.slow is not None:
             lines.append(f"{'':<{width}}  slow: {choice.slow}")
     return "\n".join([*lines, *resolved.weights, *remarks])
+
+
+def _outcome(weight_format: str, resolved: ResolvedOps, dtype: torch.dtype) -> str:
+    """Tell what `weights="auto"` makes of weights of that format."""
+    slow = slow_op(weight_format, resolved)
+    if slow is None:
+        return f'{weight_format} weights are held as they are stored (weights="auto")'
+    into = str(dtype).removeprefix("torch.")
+    return f'{weight_format} weights become {into} (weights="auto"): {slow.op} of {slow.provider} {slow.slow}'

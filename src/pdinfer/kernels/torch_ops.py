@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.kernels import reference, row_formats
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight, dequantize_fp8, expert
 
 SCORE_BLOCK_BYTES = 32 << 20
@@ -37,7 +38,7 @@ round_fp8 = reference.round_fp8
 round_int8 = reference.round_int8
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(spec: OpSpec) -> str | None:
     """Return None: eager torch runs on every device."""
     return None
 
@@ -82,7 +83,7 @@ def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
     return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
 
 
-def slow(op: str, device: torch.device) -> str | None:
+def slow(op: str, spec: OpSpec) -> str | None:
     """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
     if not op.startswith(("linear_", "grouped_mlp_")):
         return None

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdinfer.checkpoint.schemes import FORMATS, Scheme
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels.resolve import OpChoice, ResolvedOps
+from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     WHOLE,
@@ -27,14 +27,10 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 
-OPS_OF_SCHEME: Mapping[Scheme, tuple[str, ...]] = MappingProxyType(
-    {
-        Scheme.FP8_BLOCKS: ("linear_fp8", "grouped_mlp_fp8"),
-        Scheme.INT8_DYNAMIC: ("linear_int8", "grouped_mlp_int8"),
-        Scheme.INT8_STATIC: ("linear_int8_static",),
-    }
+FORMAT_OF_SCHEME: Mapping[Scheme, str] = MappingProxyType(
+    {Scheme.FP8_BLOCKS: "fp8", Scheme.INT8_DYNAMIC: "w8a8_dynamic", Scheme.INT8_STATIC: "w8a8"}
 )
-"""The ops that must run at speed before `weights="auto"` keeps weights of a scheme."""
+"""The quantized schemes, and the names of their formats in an `OpSpec`."""
 
 
 def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
@@ -43,14 +39,8 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
     if weights not in ("auto", "stored", "float"):
         raise ConfigError(f'weights must be "auto", "stored" or "float", got {weights!r}')
     if weights == "auto":
-        return frozenset(scheme for scheme in OPS_OF_SCHEME if not slow_op(scheme, resolved))
-    return frozenset(OPS_OF_SCHEME) if weights == "stored" else frozenset()
-
-
-def slow_op(scheme: Scheme, resolved: ResolvedOps) -> OpChoice | None:
-    """Return the first op of a scheme that is slower than its float form, or None."""
-    slow = (choice for choice in resolved.choices if choice.op in OPS_OF_SCHEME[scheme] and choice.slow)
-    return next(slow, None)
+        return frozenset(scheme for scheme, name in FORMAT_OF_SCHEME.items() if not slow_op(name, resolved))
+    return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
 
 
 class Schemes(Protocol):

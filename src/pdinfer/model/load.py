@@ -17,9 +17,9 @@ from pdinfer.files import AnyPath
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.destinations import kept_schemes
+from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes
 from pdinfer.model.load_plan import Build, LoadPlan, Target
-from pdinfer.model.model import Model, check_divides
+from pdinfer.model.model import Model, check_divides, op_spec_of
 from pdinfer.model.mtp import copy_names
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
@@ -80,12 +80,14 @@ def load_model(
         dtype=_checked_dtype(config.dtype if dtype is None else dtype),
         mtp=mtp,
     )
-    resolved = resolve_ops(target.device, target.dtype, forced=providers)
-    kept = kept_schemes(weights, resolved)
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
+        formats = [FORMAT_OF_SCHEME[scheme] for scheme in stored.quantized_schemes]
+        spec = op_spec_of(config, topology, target.device, target.dtype, formats)
+        resolved = resolve_ops(spec, forced=providers)
+        kept = kept_schemes(weights, resolved)
         build = _builder(files, target, resolved.ops, experts, placement)
         plan = LoadPlan(target=target, build=build, stored=stored, weights=weights, kept=kept, resolved=resolved)
         plan.check()

@@ -15,7 +15,7 @@ from pdinfer.checkpoint.schemes import Scheme, StoredWeights
 from pdinfer.checks import check_fits
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError
-from pdinfer.kernels.resolve import ResolvedOps
+from pdinfer.kernels.resolve import ResolvedOps, slow_op
 from pdinfer.kernels.weight_formats import (
     BLOCK,
     FloatWithBias,
@@ -28,7 +28,7 @@ from pdinfer.kernels.weight_formats import (
     tensors_of,
 )
 from pdinfer.layers import WeightSource
-from pdinfer.model.destinations import OPS_OF_SCHEME, Destinations, Place, slow_op
+from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, Place
 from pdinfer.model.model import Model
 from pdinfer.model.unread import check_tied, refuse_unread
 from pdinfer.parallel.groups import InTouch
@@ -131,11 +131,11 @@ class LoadPlan:
             (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias))
             for name, held in self.listed.places.items()
         )
-        for scheme in OPS_OF_SCHEME:
+        for scheme, name in FORMAT_OF_SCHEME.items():
             if counts[scheme, False]:
                 yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
             if counts[scheme, True]:
-                slow = slow_op(scheme, self.resolved)
+                slow = slow_op(name, self.resolved)
                 told = f": {slow.op} of {slow.provider} {slow.slow}" if self.weights == "auto" and slow else ""
                 dtype = str(self.target.dtype).removeprefix("torch.")
                 yield f'{counts[scheme, True]} {scheme.value} weights became {dtype} (weights="{self.weights}"){told}'

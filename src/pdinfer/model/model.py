@@ -4,7 +4,7 @@ pool or request."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from pdinfer.checks import check_fits
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import ResolvedOps
+from pdinfer.kernels.spec import DeviceSpec, OpSpec
 from pdinfer.kv.layout import MTP_PREFIX, KVLayout
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm, Rotary, WeightSource
@@ -244,6 +245,24 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *,
     if mtp:
         components += components_of(config, kv_format, (layers,), prefix=MTP_PREFIX)
     return KVLayout(model_id=config.fingerprint, weights_id=b"", page_size=cache.page_size, components=components)
+
+
+def op_spec_of(
+    config: ModelConfig,
+    topology: Topology,
+    device: str | torch.device | DeviceSpec,
+    dtype: torch.dtype,
+    weight_formats: Iterable[str] = (),
+) -> OpSpec:
+    """Return what the ops of a rank must run. Pools come later, so sizes and formats of pages are not known yet."""
+    return OpSpec(
+        device=device,
+        dtype=dtype,
+        num_heads=config.num_attention_heads // topology.tp_size,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_rope_head_dim=config.qk_rope_head_dim,
+        weight_formats=weight_formats,
+    )
 
 
 def check_divides(config: ModelConfig, topology: Topology) -> None:

@@ -14,7 +14,8 @@ import torch
 
 from pdinfer.checks import clip, int_in
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig
-from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.errors import BackendUnavailable, ConfigError, PDInferError
+from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import check_divides, kv_layout_of
@@ -28,14 +29,14 @@ H800_BYTES = int(79.1 * 2**30)
 """What the driver leaves of an H800's 80 GB."""
 
 
-def _device(value: str | torch.device) -> torch.device:
-    """Return a device that `load_model` can load onto, by its torch name. Raises ConfigError."""
+def _device(value: str | torch.device | DeviceSpec) -> DeviceSpec:
+    """Return a kind of device that `load_model` can load onto, by torch's name or the card's. Raises ConfigError."""
     try:
-        device = torch.device(value)
-    except (RuntimeError, TypeError):
-        device = torch.device("meta")
+        device = DeviceSpec.of(value)
+    except BackendUnavailable:
+        device = DeviceSpec("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be 'cpu' or 'cuda', got {clip(value)}")
+        raise ConfigError(f"device must be 'cpu', 'cuda' or a card such as 'H200', got {clip(value)}")
     return device
 
 
@@ -60,7 +61,7 @@ class EnginePlan:
     mtp: bool = False
     stored: str = "float"
     weights: str = "auto"
-    device: torch.device = attrs.field(factory=lambda: torch.device("cuda"), converter=_device)
+    device: DeviceSpec = attrs.field(factory=lambda: DeviceSpec.of("cuda"), converter=_device)
     device_bytes: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 50)))
 
     def __attrs_post_init__(self) -> None:

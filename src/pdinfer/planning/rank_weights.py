@@ -10,10 +10,11 @@ from pdinfer.checkpoint.schemes import Scheme
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import DeviceSpec
 from pdinfer.kernels.weight_formats import Weight, num_bytes
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.destinations import Destinations, kept_schemes
-from pdinfer.model.model import Model
+from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
+from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology
@@ -58,7 +59,7 @@ def rank_weight_bytes(
     *,
     stored: str,
     weights: str,
-    device: torch.device,
+    device: DeviceSpec,
     mtp: bool,
     experts: ExpertConfig,
     placement: ExpertPlacement | None,
@@ -71,11 +72,19 @@ def rank_weight_bytes(
     if stored not in STORED:
         raise ConfigError(f"stored must be one of {', '.join(STORED)}, got {stored!r}")
     dtype, groups = DTYPES[config.dtype], topology.apart()
-    resolved = resolve_ops(device, dtype)
+    formats = [FORMAT_OF_SCHEME[STORED[stored]]] if stored != "float" else []
+    resolved = resolve_ops(op_spec_of(config, topology, device, dtype, formats))
     kept = kept_schemes(weights, resolved)
     plan = Counted(torch.device("meta"), dtype, PublishedWeights(config=config, stored=stored), kept)
     parallel = ExpertParallel.apart(
-        config, resolved.ops, groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
+        config,
+        resolved.ops,
+        groups.ep,
+        device=torch.device(device.type),
+        dtype=dtype,
+        mtp=mtp,
+        options=experts,
+        placement=placement,
     )
     Model.build(
         config,

@@ -17,7 +17,7 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.model import Model
+from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
@@ -192,7 +192,8 @@ def random_model(
     options = experts or ExpertConfig()
     placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
     target = torch.device(device)
-    resolved, groups = resolve_ops(target, dtype, forced=providers), topology.connect(target)
+    resolved = resolve_ops(op_spec_of(config, topology, target, dtype), forced=providers)
+    groups = topology.connect(target)
     parallel = ExpertParallel.connect(
         config,
         resolved.ops,
@@ -234,7 +235,7 @@ def write_checkpoint(
     Model.build(
         parsed,
         source,
-        resolve_ops(cpu, source.dtype),
+        resolve_ops(op_spec_of(parsed, Topology.single(), cpu, source.dtype)),
         device=cpu,
         dtype=source.dtype,
         topology=Topology.single(),

@@ -16,16 +16,17 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import WHOLE, Int8Dynamic, Int8Static, Shard, dequantize, tensors_of
 from pdinfer.layers import Linear
-from pdinfer.model.destinations import OPS_OF_SCHEME, Destinations
+from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations
 from pdinfer.model.load_plan import read_all
 from pdinfer.parallel.groups import ALONE, InTouch
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.rounding import error_of_products, gamma
 
 CPU = torch.device("cpu")
-OPS = resolve_ops(CPU, torch.float32, forced="reference").ops
+OPS = resolve_ops(OpSpec(device=CPU, dtype=torch.float32), forced="reference").ops
 NAME, SHAPE = "model.layers.0.mlp.down_proj", (256, 512)
 FORMATS = ("float", "fp8", "w8a8_dynamic", "w8a8")
 
@@ -66,7 +67,7 @@ def linear_of(folder: Path, shard: Shard, *, stored: bool) -> Linear:
     """Read the part of the matrix, held as it is stored or as floats."""
     with Checkpoint.open(folder) as files:
         weights = StoredWeights.survey(files)
-        source = Destinations(CPU, torch.float32, weights, frozenset(OPS_OF_SCHEME) if stored else frozenset())
+        source = Destinations(CPU, torch.float32, weights, frozenset(FORMAT_OF_SCHEME) if stored else frozenset())
         linear = Linear.build(source, NAME, *SHAPE, OPS, shard)
         read_all(weights, source, None, InTouch(ALONE, CPU))
     return linear

@@ -6,31 +6,34 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
-from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import explain_backends, reference, resolve, resolve_ops
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels import DeviceSpec, OpSpec, explain_backends, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kernels.spec import OPS_OF_FORMAT
 
-CPU = torch.device("cpu")
+FLOAT32 = OpSpec(device="cpu", dtype=torch.float32)
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
-    assert [(choice.op, choice.provider) for choice in resolve_ops(CPU, torch.float32).choices] == [
+    assert [(choice.op, choice.provider) for choice in resolve_ops(FLOAT32).choices] == [
         (op, "torch") for op in OP_NAMES
     ]
 
 
 def test_one_name_forces_all_ops() -> None:
-    resolved = resolve_ops(CPU, torch.float32, forced="reference")
+    resolved = resolve_ops(FLOAT32, forced="reference")
     assert {choice.provider for choice in resolved.choices} == {"reference"}
     assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in OP_NAMES)
 
 
 @pytest.mark.parametrize("op", OP_NAMES)
 def test_one_op_is_forced_alone(op: str) -> None:
-    resolved = resolve_ops(CPU, torch.float32, forced={op: "reference"})
+    resolved = resolve_ops(FLOAT32, forced={op: "reference"})
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {op}
     assert getattr(resolved.ops, op) is getattr(reference, op)
 
@@ -40,16 +43,22 @@ def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
     with pytest.raises(
         BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, torch, reference"
     ):
-        resolve_ops(CPU, torch.float32, forced=forced)
+        resolve_ops(FLOAT32, forced=forced)
+
+
+def only_pages_of_64(op: str, spec: OpSpec) -> str | None:
+    return None if op != "mla_decode" or spec.page_size == 64 else f"reads pages of 64 tokens, got {spec.page_size}"
 
 
 @pytest.fixture
 def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add two preferred providers: one cannot run here, and one has nothing but `linear`."""
+    """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
-    absent.unavailable = lambda device, dtype: f"needs a quantum device, got {device}"  # type: ignore[attr-defined]
-    partial.unavailable = lambda device, dtype: None  # type: ignore[attr-defined]
+    absent.unavailable = lambda spec: f"needs a quantum device, got {spec.device}"  # type: ignore[attr-defined]
+    partial.unavailable = lambda spec: None  # type: ignore[attr-defined]
     partial.linear = reference.linear  # type: ignore[attr-defined]
+    partial.mla_decode = reference.mla_decode  # type: ignore[attr-defined]
+    partial.refuses = only_pages_of_64  # type: ignore[attr-defined]
     for module in (absent, partial):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     added = (("absent", absent.__name__), ("partial", partial.__name__))
@@ -59,7 +68,7 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("newcomers")
 def test_each_provider_passed_over_has_a_reason() -> None:
-    choices = {choice.op: choice for choice in resolve_ops(CPU, torch.float32).choices}
+    choices = {choice.op: choice for choice in resolve_ops(FLOAT32).choices}
     assert choices["linear"].provider == "partial"
     assert choices["linear"].refusals == ("absent: needs a quantum device, got cpu",)
     assert choices["route"].provider == "torch"
@@ -72,13 +81,123 @@ def test_each_provider_passed_over_has_a_reason() -> None:
     [
         ("absent", "op rms_norm cannot run on cpu: absent: needs a quantum device, got cpu"),
         ({"route": "partial"}, "op route cannot run on cpu: partial: has no route"),
+        (
+            {"mla_decode": "partial"},
+            "op mla_decode cannot run on cpu: partial: reads pages of 64 tokens, got None",
+        ),
     ],
-    ids=["cannot-run", "lacks-the-op"],
+    ids=["cannot-run", "lacks-the-op", "refuses-the-shape"],
 )
 def test_a_forced_provider_that_cannot_run_says_why(forced: Any, sentence: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
-        resolve_ops(CPU, torch.float32, forced=forced)
+        resolve_ops(FLOAT32, forced=forced)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.usefixtures("newcomers")
+@pytest.mark.parametrize(("page_size", "provider"), [(64, "partial"), (32, "torch"), (None, "torch")])
+def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: str) -> None:
+    """What is not known may be anything."""
+    choices = {choice.op: choice for choice in resolve_ops(attrs.evolve(FLOAT32, page_size=page_size)).choices}
+    assert (choices["mla_decode"].provider, choices["linear"].provider) == (provider, "partial")
+    refused = [f"partial: reads pages of 64 tokens, got {page_size}"] if provider == "torch" else []
+    assert list(choices["mla_decode"].refusals[1:]) == refused
+
+
+@pytest.mark.parametrize(
+    ("known", "refused"),
+    [
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, {}),
+        (
+            {"kv_lora_rank": 512, "qk_rope_head_dim": 72},
+            {"mla_decode": "reads latents and rotary keys in steps of 32 elements, they have 512 and 72"},
+        ),
+        (
+            {"kv_lora_rank": 16, "qk_rope_head_dim": 16},
+            {"mla_decode": "reads latents and rotary keys in steps of 32 elements, they have 16 and 16"},
+        ),
+        ({"kv_lora_rank": 16}, {}),
+        (
+            {"kv_format": "fp8"},
+            dict.fromkeys(("mla_decode", "mla_prefill"), "reads pages of bfloat16, these are packed FP8"),
+        ),
+        ({"kv_format": "bfloat16"}, {}),
+    ],
+)
+def test_native_kernels_refuse_shapes(known: dict[str, Any], refused: dict[str, str]) -> None:
+    """At these shapes they would only pass their inputs on to torch."""
+    spec = OpSpec(device="cpu", dtype=torch.bfloat16, **known)
+    assert {op: native.refuses(op, spec) for op in OP_NAMES if native.refuses(op, spec)} == refused
+
+
+def test_a_card_is_known_by_its_name_and_need_not_be_here() -> None:
+    """H200 is sm_90 (https://developer.nvidia.com/cuda-gpus)."""
+    assert DeviceSpec.of("H200") == DeviceSpec("cuda", "H200", (9, 0))
+    assert DeviceSpec.of("cpu") == DeviceSpec.of(torch.device("cpu")) == DeviceSpec("cpu")
+    assert str(DeviceSpec.of("H800")) == "H800"
+    assert str(DeviceSpec.of("cpu")) == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card, of which torch tells more")
+def test_of_a_card_that_is_not_named_nothing_is_assumed() -> None:
+    assert DeviceSpec.of("cuda:1") == DeviceSpec("cuda", "", None)
+
+
+def test_torch_names_the_card_that_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"card {device.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    assert DeviceSpec.of("cuda:1") == DeviceSpec("cuda", "card 1", (9, 1))
+    assert DeviceSpec.of("H200") == DeviceSpec("cuda", "H200", (9, 0))
+
+
+@pytest.mark.parametrize("name", ["H2000", "cuda:x", None])
+def test_an_unknown_device_is_refused_with_the_cards_that_are_known(name: Any) -> None:
+    with pytest.raises(BackendUnavailable, match=r"is neither a torch device name .* nor a card among A100, .*H200"):
+        explain_backends(OpSpec(device=name))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"weight_formats": ["int4"]}, "weight_formats must be among fp8, w8a8_dynamic, w8a8, got 'int4'"),
+        ({"page_size": 0}, "page_size must be an int from 1"),
+        ({"kv_format": "int8"}, "kv_format must be one of bfloat16, float16, float32, fp8, got 'int8'"),
+    ],
+)
+def test_a_spec_with_a_wrong_value_is_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        OpSpec(device="cpu", **wrong)
+
+
+V3_ON_H200 = OpSpec(
+    device="H200",
+    num_heads=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    weight_formats={"fp8"},
+    page_size=64,
+    kv_format="bfloat16",
+)
+
+
+def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
+    lines = explain_backends(V3_ON_H200).splitlines()
+    served = [line.split() for line in lines if line.split()[0] in OP_NAMES]
+    assert served == [[op, "torch"] for op in OP_NAMES]
+    assert sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines) == len(OP_NAMES)
+
+
+@pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)
+def test_a_spec_says_what_becomes_of_its_weights(monkeypatch: pytest.MonkeyPatch, weight_format: str) -> None:
+    op = OPS_OF_FORMAT[weight_format][-1]
+    spec = attrs.evolve(V3_ON_H200, weight_formats={weight_format})
+    monkeypatch.setattr(torch_ops, "slow", lambda _op, _spec: None)
+    kept = explain_backends(spec).splitlines()[-1]
+    assert kept == f'{weight_format} weights are held as they are stored (weights="auto")'
+    monkeypatch.setattr(torch_ops, "slow", lambda name, spec: f"waits on {spec.device}" if name == op else None)
+    made = explain_backends(spec).splitlines()[-1]
+    assert made == f'{weight_format} weights become bfloat16 (weights="auto"): {op} of torch waits on H200'
 
 
 def test_explain_backends_is_a_table_of_all_ops() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels import resolve_ops
+from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model.batch import Batch, Row
@@ -23,6 +23,7 @@ from pdinfer.testing import RandomWeights, random_model, tiny_config
 from tests.rounding import difference_of_models, gamma
 
 CPU = torch.device("cpu")
+REFERENCE = resolve_ops(OpSpec(device=CPU, dtype=torch.float32), forced="reference").ops
 NAME = "model.layers.0.self_attn.indexer"
 PAGE_SIZE = 4
 COUNT = 23
@@ -55,7 +56,7 @@ class Case:
     def of(cls, name: str) -> Case:
         config = config_of(name)
         source = RandomWeights(dtype=torch.float64)
-        indexer = Indexer.build(source, NAME, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
+        indexer = Indexer.build(source, NAME, config, REFERENCE)
         generator = torch.Generator().manual_seed(0)
         inputs = (
             torch.randn(COUNT, width, generator=generator, dtype=torch.float64)
@@ -156,7 +157,7 @@ def test_a_context_that_is_read_whole_needs_no_choice(chunks: list[int]) -> None
 
 def test_a_model_without_sparse_attention_has_no_indexer() -> None:
     with pytest.raises(ConfigError, match="a deepseek_v3 has no indexer"):
-        Indexer.build(RandomWeights(), NAME, tiny_config(), resolve_ops(CPU, torch.float32).ops)
+        Indexer.build(RandomWeights(), NAME, tiny_config(), resolve_ops(OpSpec(device=CPU, dtype=torch.float32)).ops)
     attentions = [block.attention for block in random_model().blocks]
     assert all(isinstance(attention, MLA) and attention.indexer is None for attention in attentions)
 

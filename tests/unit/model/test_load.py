@@ -19,6 +19,7 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
@@ -418,4 +419,4 @@ def test_a_value_too_large_for_the_chosen_dtype_is_refused(tmp_path: Path) -> No
 def test_a_provider_for_an_op_that_does_not_exist_is_refused() -> None:
     """A misspelt name would otherwise force nothing."""
     with pytest.raises(BackendUnavailable, match="no op is called 'mla_prefil'"):
-        resolve_ops(torch.device("cpu"), torch.float32, forced={"mla_prefil": "reference"})
+        resolve_ops(OpSpec(device="cpu", dtype=torch.float32), forced={"mla_prefil": "reference"})

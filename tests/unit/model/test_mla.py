@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
-from pdinfer.kernels import resolve_ops
+from pdinfer.kernels import OpSpec, resolve_ops
 from pdinfer.kv.view import KVView
 from pdinfer.layers import Rotary
 from pdinfer.model.batch import Batch, Row
@@ -20,6 +20,7 @@ from pdinfer.testing import RandomWeights, tiny_config
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
+REFERENCE = resolve_ops(OpSpec(device=CPU, dtype=torch.float32), forced="reference").ops
 LAYER = 3
 NAME = f"model.layers.{LAYER}.self_attn"
 PAGE_SIZE = 4
@@ -51,7 +52,7 @@ class Layer:
     @classmethod
     def of(cls, config: ModelConfig) -> Layer:
         source = RandomWeights(dtype=torch.float64)
-        mla = MLA.build(source, LAYER, config, resolve_ops(CPU, torch.float32, forced="reference").ops)
+        mla = MLA.build(source, LAYER, config, REFERENCE)
         return cls(mla, source.tensors, Rotary.build(config, CPU))
 
     def new_pages(self, count: int) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, tensors_of
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
@@ -246,7 +247,7 @@ def test_the_config_knows_the_bytes_that_a_model_takes(case: str, dtype: str) ->
     Model.build(
         config,
         source,
-        resolve_ops(CPU, DTYPES[dtype]),
+        resolve_ops(OpSpec(device=CPU, dtype=DTYPES[dtype])),
         device=CPU,
         dtype=DTYPES[dtype],
         topology=Topology.single(),

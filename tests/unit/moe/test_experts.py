@@ -14,6 +14,7 @@ from torch import Tensor
 from pdinfer.config import ExpertConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import (
     FP8Blocks,
     Int8Dynamic,
@@ -36,7 +37,7 @@ from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_c
 from tests.rounding import difference_of_models
 
 CPU = torch.device("cpu")
-OPS = resolve_ops(CPU, torch.float32).ops
+OPS = resolve_ops(OpSpec(device=CPU, dtype=torch.float32)).ops
 SLOTS, WIDTH, INNER = 3, 136, 24  # two blocks of columns, one of them narrow
 FORMATS = (Tensor, FP8Blocks, Int8Dynamic)
 every_format = pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.__name__)

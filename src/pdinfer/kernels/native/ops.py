@@ -17,6 +17,7 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_ops
 from pdinfer.kernels.native.build import library
+from pdinfer.kernels.spec import OpSpec
 
 FEW_ROWS = 16
 """Up to this many rows a product waits for its weights. With more, torch's GEMM is faster."""
@@ -36,16 +37,26 @@ def _are(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
     return all(tensor is None or tensor.dtype == dtype for tensor in tensors)
 
 
-def unavailable(device: torch.device, dtype: torch.dtype) -> str | None:
+def unavailable(spec: OpSpec) -> str | None:
     """Return a sentence when this machine or dtype cannot have these kernels, and None when it can."""
-    if device.type != "cpu":
-        return f"is for CPUs, device is {device.type}"
-    if dtype != torch.bfloat16:
-        return f"is for bfloat16, the model runs in {dtype}"
+    if spec.device.type != "cpu":
+        return f"is for CPUs, device is {spec.device}"
+    if spec.dtype != torch.bfloat16:
+        return f"is for bfloat16, the model runs in {spec.dtype}"
     try:
         library()
     except BackendUnavailable as error:
         return str(error)
+    return None
+
+
+def refuses(op: str, spec: OpSpec) -> str | None:
+    """Return a sentence when the kernel of an op was not made for these sizes, and None when it was."""
+    rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+    if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
+        return "reads pages of bfloat16, these are packed FP8"
+    if op == "mla_decode" and rank is not None and rope is not None and (rank % 32 or rope % 32):
+        return f"reads latents and rotary keys in steps of 32 elements, they have {rank} and {rope}"
     return None
 
 
