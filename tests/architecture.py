@@ -123,7 +123,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("weight_formats", "spec"),
     ),
     "kernels.native": (("ops",), ("build",)),
-    "process": (("forked", "locks", "malloc", "memory", "scratch", "silence"),),
+    "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
 }
 
 GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "trace", "types"})

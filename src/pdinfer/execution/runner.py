@@ -16,6 +16,7 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
+from pdinfer.process.streams import record_event
 from pdinfer.trace import Trace, mark, span
 from pdinfer.types import NamedState
 
@@ -82,14 +83,14 @@ class ModelRunner:
         hidden_TD = torch.empty(0)
         for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
             hidden_TD = layer_TD
-            yield layer, _event(model.device)
+            yield layer, _ready(model.device)
         mark(self._trace, "head")
         state_TD = model.norm(hidden_TD)
         self._last_BD = batch.last_of(state_TD)
         if model.mtp is not None:
             # no token follows the last one of a prompt yet: its entry is made with a stand-in, and decode overwrites it
             model.mtp(state_TD, batch.shifted(), self._view, self._trace)
-            yield model.mtp.layer, _event(model.device)
+            yield model.mtp.layer, _ready(model.device)
         self._end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
@@ -187,10 +188,7 @@ def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
     return drawn[: right + 1]
 
 
-def _event(device: torch.device) -> Ready:
+def _ready(device: torch.device) -> Ready:
     """Return what to call before reading what was computed so far, or None if the device never lags behind the host."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event.synchronize
+    event = record_event(device)
+    return None if event is None else event.synchronize

@@ -1,4 +1,5 @@
-"""How much memory a device has, and how much of it is in use by any process."""
+"""How much memory a device has, and how much of it is in use by any process; host memory that a device copies by
+itself."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from torch import Tensor
 
 MEMFD_PREFIX = "pdinfer-"
 """The prefix of the names of this library's memfds."""
@@ -45,6 +47,20 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return main_memory_bytes()
+
+
+def pinned_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """Return uninitialised host memory, uint8 [num_bytes], for copies to and from `device`. It is page-locked, so that
+    copies with `non_blocking=True` stop no thread, and neither side may touch the bytes before an event behind the
+    copy. For a CPU it is plain memory.
+
+    Locking takes milliseconds and the memory cannot be swapped: allocate once, and reuse.
+    """
+    return torch.empty(num_bytes, dtype=torch.uint8) if device.type == "cpu" else _page_locked(num_bytes)
+
+
+def _page_locked(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def main_memory_bytes(root: Path = Path("/")) -> int:
