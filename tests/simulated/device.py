@@ -1,0 +1,317 @@
+"""An accelerator without one: tensors that say `gpusim:0`, hold host data, and behave where CUDA is strict.
+
+A `SimTensor` is a wrapper on torch's PrivateUse1 device, which a private API of torch sets up from Python. Each op on
+it, in whatever thread, runs on the host tensor inside and is counted (`tests.simulated.watch`). Host and device tensors
+in one op raise HostAndDevice, and products that CUDA lacks are refused. `tests.simulated.order` has streams and events,
+`tests.simulated.capture` what a CUDA graph does.
+
+Not seen here: kernels and how they round, the order of threads of the host, how much memory there is, memory that is
+freed while another stream uses it, warnings of CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.simulated import order
+from tests.simulated.order import Access, Memory
+from tests.simulated.watch import LOCK, note, tell, where
+
+DEVICE = torch.device("privateuseone", 0)
+HOST = torch.device("cpu")
+
+ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+BY_ROWS = frozenset({"index_copy_", "index_add_", "index_fill_", "index_select"})
+SYNCS = frozenset(
+    {"_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique2", "unique_consecutive", "unique_dim"}
+) | {"equal", "repeat_interleave"}
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "addmv", "mv", "dot", "baddbmm"})
+
+
+class HostAndDevice(RuntimeError):
+    """Tensors of host and device met in one op."""
+
+
+class SimTensor(torch.Tensor):
+    """A tensor on the simulated device: the host tensor inside, and the memory that it shares with its views."""
+
+    inner: Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, memory: Memory) -> SimTensor:
+        made: SimTensor = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            layout=inner.layout,
+            device=DEVICE,
+        )
+        made.inner, made.memory = inner, memory
+        return made
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def record_stream(self, stream: order.Stream) -> None:
+        """Do nothing: no memory is used again before Python has let it go."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"SimTensor({self.inner!r})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return run(Call(func, args, kwargs or {}))
+
+
+@attrs.frozen
+class Call:
+    """An op and what it is called with."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.func.overloadpacket.__name__)
+
+    @property
+    def is_view(self) -> bool:
+        return self.func.is_view or self.name in ("_unsafe_view", "lift_fresh")
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
+
+    @property
+    def indices(self) -> list[Tensor]:
+        """The tensors by which an op like `x[ids]` indexes."""
+        return [x for x in self.args[1] if x is not None] if self.name in INDEXED else []
+
+    @property
+    def waits(self) -> bool:
+        """Whether the shape or the value of its result comes from data, for which the host waits."""
+        return self.name in SYNCS or any(x.dtype in (torch.bool, torch.uint8) for x in self.indices)
+
+    def accesses(self) -> Iterator[Access]:
+        """Yield what it does with memory of the device. Of ops that name rows, their rows alone."""
+        written = {id(x) for x in self._written()}
+        key: Any = ...
+        if self.name in INDEXED:
+            key = tuple(slice(None) if x is None else inner(x) for x in self.args[1])
+        elif self.name in BY_ROWS:
+            axis, rows = self.args[1:3]
+            key = (*[slice(None)] * (axis % self.args[0].dim()), inner(rows))
+        for x in self.tensors:
+            if isinstance(x, SimTensor):
+                yield Access(x.inner, x.memory, id(x) in written, key if x is self.args[0] else ...)
+
+    def _written(self) -> Iterator[Any]:
+        for number, argument in enumerate(self.func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
+
+    def inside(self) -> Any:
+        """Run it on the tensors inside. Return what it returns."""
+        args, kwargs = tree_map(inner, (self.args, self.kwargs))
+        if kwargs.get("device") is not None:
+            kwargs["device"] = HOST
+        kwargs.pop("pin_memory", None)
+        return self.func(*args, **kwargs)
+
+
+def inner(value: Any) -> Any:
+    """Return the host tensor inside a tensor on the device, and anything else as it is."""
+    return value.inner if isinstance(value, SimTensor) else value
+
+
+def run(call: Call) -> Any:
+    """Run an op that has to do with the device."""
+    with LOCK:
+        if call.name == "_to_copy":
+            result = _converted(call)
+        elif call.name == "copy_" and not (isinstance(call.args[0], SimTensor) and isinstance(call.args[1], SimTensor)):
+            result = _copied(call)
+        else:
+            result = _computed(call)
+        tell(call, result)
+        return result
+
+
+def _computed(call: Call) -> Any:
+    _check(call)
+    if call.waits:
+        note("syncs", call.name)
+    elif not call.is_view and call.name not in ALLOCATIONS:
+        note("launches", call.name)
+    if not call.is_view:
+        order.ran(call.name, call.accesses())
+    if call.waits:
+        order.host_waits()
+    return _wrapped(call, call.inside())
+
+
+def _check(call: Call) -> None:
+    """Refuse what CUDA refuses. Indices on the host are copied to the device."""
+    hosts = [x for x in call.tensors if x.dim() and not isinstance(x, SimTensor)]
+    for x in [x for x in hosts if any(x is index for index in call.indices) and isinstance(call.args[0], SimTensor)]:
+        note("pageable", f"{call.name} by host indices")
+        hosts = [other for other in hosts if other is not x]
+    if hosts:
+        raise HostAndDevice(f"{call.name}: tensors of host and device at {where()}")
+    if call.name in PRODUCTS and not call.tensors[0].is_floating_point():
+        raise NotImplementedError(f"{call.name}: CUDA multiplies no {call.tensors[0].dtype}, at {where()}")
+    if call.name == "_int_mm":
+        (rows, inside), (_, columns) = (x.shape for x in call.tensors[:2])
+        if rows <= 16 or inside % 8 or columns % 8:
+            raise RuntimeError(f"_int_mm: CUDA needs more than 16 rows and other sizes divided by 8, at {where()}")
+
+
+def _wrapped(call: Call, result: Any) -> Any:
+    """Return what an op returns as tensors on the device: its arguments, views of their memory, or new memory."""
+    if call.kwargs.get("device") is not None and torch.device(call.kwargs["device"]).type == "cpu":
+        return result
+    ours = [x for x in call.tensors if isinstance(x, SimTensor)]
+    known = {id(x.inner): x for x in ours}
+    memories = {x.inner.untyped_storage().data_ptr(): x.memory for x in ours if x.inner.untyped_storage().nbytes()}
+
+    def wrapped(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in known:
+            return known[id(value)]
+        memory = memories.get(value.untyped_storage().data_ptr())
+        return _new(value, call.name) if memory is None else SimTensor(value, memory)
+
+    return tree_map(wrapped, result)
+
+
+def _new(value: Tensor, name: str) -> SimTensor:
+    note("allocations", name)
+    return SimTensor(value, Memory.of(value))
+
+
+def _converted(call: Call) -> Any:
+    """Run `_to_copy`: a kernel on the device, or a copy between it and the host."""
+    source, device = call.args[0], call.kwargs.get("device")
+    if device is None or torch.device(device).type == source.device.type:
+        return _computed(call)
+    to = torch.empty_like(inner(source), dtype=call.kwargs.get("dtype"))
+    non_blocking = call.kwargs.get("non_blocking", False)
+    if not isinstance(source, SimTensor):
+        to = _new(to, "_to_copy")
+    elif non_blocking:  # torch makes it page-locked
+        to = order.page_locked(to.nbytes).view(to.dtype).view(to.shape)
+    return to.copy_(source, non_blocking)
+
+
+def _copied(call: Call) -> Any:
+    """Run `copy_` between host and device."""
+    to, source, *rest = call.args
+    non_blocking = rest[0] if rest else call.kwargs.get("non_blocking", False)
+    into = isinstance(to, SimTensor)
+    ours, host = (to, source) if into else (source, to)
+    clock = order.ran("copy_", [Access(ours.inner, ours.memory, writes=into)])
+    beside = non_blocking and order.is_page_locked(host)
+    direction = "to the device" if into else "to the host"
+    if beside:
+        note("pinned", direction)
+    elif into and not order.is_page_locked(host):
+        note("pageable", direction)
+    else:
+        note("syncs", direction)
+    if not (beside or (into and non_blocking)):
+        order.host_waits()
+    if into:
+        to.inner.copy_(source)
+        if beside:
+            order.enters(source, clock)
+    elif beside:
+        order.leaves(to, source.inner.to(to.dtype, copy=True), clock)
+    else:
+        to.copy_(source.inner)
+    return to
+
+
+# ---- torch's side ---------------------------------------------------------------------------------------------------
+
+
+class _Backend:
+    """The module `torch.gpusim`, as `torch.cuda` is one."""
+
+    Event = order.Event
+    Stream = order.Stream
+    current_stream = staticmethod(order.current_stream)
+    stream = staticmethod(order.using)
+    synchronize = staticmethod(order.synchronize)
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None:
+        pass
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+
+def why_not() -> str | None:
+    """Return why this torch cannot have a device from Python, or None where it can."""
+    if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
+        return f"torch {torch.__version__} makes no device from Python: the simulated one needs 2.13"
+    return None
+
+
+@functools.cache
+def set_up() -> torch.library.Library:
+    """Make torch know the device, for the rest of this process. Return what keeps its ops registered."""
+    backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=_Backend())
+    library = torch.library.Library("aten", "IMPL")
+    aten = torch.ops.aten
+    for op in (
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.arange.default,
+        aten.arange.start,
+        aten.arange.start_step,
+    ):
+        library.impl(op, _made_by(op), "PrivateUse1")
+    # torch.tensor(…, device=…) copies where no Python dispatch is
+    library.impl(
+        aten._copy_from.default,
+        lambda source, to, non_blocking=False: run(Call(aten.copy_.default, (to, source, non_blocking), {})),
+        "PrivateUse1",
+    )
+    return library
+
+
+def _made_by(op: Any) -> Callable[..., Any]:
+    """Return what makes tensors from none, as `op` does on the host."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return run(Call(op, args, kwargs))
+
+    return make

@@ -1,0 +1,85 @@
+"""Counts what happens on the simulated device, by the line that caused it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import attrs
+
+LOCK = threading.RLock()
+"""Held by each op and by each change of what is known of it: the device does one thing at a time."""
+
+KINDS = ("launches", "allocations", "syncs", "pageable", "pinned")
+
+_WATCHES: list[Watch] = []
+_OURS = str(Path(__file__).parent)
+_ROOT = str(Path(__file__).parents[2])
+
+
+@attrs.define(eq=False)
+class Watch:
+    """Counts what happens on the device while it is entered: in this thread, or in all threads with `everywhere`. Each
+    counter is by op and line.
+
+    launches      ops that would be a kernel
+    allocations   new device memory
+    syncs         the host waits for the device: .item(), .tolist(), .cpu(), nonzero, boolean masks, events, …
+    pageable      copies to the device from memory that is not page-locked
+    pinned        asynchronous copies from or to page-locked memory
+    """
+
+    everywhere: bool = attrs.field(default=False, kw_only=True)
+    counts: dict[str, Counter[str]] = attrs.field(factory=lambda: {kind: Counter() for kind in KINDS}, init=False)
+    _thread: int = attrs.field(factory=threading.get_ident, init=False)
+
+    def totals(self) -> dict[str, int]:
+        """Return how often each kind of thing happened."""
+        return {kind: counter.total() for kind, counter in self.counts.items()}
+
+    def sees(self) -> bool:
+        """Return whether it counts what happens in this thread."""
+        return self.everywhere or threading.get_ident() == self._thread
+
+    def ran(self, call: Any, result: Any) -> None:
+        """Told of each op behind it, in a thread that it sees."""
+
+    def __enter__(self) -> Watch:
+        with LOCK:
+            _WATCHES.append(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with LOCK:
+            _WATCHES.remove(self)
+
+
+def note(kind: str, what: str) -> None:
+    """Count something of a kind for every watch that sees this thread."""
+    for watch in _WATCHES:
+        if watch.sees():
+            watch.counts[kind][f"{what} @ {where()}"] += 1
+
+
+def tell(call: Any, result: Any) -> None:
+    """Tell the watches that see this thread of an op."""
+    for watch in _WATCHES:
+        if watch.sees():
+            watch.ran(call, result)
+
+
+def where() -> str:
+    """Return the innermost two lines of this repository that led here, without those of the simulation."""
+    frame, lines = sys._getframe(1), list[str]()
+    while frame is not None and len(lines) < 2:
+        name = frame.f_code.co_filename
+        if name.startswith(_ROOT) and not name.startswith(_OURS):
+            lines.append(f"{name.removeprefix(_ROOT).removeprefix('/src/pdinfer').lstrip('/')}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
