@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.simulated.device import ALLOCATIONS, Call, inner
+from tests.simulated.device import ALLOCATIONS, Call, inner, mapped, tensors_in
 from tests.simulated.watch import LOCK, Watch, note
 
 
@@ -23,8 +21,8 @@ class Capture(Watch):
     _recorded: list[tuple[Call, Any]] = attrs.field(factory=list, init=False)
 
     def ran(self, call: Call, result: Any) -> None:
-        if not call.is_view and call.name not in ALLOCATIONS:
-            self._recorded.append((call, tree_map(inner, result)))
+        if not call.op.is_view and call.name not in ALLOCATIONS:
+            self._recorded.append((call, mapped(inner, result)))
 
     @property
     def illegal(self) -> list[str]:
@@ -36,6 +34,6 @@ class Capture(Watch):
         with LOCK:
             note("launches", "graph")
             for call, results in self._recorded:
-                for before, now in zip(tree_leaves(results), tree_leaves(call.inside()), strict=True):
-                    if isinstance(before, Tensor) and before is not now:
+                for before, now in zip(tensors_in(results), tensors_in(call.inside()), strict=True):
+                    if before is not now:
                         before.copy_(now)

@@ -19,7 +19,6 @@ import attrs
 import torch
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.simulated import order
 from tests.simulated.order import Access, Memory
@@ -78,38 +77,45 @@ class SimTensor(torch.Tensor):
 
 
 @attrs.frozen
+class Op:
+    """What torch says of an op."""
+
+    name: str
+    is_view: bool
+    written: tuple[tuple[int, str], ...]
+    """The positions and names of the arguments that it changes."""
+
+    @staticmethod
+    @functools.cache
+    def of(func: Any) -> Op:
+        name = str(func.overloadpacket.__name__)
+        return Op(
+            name,
+            func.is_view or name in ("_unsafe_view", "lift_fresh"),
+            tuple(
+                (number, argument.name)
+                for number, argument in enumerate(func._schema.arguments)
+                if argument.alias_info is not None and argument.alias_info.is_write
+            ),
+        )
+
+
 class Call:
     """An op and what it is called with."""
 
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return str(self.func.overloadpacket.__name__)
-
-    @property
-    def is_view(self) -> bool:
-        return self.func.is_view or self.name in ("_unsafe_view", "lift_fresh")
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [x for x in tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor)]
-
-    @property
-    def indices(self) -> list[Tensor]:
-        """The tensors by which an op like `x[ids]` indexes."""
-        return [x for x in self.args[1] if x is not None] if self.name in INDEXED else []
-
-    @property
-    def waits(self) -> bool:
-        """Whether the shape or the value of its result comes from data, for which the host waits."""
-        return self.name in SYNCS or any(x.dtype in (torch.bool, torch.uint8) for x in self.indices)
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.op = Op.of(func)
+        self.name = self.op.name
+        self.tensors = [*tensors_in((*args, *kwargs.values()))]
+        # the tensors by which an op like `x[ids]` indexes
+        self.indices = [x for x in args[1] if x is not None] if self.name in INDEXED else []
+        # whether the shape or the value of its result comes from data, for which the host waits
+        self.waits = self.name in SYNCS or any(x.dtype in (torch.bool, torch.uint8) for x in self.indices)
 
     def accesses(self) -> Iterator[Access]:
         """Yield what it does with memory of the device. Of ops that name rows, their rows alone."""
-        written = {id(x) for x in self._written()}
+        written = {id(self.args[at] if at < len(self.args) else self.kwargs.get(name)) for at, name in self.op.written}
         key: Any = ...
         if self.name in INDEXED:
             key = tuple(slice(None) if x is None else inner(x) for x in self.args[1])
@@ -120,22 +126,32 @@ class Call:
             if isinstance(x, SimTensor):
                 yield Access(x.inner, x.memory, id(x) in written, key if x is self.args[0] else ...)
 
-    def _written(self) -> Iterator[Any]:
-        for number, argument in enumerate(self.func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                yield self.args[number] if number < len(self.args) else self.kwargs.get(argument.name)
-
     def inside(self) -> Any:
         """Run it on the tensors inside. Return what it returns."""
-        args, kwargs = tree_map(inner, (self.args, self.kwargs))
+        kwargs = {name: mapped(inner, value) for name, value in self.kwargs.items() if name != "pin_memory"}
         if kwargs.get("device") is not None:
             kwargs["device"] = HOST
-        kwargs.pop("pin_memory", None)
-        return self.func(*args, **kwargs)
+        return self.func(*mapped(inner, self.args), **kwargs)
 
 
-def inner(value: Any) -> Any:
-    """Return the host tensor inside a tensor on the device, and anything else as it is."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what an op takes or returns: a tensor, a list of values, or something else."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same with `function` applied to its tensors."""
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(function, each) for each in value])
+    return function(value) if isinstance(value, Tensor) else value
+
+
+def inner(value: Tensor) -> Tensor:
+    """Return the host tensor inside a tensor on the device, or a tensor that is on the host."""
     return value.inner if isinstance(value, SimTensor) else value
 
 
@@ -156,9 +172,9 @@ def _computed(call: Call) -> Any:
     _check(call)
     if call.waits:
         note("syncs", call.name)
-    elif not call.is_view and call.name not in ALLOCATIONS:
+    elif not call.op.is_view and call.name not in ALLOCATIONS:
         note("launches", call.name)
-    if not call.is_view:
+    if not call.op.is_view:
         order.ran(call.name, call.accesses())
     if call.waits:
         order.host_waits()
@@ -189,15 +205,13 @@ def _wrapped(call: Call, result: Any) -> Any:
     known = {id(x.inner): x for x in ours}
     memories = {x.inner.untyped_storage().data_ptr(): x.memory for x in ours if x.inner.untyped_storage().nbytes()}
 
-    def wrapped(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def wrapped(value: Tensor) -> Tensor:
         if id(value) in known:
             return known[id(value)]
         memory = memories.get(value.untyped_storage().data_ptr())
         return _new(value, call.name) if memory is None else SimTensor(value, memory)
 
-    return tree_map(wrapped, result)
+    return mapped(wrapped, result)
 
 
 def _new(value: Tensor, name: str) -> SimTensor:

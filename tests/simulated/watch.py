@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections import Counter
@@ -78,8 +79,15 @@ def where() -> str:
     """Return the innermost two lines of this repository that led here, without those of the simulation."""
     frame, lines = sys._getframe(1), list[str]()
     while frame is not None and len(lines) < 2:
-        name = frame.f_code.co_filename
-        if name.startswith(_ROOT) and not name.startswith(_OURS):
-            lines.append(f"{name.removeprefix(_ROOT).removeprefix('/src/pdinfer').lstrip('/')}:{frame.f_lineno}")
+        if name := _short(frame.f_code.co_filename):
+            lines.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines)
+
+
+@functools.cache
+def _short(file: str) -> str:
+    """Return the path of a file of this repository below its sources; "" for files of others and of the simulation."""
+    if file.startswith(_OURS) or not file.startswith(_ROOT):
+        return ""
+    return file.removeprefix(_ROOT).removeprefix("/src/pdinfer").lstrip("/")
