@@ -22,7 +22,7 @@ from pdinfer.model.model import check_divides, kv_layout_of
 from pdinfer.moe.parallel import check_step_fits, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology, even_slices, plan_writers
-from pdinfer.planning.rank_weights import rank_weight_bytes
+from pdinfer.planning.rank_weights import RankWeights, rank_weights
 
 GPUS_PER_NODE = 8
 H800_BYTES = int(79.1 * 2**30)
@@ -87,17 +87,22 @@ class EnginePlan:
         return kv_layout_of(self.config, DTYPES[self.config.dtype], self.cache, mtp=self.mtp)
 
     @cached_property
+    def rank_weights(self) -> RankWeights:
+        """How many bytes of weights each rank holds, as they are stored and in floats."""
+        return self._rank_weights(self.weights)
+
+    @property
     def weight_bytes(self) -> int:
         """How many bytes of weights each rank holds."""
-        return self._weight_bytes(self.weights)
+        return self.rank_weights.total
 
     @cached_property
     def float_weight_bytes(self) -> int:
         """How many bytes a rank would hold as floats of the config's dtype."""
-        return self._weight_bytes("float")
+        return self._rank_weights("float").total
 
-    def _weight_bytes(self, weights: str) -> int:
-        return rank_weight_bytes(
+    def _rank_weights(self, weights: str) -> RankWeights:
+        return rank_weights(
             self.config,
             self.topology,
             stored=self.stored,

@@ -11,7 +11,7 @@ from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.errors import ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import DeviceSpec
-from pdinfer.kernels.weight_formats import Weight, num_bytes
+from pdinfer.kernels.weight_formats import Quantized, Weight, num_bytes
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, Destinations, kept_schemes
 from pdinfer.model.model import Model, op_spec_of
@@ -43,17 +43,33 @@ class PublishedWeights:
         return False
 
 
+@attrs.frozen(kw_only=True)
+class RankWeights:
+    """The bytes of a rank's weights: of those that are kept as they are stored, scales included, and of floats."""
+
+    quantized: int
+    floats: int
+
+    @property
+    def total(self) -> int:
+        return self.quantized + self.floats
+
+
 @attrs.define
 class Counted(Destinations):
     """Destinations that only count bytes, which is quick."""
 
-    counted: int = 0
+    quantized: int = 0
+    floats: int = 0
 
     def _remember(self, weight: Weight, *_: object) -> None:
-        self.counted += num_bytes(weight)
+        if isinstance(weight, Quantized):
+            self.quantized += num_bytes(weight)
+        else:
+            self.floats += num_bytes(weight)
 
 
-def rank_weight_bytes(
+def rank_weights(
     config: ModelConfig,
     topology: Topology,
     *,
@@ -63,7 +79,7 @@ def rank_weight_bytes(
     mtp: bool,
     experts: ExpertConfig,
     placement: ExpertPlacement | None,
-) -> int:
+) -> RankWeights:
     """Return how many bytes `load_model` with these arguments would allocate for a published checkpoint.
 
     It builds the same model on the meta device. The MTP layer shares the model's embedding and head. Raises what
@@ -97,4 +113,4 @@ def rank_weight_bytes(
         experts=parallel,
         mtp=mtp,
     )
-    return plan.counted
+    return RankWeights(quantized=plan.quantized, floats=plan.floats)
