@@ -52,7 +52,8 @@ class CacheConfig:
     fraction gives the pages what it leaves beyond all memory that is in use when the pool is made: on a GPU as its
     driver says, on a CPU as the kernel says of the machine or container. So the second pool of a process gets what a
     higher fraction adds to the first, and ranks on one machine's CPU, which see the same memory, take equal parts.
-    `memory` "shared" can be mapped by other processes of the host, and "pinned" is page-locked.
+    `memory` is about pools in main memory: "shared" can be mapped by other processes of the host, and "pinned" is
+    page-locked. The pool of a model on a GPU lies there, and takes only "auto".
 
     With `prefix_cache` full pages outlive their request until their room is needed. They serve later requests that
     begin with the same tokens and have the same `cache_salt`. At decode `trust_domain` "writer" gives what a prefill

@@ -290,6 +290,22 @@ class GroupedMLPInt8(Protocol):
         """Do as `grouped_mlp` with `linear_int8`: gate_up [E, 2I, D], down [E, D, I]."""
 
 
+class GatherPages(Protocol):
+    """Collects parts of a pool."""
+
+    def __call__(self, pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+        """Copy row `rows[s]` of a pool, which is cut into N rows of equal size, to row s of `into_SW`. Rows are int64,
+        numbers are integers of any one size. Mutates `into_SW` alone. Does not sync the device."""
+
+
+class ScatterPages(Protocol):
+    """Distributes what `gather_pages` collects."""
+
+    def __call__(self, pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+        """Copy row s of `from_SW` to row `rows[s]` of the pool. No row is named twice. Mutates `pool_NW` alone. Does
+        not sync the device."""
+
+
 @attrs.frozen(kw_only=True)
 class Ops:
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
@@ -319,6 +335,8 @@ class Ops:
     grouped_mlp: GroupedMLP
     grouped_mlp_fp8: GroupedMLPFP8
     grouped_mlp_int8: GroupedMLPInt8
+    gather_pages: GatherPages
+    scatter_pages: ScatterPages
 
     def linear_by(self, weight: Weight) -> Callable[[Any, Any], Tensor]:
         """Return the op that multiplies by a weight of this format."""

@@ -362,3 +362,11 @@ def _by_expert(
         out[rows] = multiply(gated_silu(multiply(x[rows], expert(gate_up, index))), expert(down, index))
         first += count
     return out
+
+
+def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+    into_SW.copy_(pool_NW[rows_S])
+
+
+def scatter_pages(pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+    pool_NW[rows_S] = from_SW

@@ -386,3 +386,11 @@ def by_expert(
             out[rows] = multiply(hidden, expert(down, index))
             first += count
     return out
+
+
+def gather_pages(pool_NW: Tensor, rows_S: Tensor, into_SW: Tensor) -> None:
+    torch.index_select(pool_NW, 0, rows_S, out=into_SW)
+
+
+def scatter_pages(pool_NW: Tensor, rows_S: Tensor, from_SW: Tensor) -> None:
+    pool_NW.index_copy_(0, rows_S, from_SW)

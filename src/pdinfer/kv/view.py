@@ -27,6 +27,11 @@ class PageMemory:
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, *, device: torch.device, memory: str = "auto") -> None:
+        if memory != "auto" and device.type != "cpu":
+            raise ConfigError(
+                f'memory="{memory}" is about pools in main memory, and the pool of a model on {device} lies there; '
+                'use "auto"'
+            )
         if memory == "pinned" and not torch.cuda.is_available():
             raise ConfigError('memory="pinned" needs a CUDA device; use "auto"')
         self.layout = layout

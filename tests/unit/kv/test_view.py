@@ -204,6 +204,13 @@ def test_pinned_memory_without_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) 
         memory_of(kind="pinned")
 
 
+@pytest.mark.parametrize("kind", ["pinned", "shared"])
+def test_kinds_of_main_memory_are_refused_for_a_device(kind: str) -> None:
+    told = rf'memory="{kind}" is about pools in main memory, .* on cuda:1 .* use "auto"'
+    with pytest.raises(ConfigError, match=told):
+        PageMemory(layout_of(), NUM_PAGES, device=torch.device("cuda:1"), memory=kind)
+
+
 def test_a_step_sees_one_tensor_per_layer() -> None:
     model = random_model()
     layout = model.kv_layout(CacheConfig(page_size=8))

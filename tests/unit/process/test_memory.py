@@ -119,6 +119,16 @@ def test_a_fraction_of_the_memory_is_for_what_is_in_use_and_for_pages(
     assert PagePool(model, CacheConfig(page_size=16, mem_fraction_static=fraction)).num_pages == expected
 
 
+def test_a_fraction_of_a_gpu_counts_what_any_process_has_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.85 of 141 GB with 80 GB of weights leaves 39.85 GB, not 119.85."""
+    model = random_model()
+    layout = model.kv_layout(CacheConfig(page_size=16))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (61 * 10**9, 141 * 10**9))
+    monkeypatch.setattr(model_module, "device_memory", lambda _: device_memory(torch.device("cuda:0")))
+    assert model.auto_num_pages(layout, 0.85) == int(141e9 * 0.85 - 80e9) // layout.page_bytes
+
+
 def test_weights_beyond_the_fraction_are_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     put_in_use(monkeypatch, 80 << 30, 65 << 30)
     told = r"mem_fraction_static 0\.8 leaves -1\.00 GiB for pages .* 65\.00 of 80\.00 GiB of cpu are in use"

@@ -1,0 +1,45 @@
+"""The ops that copy parts of a pool, for every provider, as in test_ops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conformance.op_suite import every_device, every_provider, op_of
+
+WORDS = [torch.uint8, torch.int32, torch.int64]
+
+
+def numbers(rows: int, width: int, word: torch.dtype, device: str) -> torch.Tensor:
+    return (torch.arange(rows * width) * 7919 % 251).to(word).view(rows, width).to(device)
+
+
+@pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
+@pytest.mark.parametrize("width", [1, 3, 9216])
+@pytest.mark.parametrize("word", WORDS)
+@every_device
+@every_provider
+def test_rows_are_gathered_in_order(provider: str, device: str, word: torch.dtype, width: int, rows: list[int]) -> None:
+    pool = numbers(7, width, word, device)
+    whole = torch.full((len(rows) + 2, width), 77, dtype=word, device=device)
+    before = pool.clone()
+    op_of(provider, "gather_pages", device)(pool, torch.tensor(rows, dtype=torch.int64, device=device), whole[1:-1])
+    assert [row.tolist() for row in whole[1:-1]] == [before[row].tolist() for row in rows]
+    assert (whole[[0, -1]] == 77).all(), "nothing beside the copies was written"
+    assert torch.equal(pool, before)
+
+
+@pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
+@pytest.mark.parametrize("width", [1, 3, 9216])
+@pytest.mark.parametrize("word", WORDS)
+@every_device
+@every_provider
+def test_rows_are_scattered_to_their_places(
+    provider: str, device: str, word: torch.dtype, width: int, rows: list[int]
+) -> None:
+    data = numbers(len(rows), width, word, device)
+    pool = torch.full((7, width), 77, dtype=word, device=device)
+    op_of(provider, "scatter_pages", device)(pool, torch.tensor(rows, dtype=torch.int64, device=device), data)
+    for row in range(7):
+        expected = data[rows.index(row)].tolist() if row in rows else [77] * width
+        assert pool[row].tolist() == expected
