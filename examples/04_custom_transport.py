@@ -2,8 +2,10 @@
 
     python examples/04_custom_transport.py [CHECKPOINT]
 
-The channel above it brings grants, layouts, coverage and fences; this file has all that a new network needs. Run
-`tests/conformance/transport_suite.py` on yours.
+The channel above it brings grants, layouts and coverage. Both ends are in one thread here, so the transport leaves out
+what threads, processes and strangers would need, and would not pass the suite. docs/howto/custom-transport.md says what
+that is, and why one thread does without. To test yours, subclass `TransportSuite` of
+tests/conformance/transport_suite.py, or `ProcessTransportSuite` when its ends may be in different processes.
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""What carries frames and bytes between two ends. It knows nothing of rooms or requests. A new transport is a file or a
-folder here, and passes `tests/conformance/transport_suite.py`.
+"""What carries frames and bytes between two ends. It knows nothing of rooms or requests. A new transport of ours is a
+file or a folder here; yours may live anywhere. Either passes the suite: a test that subclasses `TransportSuite` of
+tests/conformance/transport_suite.py, or `ProcessTransportSuite` when its ends may be in different processes.
 
     base.py       the seam: `Transport`, `Receiver`, `Link`, `Transfer`
     message.py    what waits to leave on a link
@@ -10,6 +11,9 @@ folder here, and passes `tests/conformance/transport_suite.py`.
     stream/       what the transports over stream sockets share; a new one between processes is a `Payloads` for it
     shm/          between processes of one host, through shared memory
     one_sided/    over any engine that writes into a peer's memory
+
+To write one outside this package, read docs/howto/custom-transport.md, base.py and kv/memory.py; nothing else here is
+needed.
 
 Tested by tests/conformance/test_transport_conformance.py; Mooncake by tests/conformance/test_mooncake_transport.py.
 

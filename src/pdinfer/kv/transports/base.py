@@ -1,14 +1,17 @@
 """The south side of a channel: what moves frames and bytes, and knows nothing of rooms, grants or requests.
 
 A transport carries two things over a link, in order: *frames* (small control messages) and *writes* (a frame plus a
-payload read from our memory and placed in the peer's). Where the payload goes is the receiving channel's decision, made
-when the write's frame arrives; a sender never names an address of its peer.
+payload read from our memory and placed in the peer's). The receiving channel decides where the payload goes, and a
+sender never names an address of its peer.
 
     ours                                     theirs
-    channel.push ─► transport.write(link, frame, spans)
-                        ┊ frame ─────────────► receiver.place(link, frame, num_bytes) ─► spans | None (discard)
-                        ┊ payload ───────────► their memory, at those spans
+    channel.push ─► transport.write(link, frame, source)
+                        ┊ frame ─────────────► receiver.place(link, frame, num_bytes) ─► where | None (discard)
+                        ┊ payload ───────────► their memory, at `where`
                     Transfer.done              receiver.placed(link, frame, error)
+
+`source` and `where` are spans, each in the memory of its own end; see `kv/memory.py`. A transport may call `place` when
+the frame arrives, or hold it back until some or all of the payload is there. What was sent later waits behind it.
 """
 
 from __future__ import annotations
@@ -49,10 +52,15 @@ class Transfer:
 
 @attrs.define(eq=False)
 class Link:
-    """One connection as both sides of the seam see it. Until the channel sets `trusted`, frames are limited to
-    MAX_UNTRUSTED_FRAME_BYTES and writes are refused. A transport sets `same_memory` when both ends registered the very
-    same memory, so that equal spans need no copy. `heard_at` is when the peer last sent a whole message or a byte of a
-    payload, by the transport's clock; a transport that calls `tick` maintains it."""
+    """One connection as both sides of the seam see it. `endpoint` names the other end in errors, logs and snapshots.
+    Nothing is dialled by it. Until the channel sets `trusted`, frames are limited to MAX_UNTRUSTED_FRAME_BYTES and
+    writes are refused. A transport sets `same_memory` when both ends registered the very same memory, so that equal
+    spans need no copy.
+
+    `heard_at` is when the peer last sent a whole message or a byte of a payload, by the channel's clock: that is
+    `time.monotonic`, unless the channel was given another. A transport that calls `tick` sets it when it makes the link
+    and at every such arrival. If it stays 0.0, the channel takes the peer for silent, whatever arrives, and fences the
+    link after `LINKS.silent_s`."""
 
     endpoint: str
     trusted: bool = False
@@ -62,7 +70,7 @@ class Link:
 
 class Receiver(Protocol):
     """A channel as its transport sees it. The calls for one link come one at a time and in order, from the transport's
-    I/O thread or from inside a call to the transport. A TransferError raised from one closes the link.
+    I/O thread or from inside a call to the transport. An exception raised from one closes the link, except from `tick`.
 
     `authenticates` means that only peers that prove a shared key pass the handshake. A transport may then listen where
     other machines reach it without being told that the network is trusted.
@@ -72,13 +80,14 @@ class Receiver(Protocol):
     def authenticates(self) -> bool: ...
 
     def opened(self, link: Link) -> None:
-        """A peer has connected to us."""
+        """A peer has connected to us. Not called for a link that `connect` returned."""
 
     def received(self, link: Link, frame: bytes) -> None:
         """A control frame."""
 
     def place(self, link: Link, frame: bytes, num_bytes: int) -> Spans | None:
-        """Return where in our memory a write's payload goes, exactly `num_bytes` in all. None discards it."""
+        """Return where in our memory a write's payload goes, exactly `num_bytes` in all. None discards it: the
+        transport reads the payload away and does not call `placed`."""
 
     def placed(self, link: Link, frame: bytes, error: TransferError | None) -> None:
         """A placed payload is whole and visible, or did not verify. Not called for a discarded payload."""
@@ -113,8 +122,12 @@ class Transport(Protocol):
 
     def send(self, link: Link, frame: bytes) -> None:
         """Queue a control frame behind everything sent before, without blocking. A closed link swallows the frame.
-        Raise ConfigError for a frame that no transport carries, and TransferError when more frames wait than any peer
-        that reads would leave: the caller then closes the link."""
+        Raise ConfigError for a frame that no transport carries.
+
+        A peer may live and not read, so what waits must be bounded. Past the bound, close a link or raise
+        TransferError, for which the caller closes this one. `StreamTransport` lets `budget.MAX_WAITING_BYTES` wait over
+        all its links. Past that it raises nothing. Of the links that hold an even share or more, it closes the one that
+        has not moved for the longest time."""
 
     def write(
         self,
@@ -129,11 +142,19 @@ class Transport(Protocol):
         payload is read, and may wait for a device event. An exception from `ready` closes the link, since what follows
         the lost write would be misread. On a closed link the transfer is done, with an error. Raise ConfigError as
         `send` does, and for a source outside our memory. `then` is called with the transfer when it is done, from the
-        thread that moved the bytes."""
+        thread that moved the bytes.
+
+        Payloads need no bound: they wait in their pages, and prefill starts no prompt for a peer to which more than
+        `EngineConfig.send_window_bytes` are on their way. The frames and span lists of writes may count as frames
+        do."""
 
     def fence(self, link: Link) -> None:
         """Close the link. When this returns, nothing of that peer can land, and `closed` has been called. Whatever was
-        queued and has not left is dropped. May be called from inside a receiver callback."""
+        queued and has not left is dropped.
+
+        The caller holds no lock that a callback needs, so this may wait for the I/O thread. It may also be called from
+        inside a receiver callback or `ready`. Then it must not wait for the call that it is in. It calls `closed`
+        itself, and nothing is placed after that."""
 
     def close(self) -> None:
         """Fence every link and free what was opened. A second call does nothing."""
