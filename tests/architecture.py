@@ -117,6 +117,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("resolve",),
         ("native",),
         ("torch_ops",),
+        ("torch_attention",),
         ("reference",),
         ("ops", "row_formats"),
         ("activations",),

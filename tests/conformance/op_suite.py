@@ -141,6 +141,11 @@ class Attention:
     contexts: tuple[int, ...]
     query_lens: tuple[int, ...]
     dims: tuple[int, int, int, int] = (16, 8, 12, 10)  # latent, rope, nope, v
+    num_queries: int = 1
+    """Of each sequence in decode."""
+    table_dtype: torch.dtype = torch.int32
+    spare_columns: int = 0
+    """How much wider than the longest context the table is in decode, of pages of other sequences."""
 
     @property
     def owned(self) -> list[list[int]]:
@@ -167,6 +172,12 @@ class Attention:
         return Batch.build(rows, page_size=self.page_size, device=CPU, decode=True).page_table_BM
 
     @property
+    def wide_table(self) -> Tensor:
+        """The table of decode."""
+        spare = torch.arange(len(self.contexts) * self.spare_columns) % (sum(map(len, self.owned)) + 1)
+        return torch.cat((self.table, spare.view(len(self.contexts), self.spare_columns)), 1).to(self.table_dtype)
+
+    @property
     def of_prefill(self) -> tuple[Tensor, Tensor]:
         """The queries and kv_b."""
         latent, rope, nope, v = self.dims
@@ -177,8 +188,8 @@ class Attention:
     def of_decode(self) -> tuple[Tensor, Tensor]:
         """Both parts of the queries."""
         latent, rope, _, _ = self.dims
-        q_latent = draw(len(self.contexts), self.heads, latent).to(self.dtype)
-        return q_latent, draw(len(self.contexts), self.heads, rope, seed=1).to(self.dtype)
+        rows = (len(self.contexts), self.num_queries, self.heads)
+        return draw(*rows, latent).to(self.dtype), draw(*rows, rope, seed=1).to(self.dtype)
 
     def prefill(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q, kv_b = self.of_prefill
@@ -188,7 +199,7 @@ class Attention:
     def decode(self, op: Any, pages: Tensor, to: Any) -> Tensor:
         q_latent, q_rope = self.of_decode
         lens = torch.tensor(self.contexts, dtype=torch.int64, device=pages.device)
-        return op(to(q_latent), to(q_rope), pages, self.table.to(pages.device), lens, scale=SCALE)
+        return op(to(q_latent), to(q_rope), pages, self.wide_table.to(pages.device), lens, scale=SCALE)
 
     def run(self, name: str, provider: str, device: str, pages: Tensor | None = None) -> Tensor:
         op = op_of(provider, name, device, self.dtype)
@@ -210,10 +221,10 @@ class Attention:
         """Return how far from the exact result a result may be."""
         latent, _, nope, v = self.dims
         prefill, pages, first, errors = name == "mla_prefill", self.unpacked(), 0, []
-        q_THQ = self.of_prefill[0].double() if prefill else torch.cat(self.of_decode, -1).double()
+        q_THQ = self.of_prefill[0].double() if prefill else torch.cat(self.of_decode, -1).flatten(0, 1).double()
         kv_b_HOC = self.of_prefill[1].double().view(self.heads, -1, latent)
         for context, count, mine in zip(self.contexts, self.query_lens, self.owned, strict=True):
-            count = count if prefill else 1
+            count = count if prefill else self.num_queries
             visible_TS = torch.ones(count, context, dtype=torch.bool).tril(context - count)
             c_HSC, k_rope_HSR = (
                 part.expand(self.heads, -1, -1)
@@ -229,7 +240,8 @@ class Attention:
             q = q_THQ[first : first + count]
             errors.append(error_of_attention(q, *turned[:2], visible_TS, SCALE, self.dtype, *turned[2:]))
             first += count
-        return torch.cat(errors) if errors else torch.zeros_like(self.exact(name))
+        exact = self.exact(name)
+        return torch.cat(errors).view_as(exact) if errors else torch.zeros_like(exact)
 
     def check(self, name: str, provider: str, device: str = "cpu") -> None:
         assert_within(self.run(name, provider, device), self.exact(name), self.error(name), self.dtype)

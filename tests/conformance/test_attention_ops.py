@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import torch_attention
 from pdinfer.kernels.native import ops as native
 from tests.conformance.op_suite import (
     ATTENTION,
@@ -68,6 +68,54 @@ def test_long_contexts_are_decoded_in_parts(
     Attention(dtype, 2, 16, contexts, (1,) * 5, (32, 32, 34, 64)).check("mla_decode", provider, device)
 
 
+@for_every_provider
+@pytest.mark.parametrize("num_queries", [1, 2, 3, 4])
+@pytest.mark.parametrize(("page_size", "heads"), [*product((1, 3, 16), (1, 3, 8))])
+def test_several_queries_of_a_sequence_see_each_other_in_order(
+    provider: str, device: str, dtype: torch.dtype, num_queries: int, page_size: int, heads: int
+) -> None:
+    """The last queries lie on both sides of the borders of pages. The table is wider than any context."""
+    contexts = tuple(max(num_queries, context) for context in (*contexts_of(page_size, 5), 65, 66))
+    for dims in DIMS:
+        case = Attention(dtype, heads, page_size, contexts, (1,) * 7, dims, num_queries, spare_columns=3)
+        case.check("mla_decode", provider, device)
+
+
+@for_every_provider
+@pytest.mark.parametrize("num_queries", [2, 4])
+def test_queries_on_both_sides_of_parts_and_blocks_of_a_context(
+    provider: str, device: str, dtype: torch.dtype, num_queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some see nothing of the last part, or of the last block. Page ids are int64."""
+    monkeypatch.setattr(native, "PART_TOKENS", 64)
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
+    contexts = (128, 129, 130, 131, 132, 64, 65, 66, 67, 4)
+    case = Attention(dtype, 3, 16, contexts, (1,) * 10, (32, 32, 34, 64), num_queries, torch.int64)
+    case.check("mla_decode", provider, device)
+
+
+@for_every_provider
+def test_a_query_whose_latent_was_not_written_changes_no_other(
+    provider: str, device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots of unused drafts hold NaN, in pages that are the sequence's own or in any."""
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
+    for written in (1, 2, 3):
+        contexts = (20, 4, 33, 64, 66)
+        case = Attention(dtype, 3, 16, contexts, (1,) * 5, (32, 32, 34, 64), num_queries=4)
+        unused = case.pages
+        for mine, context in zip(case.owned, contexts, strict=True):
+            for position in range(context - 4 + written, context):
+                unused[mine[position // 16], position % 16] = torch.nan
+        got, exact, error = (
+            case.run("mla_decode", provider, device, unused),
+            case.exact("mla_decode"),
+            case.error("mla_decode"),
+        )
+        assert_within(got[:, :written], exact[:, :written], error[:, :written], dtype)
+        assert got[:, written:].isnan().any(-1).all()
+
+
 @pytest.mark.parametrize("keys", [16, 40, 64, 4096])
 @pytest.mark.parametrize("page_size", [3, 16])
 def test_native_prefill_expands_a_context_piece_by_piece(
@@ -96,5 +144,5 @@ def test_the_size_of_a_block_of_scores_changes_nothing(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks hold one query, a number that does not divide the queries, or all of them."""
-    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     Attention(dtype, 3, 16, (40, 33), (40, 20)).check("mla_prefill", "torch")

@@ -16,7 +16,7 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
         native.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
-    latent, rope = torch.zeros(1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 16, 32, dtype=torch.bfloat16)
-    pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
+    latent, rope = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16)
+    pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(PDInferError, match=rf"attention over \[{tokens}\] tokens lacks \d+ bytes"):
         native.mla_decode(latent, rope, pages, table, torch.tensor([tokens]), scale=1.0)

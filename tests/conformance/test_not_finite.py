@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_ops
+from pdinfer.kernels import row_formats, torch_attention
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
 from tests.conformance.op_suite import (
@@ -243,8 +243,9 @@ class Cached:
         return q_latent, draw(count, self.heads, self.rope).to(self.dtype)
 
     def decode(self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor]) -> Tensor:
-        op = op_of(provider, "mla_decode", "cpu", self.dtype)
-        return op(*queries, pages, self.table, torch.tensor(self.contexts), scale=0.25)
+        op, (q_latent, q_rope) = op_of(provider, "mla_decode", "cpu", self.dtype), queries
+        lens = torch.tensor(self.contexts)
+        return op(q_latent[:, None], q_rope[:, None], pages, self.table, lens, scale=0.25)[:, 0]
 
     def sparse(self, provider: str, pages: Tensor, queries: tuple[Tensor, Tensor]) -> Tensor:
         """Attend with everything chosen."""
@@ -341,7 +342,7 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
 ) -> None:
     monkeypatch.setattr(native, "PART_TOKENS", part_tokens)
     pages, table = draw(13, 16, 160).to(dtype), torch.arange(13)[None]
-    q_latent, q_rope = draw(1, 3, 128).to(dtype) * 0.1, draw(1, 3, 32).to(dtype)
+    q_latent, q_rope = draw(1, 1, 3, 128).to(dtype) * 0.1, draw(1, 1, 3, 32).to(dtype)
     op = op_of(provider, "mla_decode", "cpu", dtype)
     for position in (0, 63, 64, 130, 199):
         spoilt = put(pages, (position // 16, position % 16, 159), bad)
@@ -361,8 +362,8 @@ def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
     """The context is one block or many. The other prompt of the batch feels nothing."""
     if small:
         monkeypatch.setattr(native, "KEYS", 32)
-        monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", 1)
-        monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", 4 * 3 * 16 * 7)
+        monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
+        monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", 4 * 3 * 16 * 7)
     case, pages = Cached(dtype), draw(14, 16, 160).to(dtype)
     table = torch.arange(14).view(2, 7)
     q = draw(130, 3, 66).to(dtype)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import reference, row_formats, torch_ops
+from pdinfer.kernels import reference, row_formats, torch_attention
 from pdinfer.model.batch import Batch, Row
 from tests.conformance.op_suite import (
     ATTENTION,
@@ -115,8 +115,8 @@ def test_a_long_context_is_attended_to_in_blocks(
     dtype: torch.dtype, kind: type[Attention], score_bytes: int, context_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks are one page or two, after and within the queries' own, and hold one query, a few or all."""
-    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", score_bytes)
-    monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", context_bytes)
+    monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", score_bytes)
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", context_bytes)
     dims = (128, 6, 12, 10) if kind is PackedAttention else (16, 6, 12, 10)
     kind(dtype, 3, 16, (70, 33, 64, 81), (70, 20, 1, 49), dims).check("mla_prefill", "torch")
 
@@ -202,7 +202,7 @@ def test_index_topk(
 
 @pytest.mark.parametrize("score_bytes", [1, 4 * 70 * 7, 4 * 16 * 70 * 3])
 def test_blocks_of_scores_change_no_choice(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", score_bytes)
+    monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", score_bytes)
     case = Choice(16, (70, 33, 64, 81), (70, 20, 1, 49), 9)
     assert case.run("torch", "cpu").tolist() == case.expected()
 
@@ -314,7 +314,7 @@ def test_mla_sparse(
     block_bytes: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", block_bytes)
     case = Sparse(dtype, page_size, packed)
     got, (exact, error) = case.run(provider, device), case.expected()
     some = [token for token, count in enumerate(case.counts) if count]
@@ -331,7 +331,7 @@ def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torc
         selected = torch.where(at < lens[:, None], at, -1)
         sequence = torch.arange(3, device=lens.device)
         op = op_of(provider, "mla_sparse", device)
-        return op(q_latent, q_rope, pages, table, sequence, selected, scale=scale)
+        return op(q_latent[:, 0], q_rope[:, 0], pages, table, sequence, selected, scale=scale)[:, None]
 
     got = case.decode(decode, case.pages.to(device), lambda x: x.to(device))
     assert_within(got, case.exact("mla_decode"), case.error("mla_decode"), dtype)

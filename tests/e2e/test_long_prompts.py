@@ -12,7 +12,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.config import CacheConfig
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import torch_attention
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from pdinfer.testing import random_model, tiny_config
@@ -36,8 +36,8 @@ def peak_of_a_chunk(model: pd.Model, context: int) -> int:
 
 @pytest.mark.parametrize("family", ["v3", "v32"])
 def test_a_chunk_needs_no_more_memory_behind_a_longer_context(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_ops, "SCORE_BLOCK_BYTES", 1 << 18)
-    monkeypatch.setattr(torch_ops, "CONTEXT_BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1 << 18)
     model = random_model(tiny_config(family, max_position_embeddings=1 << 17, num_hidden_layers=1))
     short, long = (peak_of_a_chunk(model, context) for context in (512, 4096))
     assert 1 << 18 < long < 1.5 * short

@@ -10,6 +10,7 @@ C = "src/pdinfer/kernels/native/native.c"
 N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
+A = "src/pdinfer/kernels/torch_attention.py"
 W = "src/pdinfer/kernels/weight_formats.py"
 OPS = "tests/conformance/test_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
@@ -23,15 +24,15 @@ MUTANTS = [
     Mutant(
         "native mla_decode joins parts without rescaling",
         C,
-        "sums[k * heads + h] * maxima[k * heads + h];",
-        "sums[k * heads + h];",
+        "sums[k * rows + r] * maxima[k * rows + r];",
+        "sums[k * rows + r];",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode joins the values of parts without rescaling",
         C,
-        "maxima[k * heads + h] = expf(maxima[k * heads + h] - top);",
-        "maxima[k * heads + h] = 1;",
+        "maxima[k * rows + r] = expf(maxima[k * rows + r] - top);",
+        "maxima[k * rows + r] = 1;",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
@@ -40,6 +41,48 @@ MUTANTS = [
         "first, MIN(first + part, lens[b]),",
         "first, MIN(first + part - 1, lens[b]),",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
+    ),
+    Mutant(
+        "native mla_decode lets every query see the drafts behind it",
+        C,
+        "MIN(start + TOKENS, last), seen + n)",
+        "MIN(start + TOKENS, last), seen + queries)",
+        f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
+    ),
+    Mutant(
+        "native mla_decode weighs a latent behind a query by 0",
+        C,
+        "i64 at = MIN(start + t, stop - 1);",
+        "i64 at = MIN(start + t, last - 1);",
+        f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
+    ),
+    Mutant(
+        "native mla_decode reads int64 pages as int32",
+        N,
+        "page_table_BM = page_table_BM.to(torch.int32).contiguous()",
+        "page_table_BM = page_table_BM.contiguous()",
+        f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
+    ),
+    Mutant(
+        "torch mla_decode lets every query see the drafts behind it",
+        A,
+        "cached_BSW, position_S > last_BQ1, scale)",
+        "cached_BSW, position_S > last_BQ1.amax(1, keepdim=True), scale)",
+        f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
+    ),
+    Mutant(
+        "torch mla_decode weighs a latent behind a query by 0",
+        A,
+        "cached_BSW.nan_to_num_(0, 0, 0)",
+        "cached_BSW",
+        f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
+    ),
+    Mutant(
+        "torch mla_decode takes every block of a context for the first",
+        A,
+        "column + block], column * page_size)",
+        "column + block], 0)",
+        f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
     ),
     Mutant(
         "native combine_rows drops a choice when k > 7",
@@ -197,15 +240,15 @@ MUTANTS = [
     ),
     Mutant(
         "torch attention gives a score of -inf no weight",
-        T,
+        A,
         "return scores.amin(-1, keepdim=True) * 0",
         "return scores[..., :1] * 0",
         f"{BAD}::test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it",
     ),
     Mutant(
         "torch attention in blocks gives a score of -inf no weight",
-        T,
-        "weights.sum(-1, keepdim=True) + lost_HT1",
+        A,
+        "weights.sum(-1, keepdim=True) + lost_NT1",
         "weights.sum(-1, keepdim=True)",
         f"{BAD}::test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it",
     ),
@@ -218,14 +261,14 @@ MUTANTS = [
     ),
     Mutant(
         "an index key of infinity is a score of 0",
-        T,
+        A,
         "keys_SY = keys_SY + reference.not_finite(keys_SY)",
         "pass",
         f"{BAD}::test_a_token_whose_index_scores_are_not_finite_chooses_nothing",
     ),
     Mutant(
         "a bad key spoils tokens before it",
-        T,
+        A,
         "lost_T1 = ~scores_TS.masked_fill_(future_TS, 0).isfinite()",
         "lost_T1 = ~scores_TS.isfinite()",
         f"{BAD}::test_a_token_whose_index_scores_are_not_finite_chooses_nothing",

@@ -3,6 +3,7 @@
     ops.py              every op as a typed callable, in one frozen value
     reference.py        every op in plain torch: slow, complete, and the specification
     torch_ops.py        fast eager torch
+    torch_attention.py  its attention, and the choice of what it reads
     native/             C for CPUs with AVX-512 BF16
     resolve.py          which provider serves each op, and why
     activations.py      activations that were rounded to FP8, as a value

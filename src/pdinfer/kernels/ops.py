@@ -193,25 +193,31 @@ class MLAPrefill(Protocol):
         scale: float,
     ) -> Tensor:
         """Compute the expanded causal attention of each sequence's last `query_lens[b]` tokens over its first
-        `context_lens[b]` cached tokens (the queries' own latents are already stored) -> [T, H, V]. Q = nope + R; W = C
-        + R. kv_b holds per head the rows of K (nope) and then those of V. Lengths are host ints: no sync."""
+        `context_lens[b]` cached tokens (the queries' own latents are already stored) -> [T, H, V]. Here Q = nope + R.
+        W = C + R. kv_b holds per head the rows of K (nope) and then those of V. Lengths are host ints: no sync."""
 
 
 class MLADecode(Protocol):
-    """Attends with one query per sequence."""
+    """Attends with few queries per sequence."""
 
     def __call__(
         self,
-        q_latent_BHC: Tensor,
-        q_rope_BHR: Tensor,
+        q_latent_BQHC: Tensor,
+        q_rope_BQHR: Tensor,
         pages_PGW: Tensor,
         page_table_BM: Tensor,
         context_lens_B: Tensor,
         *,
         scale: float,
     ) -> Tensor:
-        """Compute the absorbed attention of one query per sequence over its cached latents: softmax(scale * (q_latent .
-        c + q_rope . k_rope)) . c -> [B, H, C]."""
+        """Compute the absorbed attention of the last Q cached tokens of each sequence over its cached latents:
+        softmax(scale * (q_latent . c + q_rope . k_rope)) . c -> [B, Q, H, C]. Query i sees the first `context_lens[b] -
+        Q + 1 + i` tokens: its own and all before.
+
+        Lengths are int64, at least Q, and like the table (int32 or int64) on the device, where no host waits for them.
+        The table may be wider than any context: entries beyond one hold any valid page. A query whose own latent was
+        not written returns anything, and changes nothing for those before it.
+        """
 
 
 class Route(Protocol):

@@ -230,18 +230,20 @@ def mla_prefill(
 
 
 def mla_decode(
-    q_latent_BHC: Tensor,
-    q_rope_BHR: Tensor,
+    q_latent_BQHC: Tensor,
+    q_rope_BQHR: Tensor,
     pages_PGW: Tensor,
     page_table_BM: Tensor,
     context_lens_B: Tensor,
     *,
     scale: float,
 ) -> Tensor:
-    out = torch.empty_like(q_latent_BHC)
+    out, num_queries = torch.empty_like(q_latent_BQHC), q_latent_BQHC.shape[1]
     for row, context in enumerate(context_lens_B.tolist()):
-        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)[:context]
-        out[row] = _absorbed(q_latent_BHC[row], q_rope_BHR[row], cached, scale)
+        cached = pages_PGW[page_table_BM[row]].flatten(0, 1)
+        for query in range(num_queries):
+            seen = cached[: context - num_queries + 1 + query]
+            out[row, query] = _absorbed(q_latent_BQHC[row, query], q_rope_BQHR[row, query], seen, scale)
     return out
 
 

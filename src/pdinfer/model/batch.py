@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,7 +49,7 @@ class Row:
 @attrs.frozen(kw_only=True)
 class Batch:
     """What one step runs: T tokens of B sequences. The tokens of a sequence are adjacent and in order. Tensors are
-    int64.
+    int64, but for the page table, which is int32.
 
     `sequence_T` is each token's row of the page table. `slots_A` are the slots (page * page_size + offset) that this
     step's latents are written to: those of the T tokens, and with `cp` those of the other ranks' tokens, in rank order.
@@ -113,10 +112,14 @@ class Batch:
         context_lens = tuple(row.start + len(row.tokens) for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
         table = [page for row in rows for page in _padded(row.pages, width)]
-        columns = (tokens, positions, sequences, slots, table, context_lens)
+        columns = (tokens, positions, sequences, slots, context_lens)
+        num_longs = sum(map(len, columns))
         # one tensor, so that there is one copy to the device; the others are views of it
-        flat = torch.from_numpy(np.array([*chain.from_iterable(columns)], np.int64)).to(device, non_blocking=True)
-        tokens_T, positions_T, sequence_T, slots_A, flat_table, context_lens_B = flat.split_with_sizes(
+        flat = torch.empty(2 * num_longs + len(table), dtype=torch.int32)
+        flat[: 2 * num_longs].view(torch.int64).numpy()[:] = [*chain.from_iterable(columns)]
+        flat[2 * num_longs :].numpy()[:] = table
+        longs, flat_table = flat.to(device, non_blocking=True).tensor_split((2 * num_longs,))
+        tokens_T, positions_T, sequence_T, slots_A, context_lens_B = longs.view(torch.int64).split_with_sizes(
             [*map(len, columns)]
         )
         return cls(
@@ -142,6 +145,11 @@ class Batch:
             [token or 0 for token in self.next_tokens], dtype=torch.int64, device=tokens_T.device
         )
         return attrs.evolve(self, tokens_T=tokens_T)
+
+    def by_sequence(self, x_T: Tensor) -> Tensor:
+        """Return a tensor of the tokens [T, ...] of a decode step as [B, Q, ...]."""
+        num_sequences = len(self.context_lens_B)
+        return x_T.view(num_sequences, len(x_T) // max(1, num_sequences), *x_T.shape[1:])
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of

@@ -196,15 +196,17 @@ def absorbed(
     pages_PGW: Tensor,
     selected_TS: Tensor | None,
 ) -> Tensor:
-    """Attend over the latents themselves -> [T, H, V]: over selected positions, or over all with one query per sequence
-    (T = B)."""
+    """Attend over the latents themselves -> [T, H, V]: over selected positions, or over all with the same number of
+    queries in each sequence (T = B * Q)."""
     config, ops, table_BM = mla.config, mla.ops, batch.page_table_BM
     kv_b_HOC = mla.kv_b_OC.view(mla.num_heads, -1, config.kv_lora_rank)
     k_b_HNC, v_b_HVC = kv_b_HOC.tensor_split((config.qk_nope_head_dim,), 1)
     q_THC = ops.heads_in(q_nope_THN, k_b_HNC)
     scale = mla.scale
     if selected_TS is None:
-        o_THC = ops.mla_decode(q_THC, q_rope_THR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
+        q_BQHC, q_BQHR = batch.by_sequence(q_THC), batch.by_sequence(q_rope_THR)
+        o_BQHC = ops.mla_decode(q_BQHC, q_BQHR, pages_PGW, table_BM, batch.context_lens_B, scale=scale)
+        o_THC = o_BQHC.flatten(0, 1)
     else:
         o_THC = ops.mla_sparse(q_THC, q_rope_THR, pages_PGW, table_BM, batch.sequence_T, selected_TS, scale=scale)
     return ops.heads_out(o_THC, v_b_HVC)

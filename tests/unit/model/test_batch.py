@@ -91,9 +91,11 @@ def test_one_token_each_makes_the_rows_the_sequences(step: tuple[int, list[Row]]
 
 @given(steps())
 def test_index_tensors_are_int64_on_the_device(step: tuple[int, list[Row]]) -> None:
-    tensors = [value for value in attrs.asdict(build(*step), recurse=False).values() if isinstance(value, torch.Tensor)]
+    fields = attrs.asdict(build(*step), recurse=False)
+    tensors = {name: value for name, value in fields.items() if isinstance(value, torch.Tensor)}
     assert len(tensors) == 6
-    assert {(tensor.dtype, tensor.device) for tensor in tensors} == {(torch.int64, CPU)}
+    assert tensors.pop("page_table_BM").dtype == torch.int32
+    assert {(tensor.dtype, tensor.device) for tensor in tensors.values()} == {(torch.int64, CPU)}
 
 
 @pytest.mark.parametrize("decode", [False, True])

@@ -49,7 +49,7 @@ SIGNATURES = {
     "rms_norm": (_P, _N, _N, _N, _P, _F, _P, _I),
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
-    "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _F, _N, _P, _I),
+    "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 

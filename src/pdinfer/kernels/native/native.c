@@ -481,79 +481,91 @@ INLINE void weigh(const float *scores, i64 count, float scale, uint32_t *pairs, 
     *sum += _mm512_reduce_add_ps(total);
 }
 
-/* Absorbed attention of all heads of one query over part of its context, tokens [first, last), last > first.
- * q [heads, width]: latent then rope. pages: token t lies at row table[t / page] * page + t % page, `width` values.
- * Leaves, unnormalised, o[heads, rank] with its maximum and sum per head. width and rank are multiples of 32. */
-static void absorb(const bf16 *q, const bf16 *pages, const i64 *table, i64 page, i64 first, i64 last, i64 heads,
-                   i64 width, i64 rank, float scale, float *o, float *maxima, float *sums) {
+/* One block of absorbed attention: all heads of one query over `count` tokens, added to o, maxima and sums. Beyond `count`
+ * up to TOKENS, token[t] is a row that may be read and weighs nothing. width and rank are multiples of 32. */
+static void absorb_block(const bf16 *q, const bf16 *const *token, i64 count, i64 heads, i64 width, i64 rank, float scale,
+                         float *o, float *maxima, float *sums) {
     float scores[heads * TOKENS];
     uint32_t pairs[heads * TOKENS / 2];
-    const bf16 *token[TOKENS];
-    memset(o, 0, sizeof(float) * heads * rank);
-    for (i64 h = 0; h < heads; h++) maxima[h] = -INFINITY, sums[h] = 0;
-    for (i64 start = first; start < last; start += TOKENS) {
-        i64 count = MIN(TOKENS, last - start);
-        for (i64 t = 0; t < TOKENS; t++) { /* beyond the end: the last one again, with weight 0 */
-            i64 at = MIN(start + t, last - 1);
-            token[t] = pages + (table[at / page] * page + at % page) * width;
-        }
-        for (i64 t = 0; t < count; t += 4)
-            for (i64 h = 0; h < heads; h += 4) {
-                __m512 acc[4][4];
-                i64 some = MIN(4, heads - h);
-                for (int a = 0; a < 4; a++)
-                    for (int b = 0; b < 4; b++) acc[a][b] = _mm512_setzero_ps();
-                const bf16 *qs[4];
-                for (int a = 0; a < 4; a++) qs[a] = q + (h + MIN(a, some - 1)) * width;
-                for (i64 i = 0; i < width; i += 32) {
-                    __m512bh c[4];
-                    for (int b = 0; b < 4; b++) c[b] = load32(token[t + b] + i);
-                    for (int a = 0; a < 4; a++) {
-                        __m512bh x = load32(qs[a] + i);
-                        for (int b = 0; b < 4; b++) acc[a][b] = _mm512_dpbf16_ps(acc[a][b], x, c[b]);
-                    }
+    for (i64 t = 0; t < count; t += 4)
+        for (i64 h = 0; h < heads; h += 4) {
+            __m512 acc[4][4];
+            i64 some = MIN(4, heads - h);
+            for (int a = 0; a < 4; a++)
+                for (int b = 0; b < 4; b++) acc[a][b] = _mm512_setzero_ps();
+            const bf16 *qs[4];
+            for (int a = 0; a < 4; a++) qs[a] = q + (h + MIN(a, some - 1)) * width;
+            for (i64 i = 0; i < width; i += 32) {
+                __m512bh c[4];
+                for (int b = 0; b < 4; b++) c[b] = load32(token[t + b] + i);
+                for (int a = 0; a < 4; a++) {
+                    __m512bh x = load32(qs[a] + i);
+                    for (int b = 0; b < 4; b++) acc[a][b] = _mm512_dpbf16_ps(acc[a][b], x, c[b]);
                 }
-                for (int a = 0; a < some; a++)
-                    _mm_storeu_ps(scores + (h + a) * TOKENS + t, sums4(acc[a]));
             }
-        for (i64 h = 0; h < heads; h++)
-            weigh(scores + h * TOKENS, count, scale, pairs + h * TOKENS / 2, o + h * rank, rank, maxima + h, sums + h);
-        for (i64 h = 0; h < heads; h += 8) {
-            i64 some = MIN(8, heads - h);
-            for (i64 i = 0; i < rank; i += 32) {
-                __m512 acc[8][2];
-                for (int a = 0; a < 8; a++) acc[a][0] = acc[a][1] = _mm512_setzero_ps();
-                for (i64 t = 0; t < count; t += 2) {
-                    __m512i even = _mm512_loadu_si512(token[t] + i), odd = _mm512_loadu_si512(token[t + 1] + i);
-                    __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);
-                    __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);
-                    for (int a = 0; a < 8; a++) {
-                        const uint32_t *p = pairs + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;
-                        __m512bh weight = (__m512bh)_mm512_set1_epi32((int)*p);
-                        acc[a][0] = _mm512_dpbf16_ps(acc[a][0], weight, lo);
-                        acc[a][1] = _mm512_dpbf16_ps(acc[a][1], weight, hi);
-                    }
+            for (int a = 0; a < some; a++)
+                _mm_storeu_ps(scores + (h + a) * TOKENS + t, sums4(acc[a]));
+        }
+    for (i64 h = 0; h < heads; h++)
+        weigh(scores + h * TOKENS, count, scale, pairs + h * TOKENS / 2, o + h * rank, rank, maxima + h, sums + h);
+    for (i64 h = 0; h < heads; h += 8) {
+        i64 some = MIN(8, heads - h);
+        for (i64 i = 0; i < rank; i += 32) {
+            __m512 acc[8][2];
+            for (int a = 0; a < 8; a++) acc[a][0] = acc[a][1] = _mm512_setzero_ps();
+            for (i64 t = 0; t < count; t += 2) {
+                __m512i even = _mm512_loadu_si512(token[t] + i), odd = _mm512_loadu_si512(token[t + 1] + i);
+                __m512bh lo = (__m512bh)_mm512_unpacklo_epi16(even, odd);
+                __m512bh hi = (__m512bh)_mm512_unpackhi_epi16(even, odd);
+                for (int a = 0; a < 8; a++) {
+                    const uint32_t *p = pairs + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;
+                    __m512bh weight = (__m512bh)_mm512_set1_epi32((int)*p);
+                    acc[a][0] = _mm512_dpbf16_ps(acc[a][0], weight, lo);
+                    acc[a][1] = _mm512_dpbf16_ps(acc[a][1], weight, hi);
                 }
-                for (int a = 0; a < some; a++) {
-                    float *to = o + (h + a) * rank + i;
-                    __m512 left = _mm512_permutex2var_ps(acc[a][0], LOW, acc[a][1]);
-                    __m512 right = _mm512_permutex2var_ps(acc[a][0], HIGH, acc[a][1]);
-                    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), left));
-                    _mm512_storeu_ps(to + 16, _mm512_add_ps(_mm512_loadu_ps(to + 16), right));
-                }
+            }
+            for (int a = 0; a < some; a++) {
+                float *to = o + (h + a) * rank + i;
+                __m512 left = _mm512_permutex2var_ps(acc[a][0], LOW, acc[a][1]);
+                __m512 right = _mm512_permutex2var_ps(acc[a][0], HIGH, acc[a][1]);
+                _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), left));
+                _mm512_storeu_ps(to + 16, _mm512_add_ps(_mm512_loadu_ps(to + 16), right));
             }
         }
     }
 }
 
-/* Absorbed attention of `batch` queries, each over its own context of lens[b] >= 1 tokens -> out [batch, heads, rank]. The
- * bytes of memory that it could not have, or 0.
- * latent [batch, heads, rank] and rope [batch, heads, width - rank] are their two parts; table has `pages_per_row` page
- * ids per query. Contexts are cut into parts of `part` tokens, so that few queries still occupy all threads. */
-EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const i64 *table, i64 pages_per_row,
-                      i64 page, const i64 *lens, i64 batch, i64 heads, i64 width, i64 rank, float scale, i64 part,
-                      bf16 *out, int threads) {
-    i64 parts = 0, *begins = malloc(sizeof(i64) * (batch + 1));
+/* Absorbed attention of `queries` queries of one sequence over part of its context, tokens [first, last). Query i sees
+ * those before `seen` + i. All queries read a block of tokens while it is in the cache.
+ * q [queries, heads, width]: latent then rope. pages: token t lies at row table[t / page] * page + t % page, `width`
+ * values. Leaves, unnormalised, o[queries, heads, rank] with its maximum and sum per query and head. */
+static void absorb(const bf16 *q, const bf16 *pages, const int32_t *table, i64 page, i64 first, i64 last, i64 queries,
+                   i64 seen, i64 heads, i64 width, i64 rank, float scale, float *o, float *maxima, float *sums) {
+    const bf16 *token[TOKENS];
+    memset(o, 0, sizeof(float) * queries * heads * rank);
+    for (i64 row = 0; row < queries * heads; row++) maxima[row] = -INFINITY, sums[row] = 0;
+    for (i64 start = first; start < last; start += TOKENS)
+        for (i64 n = 0; n < queries; n++) {
+            i64 stop = MIN(MIN(start + TOKENS, last), seen + n), row = n * heads;
+            if (stop <= start) continue;
+            for (i64 t = 0; t < TOKENS; t++) { /* beyond the end: the last one again, with weight 0 */
+                i64 at = MIN(start + t, stop - 1);
+                token[t] = pages + (table[at / page] * page + at % page) * width;
+            }
+            absorb_block(q + row * width, token, stop - start, heads, width, rank, scale, o + row * rank, maxima + row,
+                         sums + row);
+        }
+}
+
+/* Absorbed attention of `queries` queries in each of `batch` sequences, the last ones of its lens[b] >= `queries` tokens;
+ * each sees the tokens up to its own -> out [batch, queries, heads, rank]. The bytes of memory that it could not have, or 0.
+ * latent [batch, queries, heads, rank] and rope [batch, queries, heads, width - rank] are their two parts; table has
+ * `pages_per_row` page ids per sequence. Contexts are cut into parts of `part` tokens, so that few sequences still occupy
+ * all threads. */
+EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, const int32_t *table, i64 pages_per_row,
+                      i64 page, const i64 *lens, i64 batch, i64 queries, i64 heads, i64 width, i64 rank, float scale,
+                      i64 part, bf16 *out, int threads) {
+    i64 rows = queries * heads, parts = 0, *begins = malloc(sizeof(i64) * (batch + 1));
     if (!begins) return sizeof(i64) * (batch + 1);
     for (i64 b = 0; b < batch; b++) {
         begins[b] = parts;
@@ -561,17 +573,17 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
     }
     begins[batch] = parts;
     i64 bytes;
-    int fits = !__builtin_mul_overflow(parts, (i64)sizeof(float) * heads * (rank + 2), &bytes);
+    int fits = !__builtin_mul_overflow(parts, (i64)sizeof(float) * rows * (rank + 2), &bytes);
     float *o = fits ? malloc(bytes) : NULL;
     if (!o) {
         free(begins);
         return fits ? bytes : INT64_MAX;
     }
-    float *maxima = o + parts * heads * rank, *sums = maxima + parts * heads;
+    float *maxima = o + parts * rows * rank, *sums = maxima + parts * rows;
     int failed = 0;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        bf16 *q = malloc(sizeof *q * heads * width);
+        bf16 *q = malloc(sizeof *q * rows * width);
         if (!q) {
 #pragma omp atomic write
             failed = 1;
@@ -582,27 +594,28 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
             i64 b = 0;
             while (begins[b + 1] <= item) b++;
             i64 first = (item - begins[b]) * part;
-            for (i64 h = 0; h < heads; h++) {
-                memcpy(q + h * width, latent + (b * heads + h) * rank, rank * sizeof *q);
-                memcpy(q + h * width + rank, rope + (b * heads + h) * (width - rank), (width - rank) * sizeof *q);
+            for (i64 r = 0; r < rows; r++) {
+                memcpy(q + r * width, latent + (b * rows + r) * rank, rank * sizeof *q);
+                memcpy(q + r * width + rank, rope + (b * rows + r) * (width - rank), (width - rank) * sizeof *q);
             }
-            absorb(q, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]),
-                   heads, width, rank, scale, o + item * heads * rank, maxima + item * heads, sums + item * heads);
+            absorb(q, pages, table + b * pages_per_row, page, first, MIN(first + part, lens[b]), queries,
+                   lens[b] - queries + 1, heads, width, rank, scale, o + item * rows * rank, maxima + item * rows,
+                   sums + item * rows);
         }
 #pragma omp for schedule(static)
-        for (i64 row = 0; row < batch * heads; row++) {
-            i64 b = row / heads, h = row % heads;
+        for (i64 row = 0; row < batch * rows; row++) {
+            i64 b = row / rows, r = row % rows;
             float top = -INFINITY, total = 0;
-            for (i64 k = begins[b]; k < begins[b + 1]; k++) top = fmaxf(top, maxima[k * heads + h]);
+            for (i64 k = begins[b]; k < begins[b + 1]; k++) top = fmaxf(top, maxima[k * rows + r]);
             for (i64 k = begins[b]; k < begins[b + 1]; k++) {
-                maxima[k * heads + h] = expf(maxima[k * heads + h] - top);
-                total += sums[k * heads + h] * maxima[k * heads + h];
+                maxima[k * rows + r] = expf(maxima[k * rows + r] - top);
+                total += sums[k * rows + r] * maxima[k * rows + r];
             }
             for (i64 i = 0; i < rank; i += 16) {
                 __m512 sum = _mm512_setzero_ps();
                 for (i64 k = begins[b]; k < begins[b + 1]; k++)
-                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(o + (k * heads + h) * rank + i),
-                                          _mm512_set1_ps(maxima[k * heads + h]), sum);
+                    sum = _mm512_fmadd_ps(_mm512_loadu_ps(o + (k * rows + r) * rank + i),
+                                          _mm512_set1_ps(maxima[k * rows + r]), sum);
                 store16(out + row * rank + i, _mm512_mul_ps(sum, _mm512_set1_ps(1.0f / total)));
             }
         }
@@ -610,7 +623,7 @@ EXPORT i64 mla_decode(const bf16 *latent, const bf16 *rope, const bf16 *pages, c
     }
     free(o);
     free(begins);
-    return failed ? (i64)sizeof(bf16) * heads * width : 0;
+    return failed ? (i64)sizeof(bf16) * rows * width : 0;
 }
 
 #define ROWS 6     /* of a tile: 6 x 64 float32 sums are 24 of the 32 registers */

@@ -316,29 +316,32 @@ def mla_prefill(
 
 
 def mla_decode(
-    q_latent_BHC: Tensor,
-    q_rope_BHR: Tensor,
+    q_latent_BQHC: Tensor,
+    q_rope_BQHR: Tensor,
     pages_PGW: Tensor,
     page_table_BM: Tensor,
     context_lens_B: Tensor,
     *,
     scale: float,
 ) -> Tensor:
-    batch, num_heads, rank = q_latent_BHC.shape
+    batch, num_queries, num_heads, rank = q_latent_BQHC.shape
     width = pages_PGW.shape[-1]
-    if not batch or rank % 32 or width % 32 or not _are(torch.bfloat16, q_latent_BHC, q_rope_BHR, pages_PGW):
-        return torch_ops.mla_decode(q_latent_BHC, q_rope_BHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
-    q_latent_BHC, q_rope_BHR = q_latent_BHC.contiguous(), q_rope_BHR.contiguous()
-    out = torch.empty_like(q_latent_BHC)
+    readable = _are(torch.bfloat16, q_latent_BQHC, q_rope_BQHR, pages_PGW) and _are(torch.int64, context_lens_B)
+    if not batch or rank % 32 or width % 32 or not readable:
+        return torch_ops.mla_decode(q_latent_BQHC, q_rope_BQHR, pages_PGW, page_table_BM, context_lens_B, scale=scale)
+    q_latent_BQHC, q_rope_BQHR = q_latent_BQHC.contiguous(), q_rope_BQHR.contiguous()
+    page_table_BM = page_table_BM.to(torch.int32).contiguous()
+    out = torch.empty_like(q_latent_BQHC)
     lacking = library().mla_decode(
-        q_latent_BHC.data_ptr(),
-        q_rope_BHR.data_ptr(),
+        q_latent_BQHC.data_ptr(),
+        q_rope_BQHR.data_ptr(),
         pages_PGW.data_ptr(),
         page_table_BM.data_ptr(),
         page_table_BM.shape[1],
         pages_PGW.shape[1],
         context_lens_B.data_ptr(),
         batch,
+        num_queries,
         num_heads,
         width,
         rank,
