@@ -32,7 +32,10 @@ NAMES = [name for name, _ in resolve.PROVIDERS]
 SCALE = 0.25
 
 every_provider = pytest.mark.parametrize("provider", NAMES)
-every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+every_device = pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("gpusim", marks=pytest.mark.full)],
+)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 

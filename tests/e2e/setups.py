@@ -20,6 +20,9 @@ from tests.plain_sampling import plain_draw
 TRANSPORTS = ("shared", "loopback", "tcp", "unix")
 """Loopback with one pool for both sides, loopback with a pool each, TCP and Unix sockets."""
 
+PEERS = {"tcp": pd.kv.SocketTransport, "shm": pd.kv.ShmTransport, "mooncake": pd.kv.MooncakeTransport}
+"""Transports of `join` that need no more than themselves."""
+
 TIMEOUT_S = 180.0
 """No test waits longer than this for anything."""
 
@@ -121,7 +124,7 @@ def join(
             for number, pool in enumerate(pools)
         ]
     else:
-        channels = [channel(pool, pd.kv.SocketTransport()) for pool in pools]
+        channels = [channel(pool, PEERS[transport]()) for pool in pools]
     count = len(prefill_pools)
     prefills = [pd.PrefillEngine(model, end, engine, clock=clock) for end in channels[:count]]
     decodes = [pd.DecodeEngine(model, end, engine, clock=clock) for end in channels[count:]]
