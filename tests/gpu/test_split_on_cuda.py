@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import pdinfer as pd
 from pdinfer.testing import FAMILIES, random_model, tiny_config
+from tests.gpu.serving import TRANSPORTS, joined, serve
 
 pytestmark = pytest.mark.gpu
 
@@ -43,31 +43,10 @@ def requests() -> list[pd.Request]:
     ]
 
 
-def serve(pairing: pd.Pairing) -> dict[str, list[int | None]]:
-    """The tokens of the requests, run twice: the second time they find their prefixes."""
-    tokens: dict[str, list[int | None]] = {}
-    with pairing:
-        for event in (*pairing.generate(requests()), *pairing.generate(requests())):
-            assert event.error is None
-            tokens.setdefault(event.request_id, []).append(event.token)
-    return tokens
-
-
-@pytest.mark.parametrize("transport", ["shared", "loopback", "tcp"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_cpu(family: str, transport: str) -> None:
-    """Exact float32 products: TF32 would round the logits of both sides differently."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    expected = serve(pd.Pairing.local(random_model(tiny_config(family))))
+    """Float32 products are exact on both: torch uses no TF32 unless it is told to."""
+    expected = serve(joined(random_model(tiny_config(family))), requests())
     model = random_model(tiny_config(family), device="cuda")
-    cache, config = pd.CacheConfig(page_size=16, num_pages=128), pd.EngineConfig(chunked_prefill_size=20)
-    if transport == "shared":
-        pairing = pd.Pairing.local(model, cache=cache, engine=config)
-    else:
-        pools = [pd.PagePool(model, cache) for _ in range(2)]
-        if transport == "loopback":
-            ends = list(pd.KVChannel.loopback(*pools))
-        else:
-            ends = [pd.KVChannel(pool, pd.kv.SocketTransport()) for pool in pools]
-        pairing = pd.Pairing(pd.PrefillEngine(model, ends[0], config), pd.DecodeEngine(model, ends[1], config))
-    assert serve(pairing) == expected
+    assert serve(joined(model, transport), requests()) == expected
