@@ -115,11 +115,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
-        ("native",),
+        ("native", "compositions"),
         ("torch_ops",),
         ("torch_attention",),
         ("reference",),
         ("ops", "row_formats"),
+        ("fused",),
         ("activations",),
         ("weight_formats", "spec"),
     ),

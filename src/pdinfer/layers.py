@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
+from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, Int8Dynamic, Shard, Weight
+from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, FP8Blocks, Int8Dynamic, Shard, Weight
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, mark
 
@@ -44,7 +45,7 @@ class Linear:
     weight."""
 
     weight: Weight
-    op: Callable[[Tensor, Any], Tensor]
+    op: Callable[[Any, Any], Tensor]
     bias_O: Tensor | None = None
 
     @classmethod
@@ -59,7 +60,9 @@ class Linear:
             return cls(weight.numbers, ops.linear, weight.bias.squeeze(-1))
         return cls(weight, ops.linear_by(weight))
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    def __call__(self, x_TI: Tensor | FP8Rows | Rounded) -> Tensor:
+        if isinstance(x_TI, Rounded):
+            x_TI = x_TI.read_by(self.weight)
         y_TO = self.op(x_TI, self.weight)
         return y_TO if self.bias_O is None else y_TO + self.bias_O
 
@@ -118,6 +121,32 @@ class RMSNorm:
 
 
 @attrs.frozen
+class InputNorm:
+    """The norm of the residual stream in front of linear maps, with the sum that goes before it.
+
+    `ue8m0` is None where no map is in FP8; else the norm is also rounded as those maps read it, once for all of them.
+    """
+
+    norm: RMSNorm
+    ue8m0: bool | None = None
+
+    @classmethod
+    def of(cls, norm: RMSNorm, readers: Iterable[Weight]) -> InputNorm:
+        """Build the norm that is read by products with these weights."""
+        return cls(norm, next((weight.ue8m0 for weight in readers if isinstance(weight, FP8Blocks)), None))
+
+    def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor | Rounded, Tensor]:
+        """Return (norm of the sum, the sum), where the sum is residual + x, or x itself without a residual."""
+        ops, weight_D, eps = self.norm.ops, self.norm.weight_D, self.norm.eps
+        if self.norm.bias_D is not None:
+            sum_TD = x_TD if residual_TD is None else residual_TD + x_TD
+            return self.norm(sum_TD), sum_TD
+        if self.ue8m0 is None:
+            return ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+        return ops.add_rms_norm_fp8(x_TD, residual_TD, weight_D, eps, ue8m0=self.ue8m0)
+
+
+@attrs.frozen
 class GatedMLP:
     """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first."""
 
@@ -135,7 +164,12 @@ class GatedMLP:
         gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size, shard), ops)
         return cls(gate_up, row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group), ops)
 
-    def __call__(self, x_TD: Tensor, trace: Trace | None = None) -> Tensor:
+    @property
+    def readers(self) -> tuple[Weight, ...]:
+        """The weights that multiply the input."""
+        return (self.gate_up.weight,)
+
+    def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None) -> Tensor:
         mark(trace, "mlp")
         return self.down(self.ops.gated_silu(self.gate_up(x_TD)))
 

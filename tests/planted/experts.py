@@ -407,7 +407,7 @@ MUTANTS = [
     Mutant(
         "a rank takes the padding of other ranks' tokens",
         "src/pdinfer/model/block.py",
-        "None if step.live_T is None else self.tp.part(step.live_T, self.mlp_together)",
+        "None if step.live_T is None else tp.part(step.live_T, together)",
         "step.live_T",
         "tests/unit/moe/test_experts.py::test_a_rank_knows_which_of_its_tokens_are_padding",
     ),

@@ -13,6 +13,7 @@ T = "src/pdinfer/kernels/torch_ops.py"
 A = "src/pdinfer/kernels/torch_attention.py"
 W = "src/pdinfer/kernels/weight_formats.py"
 OPS = "tests/conformance/test_ops.py"
+FUSED = "tests/conformance/test_fused_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
 ATTENTION = "tests/conformance/test_attention_ops.py"
 ROUTING = "tests/conformance/test_routing_ops.py"
@@ -21,6 +22,41 @@ BAD = "tests/conformance/test_not_finite.py"
 SPARSE = "tests/conformance/test_sparse_ops.py"
 
 MUTANTS = [
+    Mutant(
+        "rows for a GPU's TMA keep that layout when they are gathered",
+        "src/pdinfer/kernels/activations.py",
+        'numbers_TI=numbers, scales_TN=scales, layout="row")',
+        "numbers_TI=numbers, scales_TN=scales)",
+        "tests/unit/kernels/test_activations.py::test_rows_are_gathered_with_their_scales",
+    ),
+    Mutant(
+        "torch linear_fp8 forgets the scales of rows that come rounded",
+        T,
+        "x_TI.floats() if isinstance(x_TI, FP8Rows)",
+        "x_TI.numbers_TI.to(x_TI.dtype) if isinstance(x_TI, FP8Rows)",
+        f"{QUANTIZED}::test_linear_fp8",
+    ),
+    Mutant(
+        "a composition goes on calling the op that was swapped",
+        "src/pdinfer/kernels/ops.py",
+        "Composed(composed.func, self)",
+        "composed if composed.args else Composed(composed.func, self)",
+        f"{FUSED}::test_a_composition_calls_the_op_that_was_swapped",
+    ),
+    Mutant(
+        "a norm forgets the residual stream",
+        "src/pdinfer/kernels/compositions.py",
+        "residual_TD + x_TD",
+        "x_TD",
+        f"{FUSED}::test_add_rms_norm",
+    ),
+    Mutant(
+        "a norm rounds the sum instead of its norm",
+        "src/pdinfer/kernels/compositions.py",
+        "ops.quantize_fp8(normed_TD",
+        "ops.quantize_fp8(sum_TD",
+        f"{FUSED}::test_add_rms_norm_fp8",
+    ),
     Mutant(
         "native mla_decode joins parts without rescaling",
         C,

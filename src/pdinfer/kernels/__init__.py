@@ -1,7 +1,9 @@
 """What computes: ops, their providers, and the choice between them. A new provider is a module here.
 
     ops.py              every op as a typed callable, in one frozen value
-    reference.py        every op in plain torch: slow, complete, and the specification
+    fused.py            ops that are a sequence of others, typed in the same way
+    compositions.py     these sequences, of whatever ops were chosen
+    reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch
     torch_attention.py  its attention, and the choice of what it reads
     native/             C for CPUs with AVX-512 BF16

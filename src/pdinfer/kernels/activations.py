@@ -1,4 +1,4 @@
-"""How activations are held that were rounded for a product: FP8 numbers with their scales, as a value between ops."""
+"""Activations as values between ops: those rounded to FP8 with their scales, and those at hand in both forms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import BLOCK
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Weight
 
 ScaleLayout = Literal["row", "mn-major-tma"]
 """Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
@@ -65,3 +65,22 @@ class FP8Rows:
         """Return the value of the rows, rounded to `dtype`."""
         scale_of_channel = self.scales_TN.repeat_interleave(BLOCK, -1)[..., : self.shape[-1]]
         return (self.numbers_TI.to(self.scales_TN.dtype) * scale_of_channel).to(self.dtype)
+
+
+@attrs.frozen(eq=False)
+class Rounded:
+    """The same activations twice: as floats, and as the `rows` that FP8 products read. Readers of both kinds follow a
+    norm, and share one rounding."""
+
+    floats_TI: Tensor
+    rows: FP8Rows
+
+    def __len__(self) -> int:
+        return len(self.floats_TI)
+
+    def __getitem__(self, part: slice) -> Rounded:
+        return Rounded(self.floats_TI[part], self.rows[part])
+
+    def read_by(self, weight: Weight) -> Tensor | FP8Rows:
+        """Return the form that a product with `weight` reads."""
+        return self.rows if isinstance(weight, FP8Blocks) else self.floats_TI

@@ -1,8 +1,8 @@
 """The ops a model is made of, as one frozen value of callables.
 
 Each field names an op, whose Protocol states shapes and dtypes (legend in docs/shapes.md). A provider is a module with
-functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op and is their
-specification; the others must agree with it.
+functions of these names. `resolve_ops` picks one per op, once, at load. `reference.py` has every op that is not a
+sequence of others (those are in `fused.py`) and is their specification; the others must agree with it.
 
 Cache pages are in the model's dtype, or uint8. In uint8 pages a row is packed FP8 as `kernels.row_formats` says: the
 store ops pack, and the others unpack what they read. Rows that no token of a context was written to may hold anything,
@@ -16,6 +16,7 @@ the tokens of one sequence in one call of `mla_prefill` may share the NaN that o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ import attrs
 from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
@@ -312,9 +314,13 @@ class ScatterPages(Protocol):
         not sync the device."""
 
 
+class Composed(functools.partial[Any]):
+    """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
+
+
 @attrs.frozen(kw_only=True)
 class Ops:
-    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`."""
+    """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too."""
 
     rms_norm: RMSNorm
     layer_norm: LayerNorm
@@ -343,6 +349,13 @@ class Ops:
     grouped_mlp_int8: GroupedMLPInt8
     gather_pages: GatherPages
     scatter_pages: ScatterPages
+    add_rms_norm: AddRMSNorm
+    add_rms_norm_fp8: AddRMSNormFP8
+
+    def __attrs_post_init__(self) -> None:
+        for op in OP_NAMES:
+            if isinstance(composed := getattr(self, op), Composed):
+                object.__setattr__(self, op, Composed(composed.func, self))
 
     def linear_by(self, weight: Weight) -> Callable[[Any, Any], Tensor]:
         """Return the op that multiplies by a weight of this format."""

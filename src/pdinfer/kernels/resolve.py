@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
 import torch
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels.ops import OP_NAMES, Ops
+from pdinfer.kernels import compositions
+from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
 from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
 
+COMPOSITION = "composition"
 PROVIDERS: tuple[tuple[str, str], ...] = (
     ("native", "pdinfer.kernels.native.ops"),
+    (COMPOSITION, "pdinfer.kernels.compositions"),
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
 )
 """(name, module) in order of preference. A module is imported only when its turn comes. It has the ops it offers, under
 their names, and functions that take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of
 it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and
-`slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load."""
+`slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load.
+The functions of "composition" take the chosen ops as their first argument."""
 
 
 @attrs.frozen
@@ -46,28 +50,38 @@ class ResolvedOps:
 
 
 def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
-    """Choose the ops for a model of `spec`. `forced` names one provider for all ops, or one per op. Raises
-    BackendUnavailable when a forced provider cannot run there, refuses the op or lacks it."""
+    """Choose the ops for a model of `spec`. `forced` names one provider for all ops, or one per op. What a provider for
+    all ops lacks is composed of those it has, where that can be done. Raises BackendUnavailable when a forced provider
+    cannot run there, refuses the op or lacks it."""
     unknown = [] if forced is None or isinstance(forced, str) else sorted(set(forced) - set(OP_NAMES))
     if unknown:
         raise BackendUnavailable(f"no op is called {', '.join(map(repr, unknown))}; there are {', '.join(OP_NAMES)}")
     functions: dict[str, object] = {}
     choices = []
     for op in OP_NAMES:
-        wanted = forced if isinstance(forced, str) or forced is None else forced.get(op)
-        function, choice = _choose(op, spec, wanted)
+        function, choice = _choose(op, spec, _wanted(op, forced))
         functions[op] = function
         choices.append(choice)
     return ResolvedOps(Ops(**functions), tuple(choices))  # type: ignore[arg-type]
 
 
-def _choose(op: str, spec: OpSpec, wanted: str | None) -> tuple[object, OpChoice]:
+def _wanted(op: str, forced: str | Mapping[str, str] | None) -> list[str]:
+    """Return the names of the providers that may serve an op."""
+    if isinstance(forced, Mapping) and op in forced:
+        return [forced[op]]
+    composed = [COMPOSITION] if hasattr(compositions, op) else []
+    if isinstance(forced, str):
+        return [forced, *composed]
+    return [name for name, _ in PROVIDERS if name != COMPOSITION] + composed
+
+
+def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpChoice]:
     names = [name for name, _ in PROVIDERS]
-    if wanted is not None and wanted not in names:
-        raise BackendUnavailable(f"op {op}: no provider is called {wanted!r}; there are {', '.join(names)}")
+    if unknown := [name for name in wanted if name not in names]:
+        raise BackendUnavailable(f"op {op}: no provider is called {unknown[0]!r}; there are {', '.join(names)}")
     refusals: list[str] = []
     for name, module_path in PROVIDERS:
-        if wanted not in (None, name):
+        if name not in wanted:
             continue
         module = importlib.import_module(module_path)
         reason = module.unavailable(spec)
@@ -77,7 +91,8 @@ def _choose(op: str, spec: OpSpec, wanted: str | None) -> tuple[object, OpChoice
             reason = module.refuses(op, spec)
         if reason is None:
             slow = module.slow(op, spec) if hasattr(module, "slow") else None
-            return getattr(module, op), OpChoice(op, name, tuple(refusals), slow)
+            function = getattr(module, op)
+            return Composed(function) if name == COMPOSITION else function, OpChoice(op, name, tuple(refusals), slow)
         refusals.append(f"{name}: {reason}")
     raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals))
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.config.families import AttentionKind
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import Weight
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import WeightSource
 from pdinfer.model.mla import MLA
@@ -25,7 +27,11 @@ class Attention(Protocol):
     def build(cls, source: WeightSource, layer: int, config: ModelConfig, ops: Ops, tp: Group) -> Self:
         """Ask `source` for the tensors of `layer`. The heads are divided over `tp`."""
 
-    def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
+    @property
+    def readers(self) -> Sequence[Weight]:
+        """The weights that multiply the layer's input."""
+
+    def __call__(self, x_TD: Tensor | Rounded, step: Step, layer: int) -> Tensor:
         """Write the cache of the step's tokens to the pages of `layer` in `step.view`, and attend. Returns [T, D],
         the output of all heads, whole on each rank of `tp`. `x_TD` is the layer's input after its norm."""
 

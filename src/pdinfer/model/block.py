@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.kernels.ops import Ops
-from pdinfer.layers import GatedMLP, RMSNorm, WeightSource
+from pdinfer.layers import GatedMLP, InputNorm, RMSNorm, WeightSource
 from pdinfer.model.attention import Attention, attention_of
 from pdinfer.model.step import Step
 from pdinfer.moe.layer import MoE
@@ -26,9 +26,9 @@ class Block:
     """
 
     layer: int
-    attention_norm: RMSNorm
+    attention_norm: InputNorm
     attention: Attention
-    mlp_norm: RMSNorm
+    mlp_norm: InputNorm
     mlp: GatedMLP | MoE
     tp: Group
     mlp_together: int
@@ -58,18 +58,28 @@ class Block:
             dense = groups.dense_tp
             mlp = GatedMLP.build(source, f"{name}.mlp", hidden, config.intermediate_size, ops, dense)
             together = dense.size
-        return cls(layer, attention_norm, attention, mlp_norm, mlp, groups.tp, together, moe_norm)
+        return cls(
+            layer,
+            InputNorm.of(attention_norm, attention.readers),
+            attention,
+            InputNorm.of(mlp_norm, mlp.readers),
+            mlp,
+            groups.tp,
+            together,
+            moe_norm,
+        )
 
     def __call__(self, hidden_TD: Tensor, step: Step) -> Tensor:
         """Return the hidden state [T, D] after this layer, and write the layer's cache in `step.view`."""
         mark(step.trace, "attention", layer=self.layer)
-        hidden_TD = hidden_TD + self.attention(self.attention_norm(hidden_TD), step, self.layer)
-        part_TD = self.mlp_norm(self.tp.part(hidden_TD, self.mlp_together))
+        tp, together = self.tp, self.mlp_together
+        x_TD, _ = self.attention_norm(hidden_TD)
+        attended_TD = self.attention(x_TD, step, self.layer)
+        x_TD, part_TD = self.mlp_norm(tp.part(attended_TD, together), tp.part(hidden_TD, together))
         if isinstance(self.mlp, MoE):
-            live_T = None if step.live_T is None else self.tp.part(step.live_T, self.mlp_together)
-            part_TD = self.mlp(part_TD, step.trace, live_T)
+            y_TD = self.mlp(x_TD, step.trace, None if step.live_T is None else tp.part(step.live_T, together))
         else:
-            part_TD = self.mlp(part_TD, step.trace)
+            y_TD = self.mlp(x_TD, step.trace)
         if self.moe_norm is not None:
-            part_TD = self.moe_norm(part_TD)
-        return hidden_TD + self.tp.join(part_TD, len(hidden_TD), self.mlp_together)
+            y_TD = self.moe_norm(y_TD)
+        return tp.join(part_TD + y_TD, len(hidden_TD), together)

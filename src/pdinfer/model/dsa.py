@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, WeightSource
@@ -79,7 +80,12 @@ class Indexer:
         return packed_component(name, form, width + 4, layers)
 
     def __call__(
-        self, x_TD: Tensor, query_TL: Tensor, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGY: Tensor
+        self,
+        x_TD: Tensor | Rounded,
+        query_TL: Tensor | Rounded,
+        batch: Batch,
+        angles: tuple[Tensor, Tensor],
+        pages_PGY: Tensor,
     ) -> Tensor | None:
         """Store this step's keys in `pages_PGY` and choose: positions as `kernels.ops.IndexTopK` returns them, or None
         when every position of every context is read. `query_TL` is the query latent of attention."""
@@ -96,20 +102,21 @@ class Indexer:
             top_k=self.top_k,
         )
 
-    def keys(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def keys(self, x_TD: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return the keys [T, Y]: normed, then the first elements rotated."""
         keys_TY = self.ops.layer_norm(self.k(x_TD), self.k_norm_weight_Y, self.k_norm_bias_Y, INDEX_NORM_EPS)
         return self._turned(keys_TY[:, None], angles)[:, 0]
 
-    def queries(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def queries(self, query_TL: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Return the queries [T, X, Y], the first elements of each head rotated."""
-        q_TXY = self.q_b(query_TL).view(len(query_TL), self.num_heads, len(self.k_norm_weight_Y))
+        q_TXY = self.q_b(query_TL).view(-1, self.num_heads, len(self.k_norm_weight_Y))
         return self._turned(q_TXY, angles)
 
-    def head_weights(self, x_TD: Tensor) -> Tensor:
+    def head_weights(self, x_TD: Tensor | Rounded) -> Tensor:
         """Return the weights of the heads, float32 [T, X], of either sign. They include the scale of the scores, (X *
         Y)^-0.5."""
         scale: float = (self.num_heads * len(self.k_norm_weight_Y)) ** -0.5
+        x_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
         return self.ops.linear(x_TD.float(), self.head_weights_XD) * scale
 
     def _turned(self, x_TXY: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:

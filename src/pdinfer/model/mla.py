@@ -18,10 +18,11 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard, Weight
 from pdinfer.kv.layout import KVComponent
-from pdinfer.layers import Linear, RMSNorm, WeightSource, row_parallel
+from pdinfer.layers import InputNorm, Linear, RMSNorm, WeightSource, row_parallel
 from pdinfer.model.batch import Batch
 from pdinfer.model.cache import FP8, packed_component, plain_component
 from pdinfer.model.dsa import Indexer
@@ -47,7 +48,7 @@ class MLA:
     num_heads: int
     ops: Ops
     q_a: Linear | None
-    q_a_norm: RMSNorm | None
+    q_a_norm: InputNorm | None
     q_b: Linear
     kv_a: Linear
     kv_a_norm: RMSNorm
@@ -82,8 +83,9 @@ class MLA:
             q_b = Linear.build(source, f"{name}.q_proj", q_size, hidden, ops, shard)
         else:
             q_a = Linear.build(source, f"{name}.q_a_proj", config.q_lora_rank, hidden, ops)
-            q_a_norm = RMSNorm.build(source, f"{name}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, ops)
+            norm = RMSNorm.build(source, f"{name}.q_a_layernorm", config.q_lora_rank, LATENT_NORM_EPS, ops)
             q_b = Linear.build(source, f"{name}.q_b_proj", q_size, config.q_lora_rank, ops, shard)
+            q_a_norm = InputNorm.of(norm, [q_b.weight])
         kv_a_size = rank + config.qk_rope_head_dim
         kv_b_size = heads * (config.qk_nope_head_dim + config.v_head_dim)
         return cls(
@@ -101,6 +103,12 @@ class MLA:
             indexer=Indexer.build(source, f"{name}.indexer", config, ops) if config.has_indexer(layer) else None,
         )
 
+    @property
+    def readers(self) -> tuple[Weight, ...]:
+        """The weights that multiply the layer's input."""
+        maps = (self.q_b if self.q_a is None else self.q_a, self.kv_a)
+        return tuple(linear.weight for linear in maps)
+
     @classmethod
     def cache_components(
         cls, config: ModelConfig, kv_format: str, layers: Sequence[int], *, prefix: str = ""
@@ -116,7 +124,7 @@ class MLA:
             return (latent,)
         return latent, Indexer.cache_component(config, kv_format, f"{prefix}index_k", indexed)
 
-    def __call__(self, x_TD: Tensor, step: Step, layer: int) -> Tensor:
+    def __call__(self, x_TD: Tensor | Rounded, step: Step, layer: int) -> Tensor:
         """Store this step's latents of `layer` and attend. Returns [T, D], the output of all heads, whole on each rank.
 
         An indexer first writes its choice to `step.selected_TS`. With a choice there, a token reads only those
@@ -134,18 +142,18 @@ class MLA:
             out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
         return self.o(out_THV.flatten(1))
 
-    def latent(self, x_TD: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def latent(self, x_TD: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what the cache holds of each token: the latent after its norm [T, C], and the key after its rotation
         [T, R]."""
         c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
         return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
 
-    def query_latent(self, x_TD: Tensor) -> Tensor:
+    def query_latent(self, x_TD: Tensor | Rounded) -> Tensor | Rounded:
         """Return what queries are made from, those of an indexer too: the normed latent [T, q_lora_rank], or `x_TD` in
         models without one."""
-        return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))
+        return x_TD if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x_TD))[0]
 
-    def query(self, query_TL: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def query(self, query_TL: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return (q_nope_THN, q_rope_THR) from `query_latent`, the second part rotated."""
         q_THQ = self.q_b(query_TL).view(-1, self.num_heads, self.q_head_dim)
         q_nope_THN, q_THR = q_THQ.tensor_split((self.config.qk_nope_head_dim,), -1)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
 from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import GatedMLP, WeightSource
@@ -151,24 +152,31 @@ class MoE:
             parallel.two_batch_overlap,
         )
 
-    def __call__(self, x_TD: Tensor, trace: Trace | None = None, live_T: Tensor | None = None) -> Tensor:
+    @property
+    def readers(self) -> tuple[Weight, ...]:
+        """The weights that multiply the input, but for the router's."""
+        return (self.experts.gate_up, *(() if self.shared is None else self.shared.readers))
+
+    def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None, live_T: Tensor | None = None) -> Tensor:
         """Return the layer's output. Tokens that are not `live_T` (bool, None for all) go to no routed expert and are
         not recorded."""
         if self.two_batch_overlap:
             return self._in_two_batches(x_TD, trace, live_T)
         return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace, live_T)))
 
-    def _in_two_batches(self, x_TD: Tensor, trace: Trace | None, live_T: Tensor | None) -> Tensor:
+    def _in_two_batches(self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None) -> Tensor:
         """Compute one half of the rows while the other half travels."""
-        halves = x_TD.tensor_split(2)
+        middle = -(-len(x_TD) // 2)
+        halves = (x_TD[:middle], x_TD[middle:])
         live_halves = (None, None) if live_T is None else live_T.tensor_split(2)
         dispatched = [self._dispatch(half_TD, trace, live) for half_TD, live in zip(halves, live_halves, strict=True)]
         returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]
         return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
 
-    def _dispatch(self, x_TD: Tensor, trace: Trace | None, live_T: Tensor | None) -> Any:
+    def _dispatch(self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None) -> Any:
         mark(trace, "router")
-        ids_TK, weights_TK = self.router(x_TD)
+        floats_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
+        ids_TK, weights_TK = self.router(floats_TD)
         if live_T is not None:
             ids_TK = ids_TK.where(live_T[:, None], -1)
         if self.record is not None:
@@ -176,13 +184,14 @@ class MoE:
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         mark(trace, "experts")
-        return self.dispatcher.dispatch_begin(x_TD, ids_TK, weights_TK)
+        return self.dispatcher.dispatch_begin(floats_TD, ids_TK, weights_TK)
 
-    def _run(self, x_TD: Tensor, pending: Any) -> tuple[Any, Tensor | None]:
+    def _run(self, x_TD: Tensor | Rounded, pending: Any) -> tuple[Any, Tensor | None]:
         dispatched = self.dispatcher.dispatch_end(pending)
         returning = self.dispatcher.combine_begin(self.experts(dispatched), dispatched)
         return returning, None if self.shared is None else self.shared(x_TD)  # while results travel
 
-    def _combine(self, x_TD: Tensor, returning: Any, shared_TD: Tensor | None) -> Tensor:
+    def _combine(self, x_TD: Tensor | Rounded, returning: Any, shared_TD: Tensor | None) -> Tensor:
         y_TD = self.dispatcher.combine_end(returning)
-        return (y_TD if shared_TD is None else y_TD + shared_TD).to(x_TD.dtype)
+        floats_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
+        return (y_TD if shared_TD is None else y_TD + shared_TD).to(floats_TD.dtype)

@@ -11,27 +11,47 @@ import pytest
 import torch
 
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kernels import DeviceSpec, OpSpec, explain_backends, reference, resolve, resolve_ops, torch_ops
+from pdinfer.kernels import (
+    DeviceSpec,
+    Ops,
+    OpSpec,
+    compositions,
+    explain_backends,
+    fused,
+    reference,
+    resolve,
+    resolve_ops,
+    torch_ops,
+)
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.ops import OP_NAMES
 from pdinfer.kernels.spec import OPS_OF_FORMAT
 
 FLOAT32 = OpSpec(device="cpu", dtype=torch.float32)
+FUSED = [op for op in OP_NAMES if hasattr(compositions, op)]
+PLAIN = [op for op in OP_NAMES if op not in FUSED]
+SERVED = [[op, "torch"] for op in PLAIN] + [[op, "composition"] for op in FUSED]
+"""What is served where there is only torch."""
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
-    assert [(choice.op, choice.provider) for choice in resolve_ops(FLOAT32).choices] == [
-        (op, "torch") for op in OP_NAMES
-    ]
+    assert [[choice.op, choice.provider] for choice in resolve_ops(FLOAT32).choices] == SERVED
 
 
 def test_one_name_forces_all_ops() -> None:
     resolved = resolve_ops(FLOAT32, forced="reference")
-    assert {choice.provider for choice in resolved.choices} == {"reference"}
-    assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in OP_NAMES)
+    assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {*PLAIN}
+    assert all(getattr(resolved.ops, op) is getattr(reference, op) for op in PLAIN)
+    assert {choice.provider for choice in resolved.choices if choice.op in FUSED} == {"composition"}
 
 
-@pytest.mark.parametrize("op", OP_NAMES)
+def test_every_fused_op_has_a_composition() -> None:
+    assert {name for name in vars(fused) if getattr(vars(fused)[name], "_is_protocol", False)} - {"Protocol"} == {
+        Ops.__annotations__[op] for op in FUSED
+    }
+
+
+@pytest.mark.parametrize("op", PLAIN)
 def test_one_op_is_forced_alone(op: str) -> None:
     resolved = resolve_ops(FLOAT32, forced={op: "reference"})
     assert {choice.op for choice in resolved.choices if choice.provider == "reference"} == {op}
@@ -41,7 +61,7 @@ def test_one_op_is_forced_alone(op: str) -> None:
 @pytest.mark.parametrize("forced", ["cuda-magic", {"linear": "cuda-magic"}], ids=["all", "one"])
 def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
     with pytest.raises(
-        BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, torch, reference"
+        BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, composition, torch, reference"
     ):
         resolve_ops(FLOAT32, forced=forced)
 
@@ -76,6 +96,17 @@ def test_each_provider_passed_over_has_a_reason() -> None:
 
 
 @pytest.mark.usefixtures("newcomers")
+def test_a_provider_of_a_fused_op_is_preferred_to_its_composition(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add_rms_norm(*_: Any) -> None: ...
+
+    monkeypatch.setattr(sys.modules["tests_partial_ops"], "add_rms_norm", add_rms_norm, raising=False)
+    resolved = resolve_ops(FLOAT32)
+    assert resolved.ops.add_rms_norm is add_rms_norm
+    (choice,) = (choice for choice in resolved.choices if choice.op == "add_rms_norm")
+    assert (choice.provider, choice.refusals) == ("partial", ("absent: needs a quantum device, got cpu",))
+
+
+@pytest.mark.usefixtures("newcomers")
 @pytest.mark.parametrize(
     ("forced", "sentence"),
     [
@@ -85,8 +116,9 @@ def test_each_provider_passed_over_has_a_reason() -> None:
             {"mla_decode": "partial"},
             "op mla_decode cannot run on cpu: partial: reads pages of 64 tokens, got None",
         ),
+        ({"route": "composition"}, "op route cannot run on cpu: composition: has no route"),
     ],
-    ids=["cannot-run", "lacks-the-op", "refuses-the-shape"],
+    ids=["cannot-run", "lacks-the-op", "refuses-the-shape", "is-no-composition"],
 )
 def test_a_forced_provider_that_cannot_run_says_why(forced: Any, sentence: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
@@ -184,7 +216,7 @@ V3_ON_H200 = OpSpec(
 def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
     lines = explain_backends(V3_ON_H200).splitlines()
     served = [line.split() for line in lines if line.split()[0] in OP_NAMES]
-    assert served == [[op, "torch"] for op in OP_NAMES]
+    assert served == SERVED
     assert sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines) == len(OP_NAMES)
 
 
@@ -207,9 +239,10 @@ def test_explain_backends_is_a_table_of_all_ops() -> None:
     refusals = [line.strip() for line in lines if " not native: " in line]
     assert set(refusals) == {"not native: is for bfloat16, the model runs in torch.float32"}
     lines = [line for line in lines if "slow: " not in line and " not native: " not in line]
-    assert [line.split() for line in lines] == [[op, "torch"] for op in OP_NAMES]
+    assert [line.split() for line in lines] == SERVED
     assert slow.count("slow: makes floats of FP8 weights in every call") == 2
-    assert len({line.index("torch") for line in lines} | {head.index("provider")}) == 1
+    columns = {line.index(provider) for line, (_, provider) in zip(lines, SERVED, strict=True)}
+    assert columns == {head.index("provider")}
 
 
 @pytest.mark.usefixtures("newcomers")

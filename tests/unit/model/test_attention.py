@@ -39,7 +39,7 @@ def test_a_model_runs_with_any_attention() -> None:
     batch = Batch.build([Row([3, 1, 4], 0, [0])], page_size=4, device=model.device, decode=False)
     expected_TD = model.embed_VD[batch.tokens_T]
     for block in blocks:
-        expected_TD = expected_TD + block.attention_norm(expected_TD)
-        expected_TD = expected_TD + block.mlp(block.mlp_norm(expected_TD))
+        expected_TD = expected_TD + block.attention_norm(expected_TD)[0]
+        expected_TD = expected_TD + block.mlp(block.mlp_norm(expected_TD)[0])
     assert torch.equal(attrs.evolve(model, blocks=blocks).forward(batch, KVView({}, {})), expected_TD)
     assert attention.seen == [0, 1, 2]

@@ -1,0 +1,31 @@
+"""The ops of `fused.py`, each as the sequence of ops that it stands for. `ops` are those of the model.
+
+Every step rounds to the dtype that its op returns, so a fused kernel has to round where these do.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.spec import OpSpec
+
+
+def unavailable(spec: OpSpec) -> str | None:
+    """Return None: a composition runs where the ops it is made of do."""
+    return None
+
+
+def add_rms_norm(
+    ops: Ops, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    sum_TD = x_TD if residual_TD is None else residual_TD + x_TD
+    return ops.rms_norm(sum_TD, weight_D, eps), sum_TD
+
+
+def add_rms_norm_fp8(
+    ops: Ops, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, *, ue8m0: bool
+) -> tuple[Rounded, Tensor]:
+    normed_TD, sum_TD = ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    return Rounded(normed_TD, ops.quantize_fp8(normed_TD, ue8m0=ue8m0)), sum_TD
