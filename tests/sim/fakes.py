@@ -181,12 +181,12 @@ class CellMemory:
 def check_landing(pool: PagePool, spans: Spans, region: int, token_bytes: int) -> None:
     """Check that arriving data only touches pages that are granted."""
     page_bytes = pool.layout.page_size * token_bytes
-    states = pool._states
     for start, length in spans:
         start %= region
         for page in range(start // page_bytes, (start + length - 1) // page_bytes + 1):
-            if states[page] is not PageState.GRANTED:
-                raise Violation(f"bytes of a peer landed in page {page}, which is {states[page].value}")
+            (state,) = pool.states((page,))
+            if state is not PageState.GRANTED:
+                raise Violation(f"bytes of a peer landed in page {page}, which is {state.value}")
 
 
 class CellRunner(ModelRunner):
@@ -313,7 +313,7 @@ class CellRunner(ModelRunner):
 
     def _write(self, row: Row, histories: Sequence[int], layer: int) -> None:
         memory = self._memory
-        page_size, states, writable = memory.page_size, memory.pool._states, self._writable()
+        page_size, states, writable = memory.page_size, memory.pool.states(row.pages), self._writable()
         expected = self._expected_pages() if self._follows else ()
         for position, history in enumerate(histories, row.start):
             index, within = divmod(position, page_size)
@@ -321,8 +321,8 @@ class CellRunner(ModelRunner):
             if self._follows:
                 if page in expected:
                     raise Violation(f"a follower computes into page {page}, which others may write")
-            elif states[page] not in writable or memory.pool.is_kept(page) or memory.pool._users[page] > 1:
-                raise Violation(f"an engine computes into page {page}, which is {states[page].value} or shared")
+            elif states[index] not in writable or memory.pool.is_kept(page) or memory.pool.num_users(page) > 1:
+                raise Violation(f"an engine computes into page {page}, which is {states[index].value} or shared")
             at = layer * memory.region + (page * page_size + within) * CELL.size
             memory.data[at : at + CELL.size] = cell(history, layer)
 
@@ -348,11 +348,11 @@ class CellRunner(ModelRunner):
 
     def _cells(self, pages: Sequence[int], length: int, layers: range) -> bytes:
         memory = self._memory
-        view, states, page_bytes = memory.view, memory.pool._states, memory.page_size * CELL.size
+        view, page_bytes = memory.view, memory.page_size * CELL.size
         pieces = []
         used = pages[: -(-length // memory.page_size)]
-        for page in used:
-            if states[page] is PageState.FREE and not self._follows:
+        for page, state in zip(used, memory.pool.states(used), strict=True):
+            if state is PageState.FREE and not self._follows:
                 raise Violation(f"a token is drawn from page {page}, which is free")
         last = length * CELL.size - (len(used) - 1) * page_bytes
         for layer in layers:

@@ -138,6 +138,14 @@ class PagePool(OfOneProcess):
         """Return how often each page has become free."""
         return tuple(self._generations[page] for page in pages)
 
+    def states(self, pages: Sequence[int]) -> tuple[PageState, ...]:
+        """Return the state of each page."""
+        return tuple(self._states[page] for page in pages)
+
+    def num_users(self, page: int) -> int:
+        """Return how many requests use a page. More than one share it, and it is not written again."""
+        return self._users[page]
+
     # -- prefixes ---------------------------------------------------------------------------------------------------
 
     def chain(self, salt: bytes, *, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
