@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (("client", "served"), ("session", "known"), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables"),
+        ("engine", "page_tables", "snapshot"),
         ("experts", "sequence"),
         ("ranks", "schedule", "admission", "commands"),
     ),

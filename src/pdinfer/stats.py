@@ -143,7 +143,7 @@ class PairingStats:
     `ended` counts requests by the reason in their last event. `num_retries` counts grants after a request's first one
     at its decode, `num_reroutes` requests that got another prefill, and `num_moved` requests that got another decode.
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
-    are the newest of `num_ports_lost` losses, oldest first.
+    are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     """
 
     num_queued_requests: int
@@ -155,3 +155,4 @@ class PairingStats:
     num_ports_lost: int
     links_down: tuple[tuple[PeerAddress, PeerAddress], ...]
     ports_lost: tuple[LostPort, ...] = ()
+    ports_away: tuple[PeerAddress, ...] = ()

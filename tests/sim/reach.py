@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.engine.sequence import SequenceState
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.types import HandoffStatus
 
@@ -37,25 +36,27 @@ NEVER = {
 def request_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngine], seen: Counter[str]) -> None:
     """Count the (decode, prefill) states of every request that an engine knows."""
     decodes = list(decodes)
-    granted, orphans, known = {}, set(), {}
+    granted: set[bytes | None] = set()
+    orphans: set[bytes] = set()
+    known: dict[str | None, str] = {}
     for decode in decodes:
-        granted.update(decode._granted)
-        orphans.update(decode._tables._orphans)
-        known.update(decode._sequences)
+        held = decode.snapshot()
+        granted.update(one.room for one in held.granted)
+        orphans |= held.orphans
+        lines = ((held.waiting, "waiting"), (held.granted, "granted again"), (held.running, "running"))
+        known.update({one.request_id: name for line, name in lines for one in line})
     prompts = set()
     for prefill in prefills:
-        lines = ((prefill._queue, "queued"), (prefill._active, "active"), (prefill._sending, "sending"))
-        for grant, name in [(prompt.grant, name) for line, name in lines for prompt in line]:
-            prompts.add(grant.room)
-            if grant.room in granted:
+        taken = prefill.snapshot()
+        stages = ((taken.queued, "queued"), (taken.active, "active"), (taken.sending, "sending"))
+        for prompt, name in [(prompt, name) for line, name in stages for prompt in line]:
+            prompts.add(prompt.room)
+            if prompt.room in granted:
                 where = "granted"
-            elif grant.room in orphans:
+            elif prompt.room in orphans:
                 where = "orphaned"
-            elif grant.request_id not in known:
-                where = "gone"
             else:
-                state = known[grant.request_id].state
-                where = "granted again" if state is SequenceState.GRANTED else state.name.lower()
+                where = known.get(prompt.request.request_id, "gone")
             seen[f"request: {where} x {name}"] += 1
     for room in granted:
         if room not in prompts:
@@ -63,9 +64,9 @@ def request_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEn
     for room in orphans:
         if room not in prompts:
             seen["request: orphaned x absent"] += 1
-    for sequence in known.values():
-        if sequence.state is not SequenceState.GRANTED:
-            seen[f"request: {sequence.state.name.lower()} x absent"] += 1
+    for where in known.values():
+        if where != "granted again":
+            seen[f"request: {where} x absent"] += 1
 
 
 def room_states(decodes: Iterable[DecodeEngine], prefills: Iterable[PrefillEngine], seen: Counter[str]) -> None:

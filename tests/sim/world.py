@@ -365,14 +365,14 @@ class World:
         pool = engine.channel.pool
         pool.check()
         if pool.num_free + pool.num_cached + pool.num_owned + pool.num_granted != pool.num_pages:
-            raise Violation(f"pages are lost: {pool._states}")
+            raise Violation(f"pages are lost: {pool.states(range(pool.num_pages))}")
         most = self.plan.engine.max_total_tokens
         if most is not None and (pool.num_pages - pool.num_available) * pool.layout.page_size > most:
             raise Violation(f"pages for more than {most} tokens are in use")
         if isinstance(engine, PrefillEngine):
-            holders = [(prompt.request, prompt.pages) for prompt in engine._active]
+            holders = [(prompt.request, prompt.pages) for prompt in engine.snapshot().active]
         else:
-            holders = [(sequence.request, sequence.pages) for sequence in engine._running]
+            holders = [(sequence.request, sequence.pages) for sequence in engine.snapshot().running]
         sides = [[e for e in self.engines.values() if isinstance(e, side)] for side in (DecodeEngine, PrefillEngine)]
         reach.request_states(*sides, self.reached)
         reach.room_states(*sides, self.reached)
@@ -427,8 +427,8 @@ class World:
 
     def _could_go_on(self, tracked: TrackedRequest, event: TokenEvent) -> bool:
         """Whether it failed with its decode though there is another one that it might have gone to."""
-        _, others = self.pairing._broker._ports.fitting(tracked.max_tokens)
-        if not others or not str(event.error).startswith("its decode is lost"):
+        rooms = [port.limits.max_tokens for port in self.pairing.ports if port.role == "decode"]
+        if max(rooms, default=0) < tracked.max_tokens or not str(event.error).startswith("its decode is lost"):
             return False
         if event.index > len(tracked.request.output) or tracked.continued:
             return self.plan.pairing.continue_elsewhere and not tracked.continued
@@ -440,7 +440,7 @@ class World:
         return (
             told
             and not self.pairing.num_unfinished
-            and not self.pairing._broker.lost_ports.away
+            and not self.pairing.stats.ports_away
             and all(self.engines[name].closed for name in self.served if self._closes(name))
             and all(not self._unrest_of(name) for name, engine in self.engines.items() if self._lives(name))
         )
@@ -467,11 +467,10 @@ class World:
         """Return what the ranks of an engine without work still keep for each other."""
         if name not in self.teams or not self._lives(name):
             return ""
-        channel = self.engines[name].ranks.channel
-        kept = [channel._handoffs, channel._settled, channel._stops, channel._sent]
+        kept = [self.engines[name].ranks.channel.rooms]
         for one in self.following[name]:
             follower = one.engine.ranks.follower
-            kept += [follower._grants, follower._refused, follower._sending, follower._drafts]
+            kept += [follower.rooms, follower.num_drafts]
             held = one.engine.channel.snapshot()
             written = (AcceptedState.OPEN, AcceptedState.STOPPING)
             kept += [held.expected, [room for room, state in held.accepted.items() if state in written]]
@@ -480,7 +479,7 @@ class World:
     def _unrest(self) -> str:
         ended = [name for name, stream in self.streams.items() if stream.end is None]
         rest = [unrest for name in self.engines if self._lives(name) and (unrest := self._unrest_of(name))]
-        return f"unfinished {ended}; away {list(self.pairing._broker.lost_ports.away)}; {'; '.join(rest)}"
+        return f"unfinished {ended}; away {list(self.pairing.stats.ports_away)}; {'; '.join(rest)}"
 
     def _judge(self) -> None:
         open_ = [name for name, stream in self.streams.items() if stream.end is None]

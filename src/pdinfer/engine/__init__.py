@@ -8,6 +8,7 @@
     schedule.py      the other decisions as pure functions
     sequence.py      one request in an engine: a prompt at prefill, a sequence at decode, and those that wait for pages
     page_tables.py   the pages of the sequences in a decode engine
+    snapshot.py      what an engine holds at one moment, for finding faults
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes
 

@@ -17,6 +17,7 @@ from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.schedule import choose_victim
 from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
+from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
@@ -111,6 +112,12 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
             **attrs.asdict(self._drafted),
         )
+
+    def snapshot(self) -> DecodeSnapshot:
+        """Return what this engine holds at this moment, for finding faults."""
+        lines = self._waiting, self._granted.values(), self._running
+        waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in lines)
+        return DecodeSnapshot(waiting=waiting, granted=granted, running=running, orphans=self._tables.orphans)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""

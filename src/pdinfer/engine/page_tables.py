@@ -37,6 +37,11 @@ class PageTables:
         """How many rooms were given up and have writers that have not stopped yet."""
         return len(self._orphans)
 
+    @property
+    def orphans(self) -> frozenset[bytes]:
+        """The rooms that were given up and have writers that have not stopped yet."""
+        return frozenset(self._orphans)
+
     def belong(self, sequence: Sequence, *, shared: bool) -> None:
         """Set whose pages the sequence may find: those that its current writers wrote. In a pool that is `shared` with
         the writers there are only our own. Call it before the sequence reserves pages."""

@@ -16,6 +16,7 @@ from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.schedule import by_age, is_late, plan_chunk
 from pdinfer.engine.sequence import Prompt
+from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
@@ -102,6 +103,12 @@ class PrefillEngine(Engine[SubmitPrefill]):
             num_queued_tokens=sum(prompt.num_remaining for prompt in known) + tokens,
             unsent_bytes=self.channel.unsent_bytes,
         )
+
+    def snapshot(self) -> PrefillSnapshot:
+        """Return what this engine holds at this moment, for finding faults."""
+        lines = self._queue, self._active, self._sending
+        queued, active, sending = (tuple(map(PromptSnapshot.of, line)) for line in lines)
+        return PrefillSnapshot(queued=queued, active=active, sending=sending)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""

@@ -178,6 +178,7 @@ class Broker:
             num_ports_lost=self.lost_ports.num_lost,
             links_down=tuple(sorted(self._ports.links_down, key=str)),
             ports_lost=self.lost_ports.told(now),
+            ports_away=tuple(self.lost_ports.away),
         )
 
     def recover(self, told: Sequence[TokenEvent]) -> None:
