@@ -186,6 +186,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
         time.sleep(0.005)
 
 
+def check_wakes_in(pairing: pd.Pairing, seconds: float) -> None:
+    """There is nothing to do now, and a host that sleeps is woken in so many seconds by the clock alone."""
+    assert not pairing.wait(0.0)
+    assert pairing.wait(seconds)
+
+
 def collect(pairing: pd.Pairing, *, timeout_s: float = TIMEOUT_S) -> list[pd.TokenEvent]:
     """Steps until every request has ended; fails rather than waits for ever."""
     events: list[pd.TokenEvent] = []

@@ -14,6 +14,7 @@ import attrs
 import pytest
 
 import pdinfer as pd
+from pdinfer.inbox import Inbox
 from tests.e2e.interrupts import FACTORY, Interrupter, check_goes_on, interrupted
 from tests.e2e.setups import (
     PROMPT,
@@ -183,7 +184,7 @@ def test_an_id_whose_submit_was_interrupted_is_free() -> None:
 def test_no_thread_waits_for_a_lock_of_an_interrupted_one() -> None:
     """A line of the trace is also where a `with` gives its lock back: there the interrupt leaves it closed."""
     with local() as setup:
-        code = type(setup.pairing._inbox).put.__code__
+        code = Inbox.put.__code__
         for at in range(4):
             hit = Interrupter(at, counts=lambda called: called is code)
             try:

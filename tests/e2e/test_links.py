@@ -14,6 +14,7 @@ from tests.e2e.setups import (
     PROMPT,
     Setup,
     by_request,
+    check_wakes_in,
     collect,
     hang,
     join,
@@ -116,7 +117,7 @@ def test_a_running_request_is_given_another_prefill_before_it_needs_one() -> Non
             events = setup.pairing.step()
         mend = cut(setup.prefills[0], setup.decodes[0])
         events += setup.pairing.step() + setup.pairing.step()
-        (sequence,) = setup.decodes[0]._running
+        (sequence,) = setup.decodes[0].snapshot().running
         assert sequence.writers == (setup.prefills[1].address,)
         events += collect(setup.pairing)
         assert tokens_of(events) == list(reference("v3", PROMPT, 50).tokens)
@@ -162,7 +163,7 @@ def test_nothing_waits_longer_for_a_link_than_its_deadline_or_a_while() -> None:
         )
         clock.advance(LINK_WAIT_S - 2.5)
         assert setup.pairing.step() == []
-        assert 0.0 < setup.pairing._broker.wakes_at() - clock() <= 0.5
+        check_wakes_in(setup.pairing, 0.5)
         clock.advance(0.5)
         streams = by_request(setup.pairing.step())
         assert set(streams) == {"under way", "in the line"}

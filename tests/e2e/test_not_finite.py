@@ -56,7 +56,7 @@ def run(
         while decode.load().num_running_requests < len(asked):
             assert setup.pairing.num_unfinished == len(asked), "one has ended before the last one runs"
             events += setup.pairing.step()
-        while_they_run({sequence.request_id: sequence.pages for sequence in decode._running})
+        while_they_run({sequence.request_id: sequence.pages for sequence in decode.snapshot().running})
     events += collect(setup.pairing)
     setup.check_idle()
     return by_request(events)

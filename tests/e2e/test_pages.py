@@ -133,7 +133,7 @@ def test_pages_of_one_pool_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> No
     state = hand_off("shared", (16, 16), 23)
     with state.setup:
         # prefill took no page of its own: all that is held is decode's
-        running = state.setup.decodes[0]._running
+        running = state.setup.decodes[0].snapshot().running
         assert state.pool.num_owned == sum(len(sequence.pages) + len(sequence.spare) for sequence in running)
 
 

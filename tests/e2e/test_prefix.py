@@ -221,7 +221,7 @@ def test_requests_that_run_together_own_their_common_pages_once() -> None:
             setup.pairing.submit(request(name, prompt=prompt, sampling=greedy(100, ignore_eos=True)))
         for _ in range(4):
             setup.pairing.step()
-        first, second = setup.decodes[0]._running
+        first, second = setup.decodes[0].snapshot().running
         assert first.pages[:6] == second.pages[:6]
         assert setup.pools[0].num_owned == 8
         setup.check_pools()
@@ -246,7 +246,7 @@ def test_a_prompt_waits_while_what_it_would_share_is_all_there_is() -> None:
         setup.pairing.submit(request("long", prompt=prompt_of(40)))
         setup.pairing.submit(request("a", prompt=(*COMMON, *prompt_of(8))))
         setup.pairing.step()
-        assert (pools[0].num_available, len(setup.prefills[0]._queue)) == (10, 1)
+        assert (pools[0].num_available, len(setup.prefills[0].snapshot().queued)) == (10, 1)
         ends = [event.finish_reason for event in collect(setup.pairing) if event.finish_reason is not None]
         assert ends == [pd.FinishReason.LENGTH] * 2
         setup.check_idle()
@@ -400,7 +400,7 @@ def test_a_prefix_that_is_gone_when_prefill_begins_is_another_attempt(tally: Tal
         hang(setup.prefills[0], takes=False)
         setup.pairing.submit(request("a", NUM_NEW, prompt=prompt))
         assert setup.pairing.step() == []
-        (sequence,) = setup.decodes[0]._granted.values()
+        (sequence,) = setup.decodes[0].snapshot().granted
         setup.pools[0].forget(sequence.pages)
         recover(setup.prefills[0])
         events = collect(setup.pairing)

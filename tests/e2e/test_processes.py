@@ -199,8 +199,8 @@ def test_closing_the_pairing_cancels_what_is_unfinished(workers: Workers) -> Non
 
 def test_a_connection_that_breaks_closes_the_engine_behind_it(workers: Workers) -> None:
     (worker,) = workers.take(1)
-    client = worker.serve("decode")
-    client._session.connection.close()
+    worker.serve("decode")
+    worker.connection.close()
     assert worker.stopped() == (0, 0)
 
 

@@ -89,7 +89,8 @@ def test_followers_hold_the_same_pages_and_send_their_share() -> None:
         assert max(sent) < 1.2 * min(sent)
         for leader, follower in (made.prefills, made.decodes):
             pool = leader.channel.pool
-            cached = [page for page in range(pool.num_pages) if pool._states[page] is PageState.CACHED]
+            states = pool.states(range(pool.num_pages))
+            cached = [page for page, state in enumerate(states) if state is PageState.CACHED]
             assert len(cached) >= 9
             ours, theirs = (KVView.of(engine.channel.pool.memory).latents for engine in (leader, follower))
             assert all(torch.equal(ours[layer][cached], theirs[layer][cached]) for layer in ours)

@@ -174,7 +174,8 @@ def context() -> Any:
 
 
 class Worker:
-    """One such process, seen from the test. Its sockets are in `folder`."""
+    """One such process, seen from the test. Its sockets are in `folder`. `connection` is our end of the pipe to the
+    engine that it serves."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,6 +185,7 @@ class Worker:
         theirs.close()
         self.ready = False
         self.serving = False
+        self.connection: Connection
 
     def serve(
         self, role: str, *, client_config: pd.RemoteConfig | None = None, listen: Path | None = None, **more: Any
@@ -192,9 +194,9 @@ class Worker:
         if not self.ready:
             assert self.hear(START_S) == "ready"
             self.ready = True
-        ours, theirs = context().Pipe()
+        self.connection, theirs = context().Pipe()
         self.control.send((Order(role=role, folder=self.folder, listen=listen, **more), theirs))
-        dial: Any = ours
+        dial: Any = self.connection
         if listen is not None:
             assert self.hear(START_S) == "listening"
             dial = functools.partial(Client, str(listen), authkey=KEY)

@@ -117,6 +117,13 @@ class _Client(OfOneProcess):
                 on_silence=self._silent,
             )
 
+    @property
+    def hung_s(self) -> float | None:
+        """How long a step of the engine may take before the port is given up: our own limit, or else the engine's."""
+        if self._config.hung_s is not None:
+            return self._config.hung_s
+        return None if self._engine.ready is None else self._engine.ready.hung_s
+
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
         wait."""
@@ -216,9 +223,7 @@ class _Client(OfOneProcess):
     def _check_step(self, age_s: float) -> None:
         """Give up a port whose step takes too long. It is back when the step ends, unless that takes `return_s`
         more."""
-        limit_s = self._config.hung_s
-        if limit_s is None:
-            limit_s = None if self._engine.ready is None else self._engine.ready.hung_s
+        limit_s = self.hung_s
         if limit_s is None or age_s <= limit_s:
             return
         if self._engine.is_live:
