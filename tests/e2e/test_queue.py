@@ -55,24 +55,25 @@ def steps(setup: Setup, count: int) -> list[pd.TokenEvent]:
 
 def test_nobody_waits_behind_a_request_whose_only_decode_is_leaving() -> None:
     with uneven(config=pd.PairingConfig(port_wait_s=30.0), clock=VirtualClock()) as setup:
-        setup.pairing._ports.leaving.add(setup.decodes[0].address)  # as `remove` does while it drains
+        setup.pairing.submit(request("keeps it here", 50))  # too long for the other decode
+        steps(setup, 2)
         setup.pairing.submit(attrs.evolve(BIG, priority=1))
         setup.pairing.submit(request("small"))
-        assert ended(steps(setup, 12)) == ["small"]
+        setup.pairing.remove(setup.decodes[0], drain_s=30.0)
+        assert ended(setup.pairing.step()) == ["small", "keeps it here"]
         assert setup.pairing.num_unfinished == 1
 
 
 def test_nobody_waits_behind_a_request_whose_only_link_is_down() -> None:
     clock = VirtualClock()
     with uneven(clock=clock) as setup:
-        look = setup.pairing._ports.look
-        pair = setup.prefills[0].address, setup.decodes[0].address
-        setup.pairing._ports.look = lambda: None  # type: ignore[method-assign]
-        setup.pairing._ports.links_down = frozenset({pair})
+        prefill, decode = setup.prefills[0], setup.decodes[0]
+        prefill.disconnect(decode.address)
         setup.pairing.submit(attrs.evolve(BIG, priority=1))
         setup.pairing.submit(request("small"))
         assert ended(steps(setup, 12)) == ["small"]
-        setup.pairing._ports.look = look  # type: ignore[method-assign]
+        assert setup.pairing.stats.links_down == ((prefill.address, decode.address),)
+        prefill.connect(decode.address)
         clock.advance(LINK_WAIT_S / 2)
         assert ended(collect(setup.pairing)) == ["big"]
 
@@ -151,16 +152,16 @@ def test_a_high_priority_takes_the_place_of_the_youngest_of_the_lowest(seen: boo
 
 
 def test_who_has_left_the_queue_meanwhile_is_not_displaced() -> None:
-    with full_of_low() as setup:
-        take, late_ids = setup.pairing._admission.act, ["x"]
+    late_ids: list[str] = []
 
-        def late() -> None:
-            """Submit after the step has taken its inbox."""
-            take()
-            while late_ids:
-                setup.pairing.submit(request(late_ids.pop(), priority=5))
+    def late(*loads: Any) -> pd.types.Choice | None:
+        """Submit after the step has taken its inbox."""
+        while late_ids:
+            setup.pairing.submit(request(late_ids.pop(), priority=5))
+        return pd.policy.least_tokens(*loads)
 
-        setup.pairing._admission.act = late  # type: ignore[method-assign]
+    with full_of_low(policy=late) as setup:
+        late_ids.append("x")
         assert sorted(ended(collect(setup.pairing))) == ["a", "b", "c", "x"]
         assert dict(setup.pairing.stats.ended) == {pd.FinishReason.LENGTH: 4}
 
@@ -230,26 +231,32 @@ def test_a_retracted_stream_does_not_wait_behind_a_backlog_of_its_prefill() -> N
     for backlog in (0, 12):
         pools = [pool_of(model_of(), num_pages=count) for count in (256, 20, 256)]
         engine = pd.EngineConfig(chunked_prefill_size=8)
-        with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
-            roomy = setup.decodes[1]
-            setup.pairing._ports.leaving.add(roomy.address)
+        place = 0
+
+        def placed(shape: Any, prefills: Sequence[Any], decodes: Sequence[Any]) -> pd.types.Choice | None:
+            here = [load for load in decodes if load.address == setup.decodes[place].address]  # noqa: B023 - asked at once
+            return pd.policy.least_tokens(shape, prefills, here)
+
+        more: dict[str, Any] = {"engine": engine, "policy": placed}
+        with join(model_of(), "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], **more) as setup:
             for name in "ab":  # they do not fit together: one is retracted
                 setup.pairing.submit(request(name, 50, cache_salt=name.encode()))
             events: list[pd.TokenEvent] = []
             while len(by_request(events)) < 2:
                 events += setup.pairing.step()
-            setup.pairing._ports.leaving = {setup.decodes[0].address}
+            place = 1
             for number in range(backlog):
                 setup.pairing.submit(request(f"new {number}", 2, prompt=prompt_of(80, seed=number)))
             last, widest, step = dict.fromkeys("ab", 0), 0, 0
-            while {"a", "b"} & setup.pairing._broker.requests.keys():
+            while len({"a", "b"} & {*ended(events)}) < 2:
                 step += 1
                 for event in setup.pairing.step():
                     if event.request_id in last:
                         widest = max(widest, step - last[event.request_id])
                         last[event.request_id] = step
                         events.append(event)
-            assert sum(one.attempts for one in roomy._sequences.values()) <= backlog
+            roomy = setup.decodes[1].snapshot()
+            assert sum(one.attempts for one in (*roomy.waiting, *roomy.granted, *roomy.running)) <= backlog
             for name in "ab":
                 expected = list(reference("v3", PROMPT, 50).tokens)
                 assert tokens_of(by_request(events)[name]) == expected

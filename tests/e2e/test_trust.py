@@ -90,7 +90,7 @@ def test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote() -> Non
         events = []
         while not decode.load().num_running_requests:
             events += setup.pairing.step()
-        said = [*COMMON, *decode._running[0].output]
+        said = [*COMMON, *tokens_of(events)]
         decode.change_writers("a", writers=[writer])
         setup.pairing._broker.requests["a"].prefill = writer
         decode._take_inbox()

@@ -107,6 +107,9 @@ class Shares:
         self._had: dict[bytes, int] = {}
         self._least = 0
 
+    def __len__(self) -> int:
+        return len(self._had)
+
     def of(self, tenant: bytes) -> int:
         """Return the tokens of a tenant. The tenant with the fewest is next."""
         return max(self._had.get(tenant, 0), self._least)

@@ -427,7 +427,7 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_known_is_found_and_nothing_else(self) -> None:
-        assert len(self.pool._index) == len(self.known)
+        assert sum(map(self.pool.is_kept, range(NUM_PAGES))) == len(self.known)
         for (salt, tokens), page in self.known.items():
             assert self.pool.find(keys_of(self.pool, tokens, salt))[-1:] == (page,)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from pdinfer.errors import ConfigError, RankLost
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.migration.status import ExpertStatus
 from pdinfer.parallel.groups import Groups
+from pdinfer.testing import VirtualClock
 from pdinfer.types import PeerAddress
 from tests.sim.fakes import FakeModel
 from tests.unit.parallel.thread_groups import TIMEOUT_S, abandon, groups_of, on_ranks
@@ -32,10 +33,12 @@ def no_experts() -> Rebalancing:
 
 
 @contextmanager
-def locksteps(groups: list[Groups]) -> Iterator[tuple[list[Lockstep], list[threading.Event]]]:
+def locksteps(
+    groups: list[Groups], clock: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[list[Lockstep], list[threading.Event]]]:
     """Yield a lockstep per rank, and an event per rank that is set when it is woken. All met once and had no work."""
     woken = [threading.Event() for _ in groups]
-    made = on_ranks(groups, lambda one: Lockstep(one, no_experts(), woken[one.world.rank].set))
+    made = on_ranks(groups, lambda one: Lockstep(one, no_experts(), woken[one.world.rank].set, clock=clock))
     with ExitStack() as stack:
         for one in made:
             stack.callback(one.close)
@@ -117,9 +120,10 @@ def test_a_ring_that_is_lost_costs_a_beat(monkeypatch: pytest.MonkeyPatch) -> No
 def test_who_is_idle_agrees_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep_module, "BEAT_S", 3600.0)
     groups = groups_of(dp_size=2)
-    with locksteps(groups) as (made, _):
-        for one in made:
-            one._agreed_at -= 3600.0
+    clock = VirtualClock()
+    with locksteps(groups, clock) as (made, _):
+        assert all(one.due_in_s() > 1000 for one in made)
+        clock.advance(3600.0)
         assert [one.due_in_s() for one in made] == [0, 0]
         on_ranks(groups, lambda one: meet(made[one.world.rank]))
         assert all(one.due_in_s() > 1000 for one in made)

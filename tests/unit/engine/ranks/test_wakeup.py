@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
@@ -18,10 +19,12 @@ TIMEOUT_S = 20.0
 
 
 @contextmanager
-def wakeups(groups: list[Groups]) -> Iterator[tuple[list[Wakeup], list[queue.Queue[int]]]]:
+def wakeups(
+    groups: list[Groups], random_bytes: Callable[[int], bytes] = os.urandom
+) -> Iterator[tuple[list[Wakeup], list[queue.Queue[int]]]]:
     """Yield a wakeup per rank, and what each of them heard."""
     heard: list[queue.Queue[int]] = [queue.Queue() for _ in groups]
-    made = on_ranks(groups, lambda one: Wakeup(one.world, heard[one.world.rank].put))
+    made = on_ranks(groups, lambda one: Wakeup(one.world, heard[one.world.rank].put, random_bytes=random_bytes))
     with ExitStack() as stack:
         for one in made:
             stack.callback(one.close)
@@ -65,9 +68,18 @@ def test_what_does_not_carry_the_secret_is_not_heard(data: bytes) -> None:
 
 
 def test_every_rank_has_a_secret_of_its_own() -> None:
-    with wakeups(groups_of(dp_size=3)) as (made, heard):
-        assert len({one._secret for one in made}) == 3
+    secrets: list[bytes] = []
+
+    def noted(count: int) -> bytes:
+        secret = os.urandom(count)
+        secrets.append(secret)
+        return secret
+
+    with wakeups(groups_of(dp_size=3), noted) as (made, heard):
+        assert len(secrets) == len({*secrets}) == 3
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
-            anybody.sendto(DATAGRAM.pack(made[0]._secret, 7), made[1].address)
+            for number, secret in enumerate(secrets):
+                anybody.sendto(DATAGRAM.pack(secret, number), made[1].address)
         made[2].notify(8)
+        assert heard[1].get(timeout=TIMEOUT_S) < 3  # its own, and no other
         assert heard[1].get(timeout=TIMEOUT_S) == 8
