@@ -84,7 +84,7 @@ class Ranks:
         self._context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pd-ranks-")
         self._numbers = itertools.count()
-        self._workers: list[_Worker] = []
+        self.workers: list[_Worker] = []
 
     def run(self, function: str, world_size: int, *arguments: Any, **named: Any) -> list[Any]:
         """Return the result of `function` ("module:name") on each rank; fail with the first error of a rank."""
@@ -106,7 +106,7 @@ class Ranks:
         """Do the same, but return what each rank raised instead of failing. Fails when a rank does not end in
         `deadline_s`."""
         self._start(world_size)
-        workers = self._workers[:world_size]
+        workers = self.workers[:world_size]
         store = Path(self._folder.name) / f"store-{next(self._numbers)}"
         for rank, worker in enumerate(workers):
             job = Job(function, list(arguments), named, rank, world_size, str(store))
@@ -118,26 +118,26 @@ class Ranks:
 
     def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
+        for worker in self.workers:
             worker.end()
-        self._workers = []
+        self.workers = []
         self._folder.cleanup()
 
     def _start(self, count: int) -> None:
         alive = []
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.process.is_alive():
                 alive.append(worker)
             else:
                 worker.end()
-        self._workers = alive
-        while len(self._workers) < count:
+        self.workers = alive
+        while len(self.workers) < count:
             ours, theirs = self._context.Pipe()
             stacks = Path(self._folder.name) / f"stacks-{next(self._numbers)}"
             process = self._context.Process(target=serve, args=(theirs, str(stacks)), daemon=True)
             process.start()
             theirs.close()
-            self._workers.append(_Worker(process, ours, stacks))
+            self.workers.append(_Worker(process, ours, stacks))
 
     def _collect(self, workers: list[_Worker], function: str, deadline_s: float) -> list[Outcome]:
         end = time.monotonic() + deadline_s

@@ -105,7 +105,7 @@ def play(run: Run, ranks: Ranks, one: Episode, checkpoint: str, book: Book, case
     ):
         began = time.monotonic()
         faults[f"rank/{one.fault}"] += 1
-        processes = [worker.process for worker in ranks._workers]
+        processes = [worker.process for worker in ranks.workers]
         due: list[tuple[float, int]] = []
         if one.fault == "kill":
             due = [(began + one.at_s, signal.SIGKILL)]
