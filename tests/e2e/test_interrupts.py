@@ -165,18 +165,18 @@ def test_ctrl_c_itself() -> None:
 
 
 def test_an_id_whose_submit_was_interrupted_is_free() -> None:
+    put = Inbox.put
+
+    def hit(inbox: Inbox[Any], item: Any) -> None:
+        put(inbox, item)
+        raise KeyboardInterrupt
+
     with local() as setup:
         pairing = setup.pairing
-        put = pairing._inbox.put
-
-        def hit(item: Any) -> None:
-            put(item)
-            raise KeyboardInterrupt
-
-        pairing._inbox.put = hit  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            pairing.submit(request("a"))
-        del pairing._inbox.put  # type: ignore[attr-defined]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Inbox, "put", hit)
+            with pytest.raises(KeyboardInterrupt):
+                pairing.submit(request("a"))
         pairing.submit(request("a"))
         assert tokens_of(by_request(collect(pairing))["a"]) == list(reference("v3", PROMPT, 5).tokens)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
+from pdinfer.inbox import Inbox
 from pdinfer.pairing.broker import LOOK_S
 from pdinfer.pairing.joining import FIRST_TRY_S, link
 from pdinfer.testing import VirtualClock
@@ -280,7 +281,7 @@ def test_a_known_port_that_is_removed_meanwhile_is_no_reason_to_refuse_a_new_one
 # -- clients ------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps() -> None:
+def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise two threads would take events, and those of one request would change places."""
     with several(1, 1) as setup, several(1, 1) as other:
         decode = setup.decodes[0]
@@ -289,13 +290,13 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps() -> No
         serving = threading.Thread(target=pd.remote.serve, args=(decode, theirs), daemon=True)
         serving.start()
         client = pd.remote.DecodeClient(ours)
-        take, takers = client._inbox.take, set()
+        take, takers = Inbox.take, set()
 
-        def taken() -> Any:
+        def taken(inbox: Inbox[Any]) -> Any:
             takers.add(threading.current_thread())
-            return take()
+            return take(inbox)
 
-        client._inbox.take = taken  # type: ignore[method-assign]
+        monkeypatch.setattr(Inbox, "take", taken)
         peer = other.prefills[0].address
         asking = threading.Thread(target=client.connect, args=(peer,))
         asking.start()
@@ -308,7 +309,7 @@ def test_a_client_that_connects_leaves_what_its_engine_says_to_who_steps() -> No
         held.go.set()
         asking.join(60.0)
         assert not asking.is_alive()
-        assert takers == {threading.current_thread()}
+        assert takers == {threading.current_thread(), serving}  # which takes what comes to the engine itself
         assert decode.channel.connected(peer)
         client.close()
         serving.join(10.0)

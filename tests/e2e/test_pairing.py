@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.kv.transports.base import Transfer
 from pdinfer.pairing.tracked_request import CANCEL_GRACE_S
 from pdinfer.testing import VirtualClock, random_model, tiny_config, tiny_config_dict, write_checkpoint
+from pdinfer.types import Handoff, HandoffStatus
 from tests.e2e.setups import (
     PROMPT,
     by_request,
@@ -584,14 +586,14 @@ def test_equal_priorities_keep_their_order() -> None:
 @pytest.mark.parametrize("max_attempts", [1, 3])
 def test_transfers_are_tried_max_attempts_times(max_attempts: int) -> None:
     with local(engine=pd.EngineConfig(max_attempts=max_attempts)) as setup:
-        prefill = setup.prefills[0]
+        channel = setup.prefills[0].channel
+        finish = channel.finish
 
-        def step() -> list[pd.types.Event]:
-            prefill._take_inbox()
-            prefill._abort(prefill._unfinished, pd.TransferError("the cable was cut"))
-            return []
+        def fail(grant: pd.PageGrant, handoff: Handoff) -> Transfer:
+            lost = {"status": HandoffStatus.ABORTED, "error": pd.TransferError("the cable was cut")}
+            return finish(grant, Handoff(room=grant.room, writer=handoff.writer, **lost))  # type: ignore[arg-type]
 
-        prefill.step = step  # type: ignore[method-assign]
+        channel.finish = fail  # type: ignore[method-assign]
         seen = watch(setup.decodes[0])
         setup.pairing.submit(request())
         last = only(collect(setup.pairing))
@@ -600,7 +602,7 @@ def test_transfers_are_tried_max_attempts_times(max_attempts: int) -> None:
         assert last.finish_reason is pd.FinishReason.FAILED
         assert isinstance(last.error, pd.TransferError)
         assert "the cable was cut" in str(last.error)
-        recover(prefill)
+        channel.finish = finish  # type: ignore[method-assign]
         setup.pairing.submit(request())
         assert tuple(tokens_of(collect(setup.pairing))) == reference("v3", PROMPT, 5).tokens
         setup.check_idle()
@@ -608,11 +610,13 @@ def test_transfers_are_tried_max_attempts_times(max_attempts: int) -> None:
 
 def test_a_lost_attempt_is_made_good_by_the_next_one() -> None:
     with local(engine=pd.EngineConfig(chunked_prefill_size=4)) as setup:
-        prefill = setup.prefills[0]
-        seen = watch(setup.decodes[0])
+        prefill, decode = setup.prefills[0], setup.decodes[0]
+        seen = watch(decode)
         setup.pairing.submit(request(count=12))
         setup.pairing.step()
-        prefill._abort(prefill._unfinished, pd.TransferError("once"))
+        assert len(prefill.snapshot().active) == 1
+        prefill.disconnect(decode.address)
+        prefill.connect(decode.address)
         assert tuple(tokens_of(collect(setup.pairing))) == reference("v3", PROMPT, 12).tokens
         assert sum(isinstance(event, pd.Granted) for event in seen) == 2
 

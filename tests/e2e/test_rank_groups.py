@@ -177,7 +177,7 @@ def test_a_step_that_fails_on_a_follower_ends_the_port() -> None:
         runner: Any = made.decodes[1]._model_runner
 
         def broken(rows: object) -> None:
-            made.decodes[1]._model_runner._model.groups.world.meeting.barrier.abort()
+            made.decodes[1].model.groups.world.meeting.barrier.abort()
             raise ZeroDivisionError("a test's fault")
 
         runner.forward = broken

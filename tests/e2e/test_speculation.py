@@ -242,11 +242,11 @@ def test_a_lost_draft_cache_shows(model: pd.Model, monkeypatch: pytest.MonkeyPat
     """The measure is one: without what prefill wrote for the MTP layer few drafts are right."""
     assert model.mtp is not None
     layer = model.mtp.layer
-    admit = pd.DecodeEngine._admit
+    adopt = pd.PagePool.adopt
 
-    def admit_without(self: pd.DecodeEngine, *arguments: object) -> None:
-        self.channel.pool.memory.pages("mtp.latent", layer).zero_()  # type: ignore[attr-defined]
-        admit(self, *arguments)  # type: ignore[arg-type]
+    def adopt_without(self: pd.PagePool, pages: Sequence[int]) -> None:
+        self.memory.pages("mtp.latent", layer).zero_()  # type: ignore[attr-defined]
+        adopt(self, pages)
 
-    monkeypatch.setattr(pd.DecodeEngine, "_admit", admit_without)
+    monkeypatch.setattr(pd.PagePool, "adopt", adopt_without)
     assert acceptance(model, Split("loopback"), list(answers(12))) < 0.5

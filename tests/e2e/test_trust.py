@@ -20,6 +20,7 @@ from tests.e2e.setups import (
     prompt_of,
     reference,
     tokens_of,
+    watch,
 )
 
 COMMON = prompt_of(37, seed=1)
@@ -39,10 +40,10 @@ def poison(prefill: pd.PrefillEngine) -> None:
     prefill.channel.push = lie  # type: ignore[method-assign]
 
 
-def two_prefills(transport: str, trust_domain: str = "writer") -> Setup:
-    """Two prefills in turn, of which the first lies, and a decode."""
+def two_prefills(transport: str, trust_domain: str = "writer", num_pages: int = 256) -> Setup:
+    """Two prefills in turn, of which the first lies, and a decode with that many pages."""
     model = model_of()
-    pools = [pool_of(model, trust_domain=trust_domain) for _ in range(3)]
+    pools = [pool_of(model, num_pages=count, trust_domain=trust_domain) for count in (256, 256, num_pages)]
     setup = join(model, transport, prefill_pools=pools[:2], decode_pools=pools[2:], policy=pd.policy.round_robin)
     poison(setup.prefills[0])
     return setup
@@ -83,23 +84,23 @@ def test_what_decode_computed_on_top_of_lies_is_found_by_no_request_of_another()
 
 def test_a_request_that_changes_its_prefill_leaves_what_the_first_wrote() -> None:
     """It runs, is told another prefill, is retracted for want of pages and resumed: what it had is not found again."""
-    with two_prefills("loopback") as setup:
-        decode, writer = setup.decodes[0], setup.prefills[1].address
-        prompt = pd.Request(request_id="a", prompt=COMMON, sampling=greedy(30, ignore_eos=True))
-        setup.pairing.submit(prompt)
+    with two_prefills("loopback", num_pages=24) as setup:
+        decode = setup.decodes[0]
+        seen = watch(decode)
+        sampling = greedy(30, ignore_eos=True)
+        setup.pairing.submit(pd.Request(request_id="a", prompt=COMMON, sampling=sampling, priority=-1))
         events = []
         while not decode.load().num_running_requests:
             events += setup.pairing.step()
-        said = [*COMMON, *tokens_of(events)]
-        decode.change_writers("a", writers=[writer])
-        setup.pairing._broker.requests["a"].prefill = writer
-        decode._take_inbox()
-        decode._retract(decode._running[0])
-        (stream,) = by_request(events + collect(setup.pairing)).values()
+        setup.pairing.remove(setup.prefills[0], drain_s=0.0)
+        assert decode.snapshot().running[0].writers == (setup.prefills[1].address,)
+        setup.pairing.submit(pd.Request(request_id="b", prompt=prompt_of(20), sampling=sampling))
+        stream = by_request(events + collect(setup.pairing))["a"]
+        first, again = (one.request for one in seen if isinstance(one, pd.Granted) and one.request.request_id == "a")
+        assert len(first.output) < len(again.output) < 30
         assert hits(setup) == 0
-        said = [*COMMON, *tokens_of(stream)[: len(said) - len(COMMON)]]
-        rest = 30 - (len(said) - len(COMMON))
-        assert tokens_of(stream)[-rest:] == list(reference("v3", tuple(said), rest).tokens)
+        rest = 30 - len(again.output)
+        assert tokens_of(stream)[-rest:] == list(reference("v3", again.tokens, rest).tokens)
         setup.check_idle()
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from pdinfer.engine.ranks import wakeup
-from pdinfer.engine.ranks.wakeup import DATAGRAM, Wakeup
+from pdinfer.engine.ranks.wakeup import DATAGRAM, SECRET_BYTES, Wakeup
 from pdinfer.parallel.groups import Groups
 from tests.unit.parallel.thread_groups import groups_of, on_ranks
 
@@ -40,10 +40,13 @@ def test_a_ring_is_heard_by_all_others() -> None:
 
 
 def test_on_one_host_it_listens_on_the_loopback_interface_alone() -> None:
-    with wakeups(groups_of(dp_size=2)) as (made, _):
-        for one in made:
+    with wakeups(groups_of(dp_size=2), bytes) as (made, heard):
+        for rank, one in enumerate(made):
             assert one.address[0] == "127.0.0.1"
-            assert one._socket.getsockname()[0] == "127.0.0.1"
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anybody:
+                for host, number in (("127.0.0.2", 1), ("127.0.0.1", 2)):
+                    anybody.sendto(DATAGRAM.pack(bytes(SECRET_BYTES), number), (host, one.address[1]))
+            assert heard[rank].get(timeout=TIMEOUT_S) == 2
 
 
 def test_between_hosts_it_listens_on_the_address_that_the_others_were_told(monkeypatch: pytest.MonkeyPatch) -> None:
