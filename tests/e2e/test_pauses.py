@@ -271,11 +271,13 @@ def test_a_step_that_hangs_costs_the_port_until_it_ends() -> None:
             check_streams(collect(pairing), *"abcd")
             (lost,) = pairing.stats.ports_lost
             assert (lost.address, lost.role, lost.is_back) == (hung.address, "prefill", False)
+            assert pairing.stats.ports_away == (hung.address,)
             assert "hangs: its step has not ended for" in lost.reason
             assert parted == [hung.address]
             assert decode.channel.pool.num_granted == 0
             goes_on.set()
             wait_until(lambda: pairing.step() == [] and pairing.stats.ports_lost[0].is_back)
+            assert pairing.stats.ports_away == ()
             wait_until(lambda: all(peer.connected for port in ports for peer in port.load().kv.peers))
             for name in "abcd":
                 pairing.submit(request(name))

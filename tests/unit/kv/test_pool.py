@@ -208,6 +208,8 @@ def test_accounts_are_made_anew_from_what_engines_hold() -> None:
     pool.rebuild()
     pool.check()
     assert (pool.num_owned, pool.num_granted, pool.num_free) == (2, 2, 3)
+    assert pool.states((shared[1], granted[0], lost[0])) == (PageState.OWNED, PageState.GRANTED, PageState.FREE)
+    assert [pool.num_users(page) for page in (*shared, granted[0])] == [2, 1, 0]
     after = pool.generations((*shared, *granted, *lost))
     assert [new - old for new, old in zip(after, before, strict=True)] == [0, 0, 0, 0, 1, 1]
     pool.release(shared)
