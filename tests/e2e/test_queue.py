@@ -72,7 +72,8 @@ def test_nobody_waits_behind_a_request_whose_only_link_is_down() -> None:
         setup.pairing.submit(attrs.evolve(BIG, priority=1))
         setup.pairing.submit(request("small"))
         assert ended(steps(setup, 12)) == ["small"]
-        assert setup.pairing.stats.links_down == ((prefill.address, decode.address),)
+        stats = setup.pairing.stats
+        assert (stats.num_queued_requests, stats.links_down) == (1, ((prefill.address, decode.address),))
         prefill.connect(decode.address)
         clock.advance(LINK_WAIT_S / 2)
         assert ended(collect(setup.pairing)) == ["big"]
