@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import torch_products
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert, map_tensors
 from tests.conformance.op_suite import (
     ROWS,
@@ -71,11 +71,11 @@ def test_rows_of_an_fp8_matrix_become_floats_block_by_block(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, weight = outliers(5, 300).to(dtype), fp8_weight(129, 300, parts=2)
-    expected = torch_ops.linear_fp8(x, weight)
-    monkeypatch.setattr(torch_ops, "WEIGHT_BLOCK_BYTES", block_bytes)
+    expected = torch_products.linear_fp8(x, weight)
+    monkeypatch.setattr(torch_products, "WEIGHT_BLOCK_BYTES", block_bytes)
     numbers, worth = by_hand_fp8(x, weight)
     error = 2 * error_of_products(numbers, worth) + 2 * unit(dtype) * expected.double().abs()
-    assert_within(torch_ops.linear_fp8(x, weight), expected.double(), error, dtype)
+    assert_within(torch_products.linear_fp8(x, weight), expected.double(), error, dtype)
 
 
 @for_every_provider

@@ -11,6 +11,8 @@ N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
 A = "src/pdinfer/kernels/torch_attention.py"
+TE = "src/pdinfer/kernels/torch_experts.py"
+TP = "src/pdinfer/kernels/torch_products.py"
 W = "src/pdinfer/kernels/weight_formats.py"
 OPS = "tests/conformance/test_ops.py"
 FUSED = "tests/conformance/test_fused_ops.py"
@@ -20,6 +22,8 @@ ROUTING = "tests/conformance/test_routing_ops.py"
 NATIVE_OPS = "tests/conformance/test_native_ops.py"
 BAD = "tests/conformance/test_not_finite.py"
 SPARSE = "tests/conformance/test_sparse_ops.py"
+PRODUCTS = "tests/unit/kernels/test_torch_products.py"
+EXPERTS = "tests/device/test_experts.py"
 
 MUTANTS = [
     Mutant(
@@ -31,7 +35,7 @@ MUTANTS = [
     ),
     Mutant(
         "torch linear_fp8 forgets the scales of rows that come rounded",
-        T,
+        TP,
         "x_TI.floats() if isinstance(x_TI, FP8Rows)",
         "x_TI.numbers_TI.to(x_TI.dtype) if isinstance(x_TI, FP8Rows)",
         f"{QUANTIZED}::test_linear_fp8",
@@ -56,6 +60,76 @@ MUTANTS = [
         "ops.quantize_fp8(normed_TD",
         "ops.quantize_fp8(sum_TD",
         f"{FUSED}::test_add_rms_norm_fp8",
+    ),
+    Mutant(
+        "rows of FP8 blocks are not padded",
+        TP,
+        "padding = -num_rows % FP8_ROWS_STEP",
+        "padding = 0",
+        f"{PRODUCTS}::test_fp8_blocks_are_multiplied_as_cublas_wants_them",
+    ),
+    Mutant(
+        "scales of an FP8 matrix are not padded",
+        TP,
+        "if scale.shape[1] % 4:",
+        "if not scale.shape[1]:",
+        f"{PRODUCTS}::test_fp8_blocks_are_multiplied_as_cublas_wants_them",
+    ),
+    Mutant(
+        "scales of rows lie as they were made",
+        TP,
+        "        scales_NT.T,\n",
+        "        scales_NT.T.contiguous(),\n",
+        f"{PRODUCTS}::test_fp8_blocks_are_multiplied_as_cublas_wants_them",
+    ),
+    Mutant(
+        "a block may end inside an FP8 matrix",
+        TP,
+        "(weight.parts > 1 and rows // weight.parts % BLOCK)",
+        "False",
+        f"{PRODUCTS}::test_what_cublas_does_not_take_goes_through_floats",
+    ),
+    Mutant(
+        "every CUDA card multiplies FP8 blocks",
+        TP,
+        "device.capability is None or device.capability[0] != 9:",
+        "device.capability is None:",
+        f"{PRODUCTS}::test_a_card_is_slow_or_not_by_what_it_is",
+    ),
+    Mutant(
+        "16 rows are enough for an INT8 product on CUDA",
+        TP,
+        "INT8_LEAST_ROWS = 32",
+        "INT8_LEAST_ROWS = 16",
+        f"{EXPERTS}::test_int8_products_are_padded_to_what_cuda_takes",
+    ),
+    Mutant(
+        "experts of a device take the first row of the next one",
+        TE,
+        "row_S, right=True)",
+        "row_S, right=False)",
+        f"{EXPERTS}::test_experts_wait_for_nothing_and_give_what_a_cpu_gives",
+    ),
+    Mutant(
+        "experts of a device wait for the counts",
+        TE,
+        'if x.device.type == "cpu" or (x.ndim == 2 and len(x) > FEW_ROWS):',
+        "if True:",
+        f"{EXPERTS}::test_experts_wait_for_nothing_and_give_what_a_cpu_gives",
+    ),
+    Mutant(
+        "many rows of a device run through all experts",
+        TE,
+        "or (x.ndim == 2 and len(x) > FEW_ROWS)",
+        "",
+        f"{EXPERTS}::test_many_rows_wait_once",
+    ),
+    Mutant(
+        "ends of experts are int64",
+        TE,
+        "counts_E.cumsum(0, dtype=torch.int32)",
+        "counts_E.cumsum(0)",
+        f"{EXPERTS}::test_experts_wait_for_nothing_and_give_what_a_cpu_gives",
     ),
     Mutant(
         "native mla_decode joins parts without rescaling",
@@ -332,7 +406,7 @@ MUTANTS = [
     ),
     Mutant(
         "static int8 forgets that a token was not finite",
-        T,
+        TP,
         "return (y + reference.not_finite(x_TI)).to(x_TI.dtype)",
         "return y.to(x_TI.dtype)",
         f"{BAD}::test_a_row_that_is_not_finite_stays_so",
@@ -454,9 +528,9 @@ MUTANTS = [
     ),
     Mutant(
         "an FP8 matrix in blocks takes the scales of its first rows",
-        T,
-        "dequantize_fp8(weight.numbers[rows], scale_of_row[rows], floats_OI)",
-        "dequantize_fp8(weight.numbers[rows], scale_of_row[: len(floats_OI)], floats_OI)",
+        TP,
+        "dequantize_fp8(weight.numbers[rows_OI], scale_of_row[rows_OI], floats_OI)",
+        "dequantize_fp8(weight.numbers[rows_OI], scale_of_row[: len(floats_OI)], floats_OI)",
         f"{QUANTIZED}::test_rows_of_an_fp8_matrix_become_floats_block_by_block",
     ),
     Mutant(

@@ -6,6 +6,8 @@
     reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch
     torch_attention.py  its attention, and the choice of what it reads
+    torch_experts.py    its experts
+    torch_products.py   its products with weights, and what a card can multiply
     native/             C for CPUs with AVX-512 BF16
     resolve.py          which provider serves each op, and why
     activations.py      activations that were rounded to FP8, as a value

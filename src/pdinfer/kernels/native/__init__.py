@@ -7,5 +7,5 @@
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_ops.py and
 test_native_memory.py are about them alone.
 
-May import: kernels.spec, kernels.torch_ops, process, the ground.
+May import: kernels.spec, kernels.torch_experts, kernels.torch_ops, process, the ground.
 """

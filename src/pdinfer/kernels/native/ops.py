@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import torch_experts, torch_ops
 from pdinfer.kernels.native.build import library
 from pdinfer.kernels.spec import OpSpec
 
@@ -203,7 +203,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     counts_E = counts_E.to(torch.int64)
     fits = x.ndim == 2 and width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x, gate_up_EJD, down_EDI)
     if not fits or not len(x) or int(counts_E.max()) > FEW_ROWS:
-        return torch_ops.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
+        return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(len(x), 3 * inner)
     library().experts(

@@ -1,0 +1,168 @@
+"""Products with weights by torch: floats, FP8 blocks and INT8.
+
+What a CUDA card and its torch can multiply is data: `card` says what the card is, and the functions that choose a
+product take its spec. Shapes that these products do not take go to floats, which is slow and right.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdinfer.kernels import reference
+from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.spec import DeviceSpec, OpSpec
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, dequantize_fp8
+
+WEIGHT_BLOCK_BYTES = 8 << 20
+"""The memory for the rows of an FP8 matrix that are floats at one time."""
+FP8_ROWS_STEP = 4
+"""cuBLAS reads the scales of activations in steps of 16 bytes: the number of rows is a multiple of this."""
+FP8_OUTPUTS_STEP = 16
+INT8_LEAST_ROWS = 32
+"""With 16 rows or fewer torch refuses an INT8 product on CUDA."""
+INT8_COLUMNS_STEP = 8
+INT8_CAPABILITY = (8, 0)
+
+
+@functools.cache
+def card(device: torch.device) -> DeviceSpec:
+    """Return what a device is."""
+    return DeviceSpec.of(device)
+
+
+def slow(op: str, spec: OpSpec) -> str | None:
+    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
+    if not op.startswith(("linear_", "grouped_mlp_")):
+        return None
+    if op.endswith("_fp8") and (reason := why_no_fp8(spec.device)):
+        told = "makes floats of FP8 weights in every call"
+        return told if spec.device.type == "cpu" else f"{told}: {reason}"
+    if op.endswith(("_int8", "_int8_static")) and not has_int8(spec.device):
+        return "has no fused INT8 kernel"
+    return None
+
+
+def why_no_fp8(device: DeviceSpec) -> str | None:
+    """Return why torch does not multiply FP8 blocks on a device, or None where it does (torch's ScaledBlas.cpp)."""
+    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+        return f"torch multiplies FP8 blocks on Hopper cards, not on {device}"
+    if not hasattr(F, "scaled_mm"):
+        return f"torch {torch.__version__} cannot multiply FP8 blocks, 2.10 can"
+    # a torch without CUDA is asked about cards that are elsewhere
+    if torch.version.cuda is not None and tuple(map(int, torch.version.cuda.split("."))) < (12, 9):
+        return f"torch was built for CUDA {torch.version.cuda}, which cannot multiply FP8 blocks; 12.9 can"
+    return None
+
+
+def has_int8(device: DeviceSpec) -> bool:
+    """Return whether torch multiplies INT8 matrices on a CUDA card."""
+    return device.type == "cuda" and device.capability is not None and device.capability >= INT8_CAPABILITY
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    return F.linear(x_TI, weight_OI)
+
+
+def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    if why_no_fp8(card(x_TI.device)) is None and _has_whole_blocks(weight):
+        rows = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+        if rows.dtype in (torch.bfloat16, torch.float32):
+            return _by_blocks(rows, weight)
+    rounded_TI = x_TI.floats() if isinstance(x_TI, FP8Rows) else round_fp8(x_TI, ue8m0=weight.ue8m0)
+    scale_of_row = weight.scale_of_row
+    out = rounded_TI.new_empty(len(rounded_TI), len(weight.numbers))
+    step = max(1, WEIGHT_BLOCK_BYTES // (rounded_TI.shape[1] * rounded_TI.itemsize))
+    for first in range(0, len(weight.numbers), step):
+        rows_OI = slice(first, first + step)
+        floats_OI = torch.empty(weight.numbers[rows_OI].shape, dtype=rounded_TI.dtype, device=rounded_TI.device)
+        dequantize_fp8(weight.numbers[rows_OI], scale_of_row[rows_OI], floats_OI)
+        out[:, rows_OI] = F.linear(rounded_TI, floats_OI)
+    return out
+
+
+def _has_whole_blocks(weight: FP8Blocks) -> bool:
+    """Return whether cuBLAS reads this matrix: dense, of even sizes, and with no block that ends inside of it."""
+    rows, columns = weight.numbers.shape
+    ends_inside = columns % BLOCK or (weight.parts > 1 and rows // weight.parts % BLOCK)
+    return not ends_inside and not rows % FP8_OUTPUTS_STEP and weight.numbers.is_contiguous()
+
+
+def _by_blocks(rows: FP8Rows, weight: FP8Blocks) -> Tensor:
+    """Multiply FP8 numbers on a Hopper card.
+
+    Scales of rows [T, N] lie row by row of one block of channels, strides (1, T), and T is padded. Those of the matrix
+    are transposed and padded, [ceil(I / 128) to a multiple of 4, ceil(O / 128)], and the first axis is the dense one
+    (cuBLAS 12.9, section on 128-element and 128 x 128 block scaling; pytorch/pytorch#166752).
+    """
+    num_rows = len(rows)
+    padding = -num_rows % FP8_ROWS_STEP
+    numbers_TI, scales_NT = rows.numbers_TI, rows.scales_TN.new_ones(rows.scales_TN.shape[1], num_rows + padding)
+    scales_NT[:, :num_rows] = rows.scales_TN.T
+    if padding:
+        numbers_TI = F.pad(numbers_TI.view(torch.uint8), (0, 0, 0, padding)).view(numbers_TI.dtype)
+    scale = weight.scale
+    if scale.shape[1] % 4:
+        scale = F.pad(scale, (0, -scale.shape[1] % 4))
+    y_TO = F.scaled_mm(
+        numbers_TI.contiguous(),
+        weight.numbers.T,
+        scales_NT.T,
+        F.ScalingType.BlockWise1x128,
+        scale.contiguous().T,
+        F.ScalingType.BlockWise128x128,
+        output_dtype=rows.dtype,
+    )
+    return y_TO[:num_rows]
+
+
+def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
+    if x_TI.shape[-1] % BLOCK:
+        return reference.quantize_fp8(x_TI, ue8m0=ue8m0)
+    # what the reference does block by block is done at once
+    blocks_NB = reference.quantize_fp8(x_TI.reshape(-1, BLOCK), ue8m0=ue8m0)
+    numbers, scales = (
+        blocks_NB.numbers_TI.view(x_TI.shape),
+        blocks_NB.scales_TN.view(*x_TI.shape[:-1], x_TI.shape[-1] // BLOCK),
+    )
+    return FP8Rows(numbers, scales, dtype=x_TI.dtype, ue8m0=ue8m0)
+
+
+def round_fp8(x_TI: Tensor, *, ue8m0: bool) -> Tensor:
+    return quantize_fp8(x_TI, ue8m0=ue8m0).floats()
+
+
+round_int8 = reference.round_int8
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    numbers, scale = reference.int8_activation(x_TI)
+    return (int8_sums(numbers, weight.numbers) * scale * weight.scale.squeeze(-1)).to(x_TI.dtype)
+
+
+def linear_int8_static(x_TI: Tensor, weight: Int8Static) -> Tensor:
+    inputs = zip(weight.input_scale, weight.input_offset, strict=True)
+    sums = [
+        int8_sums(reference.int8_static_activation(x_TI, scale, offset), numbers)
+        for (scale, offset), numbers in zip(inputs, weight.numbers.chunk(len(weight.input_scale)), strict=True)
+    ]
+    y = (torch.cat(sums, -1) + weight.output_offset.squeeze(-1)) * weight.output_scale.squeeze(-1)
+    return (y + reference.not_finite(x_TI)).to(x_TI.dtype)
+
+
+def int8_sums(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    """Return exact sums of int8 products."""
+    if x_TI.device.type == "cpu":
+        # torch 2.13 does not write sums of one product
+        return reference.int8_sums(x_TI, numbers_OI) if x_TI.shape[1] == 1 else _int_mm(x_TI, numbers_OI)
+    if not has_int8(card(x_TI.device)) or any(size % INT8_COLUMNS_STEP for size in numbers_OI.shape):
+        return reference.int8_sums(x_TI, numbers_OI)
+    padding = max(0, INT8_LEAST_ROWS - len(x_TI))
+    return _int_mm(F.pad(x_TI, (0, 0, 0, padding)) if padding else x_TI, numbers_OI)[: len(x_TI)]
+
+
+def _int_mm(x_TI: Tensor, numbers_OI: Tensor) -> Tensor:
+    return torch._int_mm(x_TI, numbers_OI.T)  # noqa: SLF001 the only one that torch has
