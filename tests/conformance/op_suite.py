@@ -17,6 +17,7 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, map_tensors
 from pdinfer.model.batch import Batch, Row
 from tests.rounding import (
@@ -45,6 +46,7 @@ def for_every_provider(test: Any) -> Any:
 
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:
     """Return the op of `provider`. Skips the test where the provider cannot run or does not offer it."""
+    sum_in_float32(torch.device(device))
     try:
         return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced={name: provider}).ops, name)
     except BackendUnavailable as error:

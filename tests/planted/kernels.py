@@ -62,6 +62,20 @@ MUTANTS = [
         f"{FUSED}::test_add_rms_norm_fp8",
     ),
     Mutant(
+        "cuBLAS may round parts of a sum",
+        TP,
+        "        matmul.allow_bf16_reduced_precision_reduction = False\n",
+        "",
+        f"{PRODUCTS}::test_sums_on_a_card_are_float32_from_the_time_a_model_is_loaded",
+    ),
+    Mutant(
+        "loading does not say where products run",
+        "src/pdinfer/model/load.py",
+        "        sum_in_float32(target.device)\n",
+        "",
+        f"{PRODUCTS}::test_loading_a_model_says_on_which_device_it_will_run",
+    ),
+    Mutant(
         "rows of FP8 blocks are not padded",
         TP,
         "padding = -num_rows % FP8_ROWS_STEP",

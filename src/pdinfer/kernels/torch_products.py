@@ -7,6 +7,7 @@ product take its spec. Shapes that these products do not take go to floats, whic
 from __future__ import annotations
 
 import functools
+import logging
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from pdinfer.kernels import reference
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.spec import DeviceSpec, OpSpec
 from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Int8Static, dequantize_fp8
+
+_log = logging.getLogger("pdinfer")
 
 WEIGHT_BLOCK_BYTES = 8 << 20
 """The memory for the rows of an FP8 matrix that are floats at one time."""
@@ -61,6 +64,18 @@ def why_no_fp8(device: DeviceSpec) -> str | None:
 def has_int8(device: DeviceSpec) -> bool:
     """Return whether torch multiplies INT8 matrices on a CUDA card."""
     return device.type == "cuda" and device.capability is not None and device.capability >= INT8_CAPABILITY
+
+
+def sum_in_float32(device: torch.device) -> None:
+    """Let products of bfloat16 and float16 on CUDA be summed in float32 alone, in this process and from now on.
+
+    Torch's default allows cuBLAS to round parts of a sum, which depend on the number of rows; ops promise one rounding.
+    """
+    matmul = torch.backends.cuda.matmul
+    if device.type == "cuda" and matmul.allow_bf16_reduced_precision_reduction:
+        _log.info("products on CUDA are summed in float32: reduced-precision reductions are off in this process")
+        matmul.allow_bf16_reduced_precision_reduction = False
+        matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:

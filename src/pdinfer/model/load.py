@@ -16,6 +16,7 @@ from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.files import AnyPath
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes
 from pdinfer.model.load_plan import Build, LoadPlan, Target
@@ -66,6 +67,9 @@ def load_model(
     refused, unless `unread` expects it. Links in the folder may end inside it, among the blobs of the hub cache whose
     snapshot it is, and in `trusted_roots`.
 
+    On CUDA, products are summed in float32 alone: torch's reduced-precision reductions are turned off for the process
+    (docs/decisions/0025-products-on-a-card.md).
+
     The bytes of this rank are logged before they are allocated. Raises ConfigError, CheckpointError or
     BackendUnavailable, all before large allocations except for bad values.
     """
@@ -87,6 +91,7 @@ def load_model(
         formats = [FORMAT_OF_SCHEME[scheme] for scheme in stored.quantized_schemes]
         spec = op_spec_of(config, topology, target.device, target.dtype, formats)
         resolved = resolve_ops(spec, forced=providers)
+        sum_in_float32(target.device)
         kept = kept_schemes(weights, resolved)
         build = _builder(files, target, resolved.ops, experts, placement)
         plan = LoadPlan(target=target, build=build, stored=stored, weights=weights, kept=kept, resolved=resolved)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdinfer.config import ExpertConfig, ModelConfig
 from pdinfer.kernels.resolve import resolve_ops
+from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
 from pdinfer.model.model import Model, op_spec_of
@@ -193,6 +194,7 @@ def random_model(
     placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
     target = torch.device(device)
     resolved = resolve_ops(op_spec_of(config, topology, target, dtype), forced=providers)
+    sum_in_float32(target)
     groups = topology.connect(target)
     parallel = ExpertParallel.connect(
         config,

@@ -218,6 +218,9 @@ def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
     served = [line.split() for line in lines if line.split()[0] in OP_NAMES]
     assert served == SERVED
     assert sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines) == len(OP_NAMES)
+    assert lines[-1] == 'fp8 weights are held as they are stored (weights="auto")'
+    on_ampere = explain_backends(attrs.evolve(V3_ON_H200, device="A100")).splitlines()
+    assert on_ampere[-1].startswith('fp8 weights become bfloat16 (weights="auto"): linear_fp8 of torch makes floats of')
 
 
 @pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)

@@ -6,6 +6,8 @@ No card is here. A stand-in checks what torch's ScaledBlas.cpp and cuBLAS check,
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch import Tensor
 
 from pdinfer.kernels import OpSpec, reference, torch_products
 from pdinfer.kernels.spec import DeviceSpec
+from pdinfer.model import load
+from pdinfer.testing import tiny_config_dict, write_checkpoint
 from tests.conformance.op_suite import draw, fp8_weight
 
 H200, A100, B200, CPU = (DeviceSpec.of(name) for name in ("H200", "A100", "B200", "cpu"))
@@ -142,3 +146,36 @@ def test_an_old_torch_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch_products.why_no_fp8(H200) is None
     monkeypatch.delattr(F, "scaled_mm")
     assert "cannot multiply FP8 blocks, 2.10 can" in str(torch_products.why_no_fp8(H200))
+
+
+@pytest.fixture
+def reductions() -> Iterator[Any]:
+    """Torch's default: a card may round parts of a sum."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = True
+    yield matmul
+    matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction = before
+
+
+@pytest.mark.parametrize(("device", "reduced"), [("cpu", True), ("cuda", False)])
+def test_sums_on_a_card_are_float32_from_the_time_a_model_is_loaded(
+    reductions: Any, device: str, reduced: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told, once."""
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            torch_products.sum_in_float32(torch.device(device))
+    assert reductions.allow_bf16_reduced_precision_reduction is reduced
+    assert reductions.allow_fp16_reduced_precision_reduction is reduced
+    assert [record.message.split(":")[0] for record in caplog.records] == (
+        [] if reduced else ["products on CUDA are summed in float32"]
+    )
+
+
+def test_loading_a_model_says_on_which_device_it_will_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(load, "sum_in_float32", lambda device: told.append(device.type))
+    write_checkpoint(tmp_path, tiny_config_dict("v3"))
+    load.load_model(tmp_path)
+    assert told == ["cpu"]
