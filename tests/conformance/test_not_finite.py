@@ -415,6 +415,37 @@ def test_a_token_whose_index_scores_are_not_finite_chooses_nothing(
 
 @every_provider
 @every_dtype
+@every_bad
+@every_page_format
+def test_a_query_of_decode_whose_index_scores_are_not_finite_chooses_nothing(
+    provider: str, dtype: torch.dtype, bad: float, packed: bool
+) -> None:
+    """Also one that sees fewer positions than it may choose. The queries before a bad key choose what they chose."""
+    index_topk = op_of(provider, "index_topk_decode", "cpu", dtype)
+    kind = torch.uint8 if packed else dtype
+    rows, q, weights = draw(5 * 8, 16).to(dtype), draw(2, 3, 2, 16).to(dtype), draw(2, 3, 2)
+
+    def choose(rows: Tensor = rows, q: Tensor = q, weights: Tensor = weights) -> Tensor:
+        pages, table = row_formats.index_rows(rows, kind).view(5, 8, -1), torch.tensor([[3, 1, 4], [0, 2, 0]])
+        got: Tensor = index_topk(q, weights, pages, table, torch.tensor([20, 11]), top_k=12)
+        return got.flatten(0, 1)
+
+    good = choose()
+    assert (good >= 0).sum(-1).tolist() == [12, 12, 12, 9, 10, 11]
+    # position 18 of the first sequence lies in its third page; its last two queries see it
+    for got, lost in (
+        (choose(rows=put(rows, (4 * 8 + 2, 3), bad)), [1, 2]),
+        (choose(rows=put(rows, (0 * 8 + 7, 0), bad)), [3, 4, 5]),
+        (choose(q=put(q, (1, 1, 1, 15), bad)), [4]),
+        (choose(weights=put(weights, (0, 2, 0), bad)), [2]),
+    ):
+        assert (got[lost] == -1).all()
+        kept = [query for query in range(6) if query not in lost]
+        assert torch.equal(got[kept], good[kept])
+
+
+@every_provider
+@every_dtype
 def test_attention_to_nothing_is_nan(provider: str, dtype: torch.dtype) -> None:
     op = op_of(provider, "mla_sparse", "cpu", dtype)
     q_latent, q_rope, pages = (draw(*shape).to(dtype) for shape in ((3, 2, 128), (3, 2, 8), (2, 4, 136)))

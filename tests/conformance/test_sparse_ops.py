@@ -137,6 +137,9 @@ class Choice:
     packed: bool = False
     heads: int = 3
     width: int = 16
+    spare_columns: int = 0
+    unwritten: int = 0
+    """How many of each sequence's last keys are NaN."""
 
     def integers(self, low: int, high: int, *shape: int, seed: int = 0) -> Tensor:
         return torch.randint(low, high + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
@@ -151,26 +154,55 @@ class Choice:
             -1, 2, count, self.heads, seed=51
         )
 
-    def run(self, provider: str, device: str) -> Tensor:
-        attention = Attention(self.dtype, 1, self.page_size, self.contexts, self.query_lens)
+    @property
+    def attention(self) -> Attention:
+        """Who owns which page."""
+        return Attention(
+            self.dtype, 1, self.page_size, self.contexts, self.query_lens, spare_columns=self.spare_columns
+        )
+
+    @property
+    def pages(self) -> Tensor:
         kind = torch.uint8 if self.packed else self.dtype
-        num_pages = sum(map(len, attention.owned)) + 1
+        owned = self.attention.owned
         nothing = row_formats.index_rows(torch.full((1, self.width), torch.nan).to(self.dtype), kind)
-        pages = nothing.expand(num_pages, self.page_size, -1).clone()
-        for row, mine in enumerate(attention.owned):
-            rows = row_formats.index_rows(self.keys(row).to(self.dtype), kind)
-            for page, part in zip(mine, rows.split(self.page_size), strict=True):
+        pages = nothing.expand(sum(map(len, owned)) + 1, self.page_size, -1).clone()
+        for row, mine in enumerate(owned):
+            keys = self.keys(row)
+            keys[len(keys) - self.unwritten :] = torch.nan
+            for page, part in zip(
+                mine, row_formats.index_rows(keys.to(self.dtype), kind).split(self.page_size), strict=True
+            ):
                 pages[page, : len(part)] = part
+        return pages
+
+    def run(self, provider: str, device: str) -> Tensor:
         q, weights = self.queries
         return op_of(provider, "index_topk", device)(
             q.to(device, self.dtype),
             weights.to(device),
-            pages.to(device),
-            attention.table.to(device),
+            self.pages.to(device),
+            self.attention.table.to(device),
             self.query_lens,
             self.contexts,
             top_k=self.top_k,
         ).cpu()
+
+    def decode(self, provider: str, device: str) -> Tensor:
+        """Choose for the same number of queries in each sequence -> [T, S]."""
+        q, weights = self.queries
+        rows = (len(self.contexts), self.query_lens[0] if self.query_lens else 1)
+        got = op_of(provider, "index_topk_decode", device)(
+            q.to(device, self.dtype).view(*rows, self.heads, self.width),
+            weights.to(device).view(*rows, self.heads),
+            self.pages.to(device),
+            self.attention.wide_table.to(device),
+            torch.tensor(self.contexts, dtype=torch.int64, device=device),
+            top_k=self.top_k,
+        ).cpu()
+        assert got.dtype == torch.int64
+        assert got.shape == (*rows, min(self.top_k, self.attention.wide_table.shape[1] * self.page_size))
+        return got.flatten(0, 1)
 
     def expected(self) -> list[list[int]]:
         """Return the choice position by position, in plain ints: a sort by (score down, position up)."""
@@ -200,11 +232,68 @@ def test_index_topk(
     assert got.tolist() == case.expected()
 
 
+@for_every_provider
+@every_page_format
+@pytest.mark.parametrize("num_queries", [1, 2, 3, 4])
+@pytest.mark.parametrize(("page_size", "count", "top_k"), [*product((1, 3, 16), (0, 1, 5), (1, 5, 40))])
+def test_index_topk_decode(
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    packed: bool,
+    num_queries: int,
+    page_size: int,
+    count: int,
+    top_k: int,
+) -> None:
+    """Sequences are shorter and longer than `top_k`, and the table is wider than any."""
+    contexts = tuple(max(num_queries, context) for context in contexts_of(page_size, count))
+    case = Choice(page_size, contexts, (num_queries,) * count, top_k, dtype, packed, spare_columns=2)
+    assert case.decode(provider, device).tolist() == filled(case)
+
+
+def filled(case: Choice) -> list[list[int]]:
+    """Return what is expected, in rows as long as the table allows."""
+    width = min(case.top_k, case.attention.wide_table.shape[1] * case.page_size)
+    return [row + [-1] * (width - len(row)) for row in case.expected()]
+
+
+@for_every_provider
+@every_page_format
+def test_a_key_that_was_not_written_changes_no_choice_before_it(
+    provider: str, device: str, dtype: torch.dtype, packed: bool
+) -> None:
+    """Neither of keys that are chosen, nor where fewer than `top_k` are seen."""
+    for unwritten in (1, 2):
+        case = Choice(16, (20, 4, 33, 64), (4,) * 4, 6, dtype, packed, unwritten=unwritten)
+        got, expected = case.decode(provider, device).view(4, 4, -1), torch.tensor(filled(case)).view(4, 4, -1)
+        assert torch.equal(got[:, : 4 - unwritten], expected[:, : 4 - unwritten])
+        assert (got[:, 4 - unwritten :] == -1).all()
+
+
 @pytest.mark.parametrize("score_bytes", [1, 4 * 70 * 7, 4 * 16 * 70 * 3])
 def test_blocks_of_scores_change_no_choice(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", score_bytes)
     case = Choice(16, (70, 33, 64, 81), (70, 20, 1, 49), 9)
     assert case.run("torch", "cpu").tolist() == case.expected()
+    case = Choice(16, (70, 33, 64, 81), (3,) * 4, 9, spare_columns=1)
+    assert case.decode("torch", "cpu").tolist() == filled(case)
+
+
+@every_page_format
+@pytest.mark.parametrize("block_bytes", [1, 4096, 1 << 20])
+def test_tables_that_are_read_whole_change_nothing(
+    packed: bool, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on devices, whose lengths no host knows: most columns hold nothing of most sequences."""
+    monkeypatch.setattr(torch_attention, "_columns_in_use", lambda table, *_: table)
+    monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", block_bytes)
+    contexts = (20, 2, 33, 64)
+    case = Choice(16, contexts, (2,) * 4, 6, packed=packed, spare_columns=9)
+    assert case.decode("torch", "cpu").tolist() == filled(case)
+    kind = PackedAttention if packed else Attention
+    kind(torch.float32, 3, 16, contexts, (1,) * 4, (128, 8, 12, 10), 2, spare_columns=9).check("mla_decode", "torch")
 
 
 @every_provider
@@ -216,6 +305,9 @@ def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: s
     op = op_of(provider, "index_topk", device)
     got = op(*(x.to(device) for x in (q, weights, pages, table)), (16,), (16,), top_k=3).tolist()
     assert got == [[0, -1, -1], [0, 1, -1], *[[0, 1, 2]] * 14]
+    op = op_of(provider, "index_topk_decode", device)
+    inputs = (q[None, :3], weights[None, :3], pages, table, torch.tensor([4]))
+    assert op(*(x.to(device) for x in inputs), top_k=3).tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
 
 
 # Attending to them

@@ -209,6 +209,34 @@ MUTANTS = [
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
     ),
     Mutant(
+        "torch index_topk_decode lets every query see the drafts behind it",
+        A,
+        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(),",
+        "pages_PGY, table_BM[part])\n        best_TS = _lowest_of_best(scores_TS, last_BQ[part, -1:].expand(-1, num_queries).flatten(),",
+        f"{SPARSE}::test_index_topk_decode",
+    ),
+    Mutant(
+        "torch index_topk_decode chooses as many as the longest context has",
+        A,
+        "count = min(top_k, page_table_BM.shape[1] * page_size)",
+        "count = min(top_k, int(context_lens_B.max()) if batch else 0)",
+        f"{SPARSE}::test_index_topk_decode",
+    ),
+    Mutant(
+        "torch index_topk_decode scores all sequences with the keys of the first of a block",
+        A,
+        "pages_PGY, table_BM[part])\n",
+        "pages_PGY, table_BM[part][:1].expand_as(table_BM[part]))\n",
+        f"{SPARSE}::test_index_topk_decode",
+    ),
+    Mutant(
+        "torch index_topk_decode takes any of equal scores",
+        A,
+        "(equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1)",
+        "(equal_TS.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1) <= room_T1)",
+        f"{SPARSE}::test_index_topk_decode",
+    ),
+    Mutant(
         "native combine_rows drops a choice when k > 7",
         C,
         "for (i64 n = t * k; n < (t + 1) * k; n++)\n                if (row[n] >= 0) sum = _mm512",
@@ -386,7 +414,7 @@ MUTANTS = [
     Mutant(
         "an index key of infinity is a score of 0",
         A,
-        "keys_SY = keys_SY + reference.not_finite(keys_SY)",
+        "keys_BSY = keys_BSY + reference.not_finite(keys_BSY)",
         "pass",
         f"{BAD}::test_a_token_whose_index_scores_are_not_finite_chooses_nothing",
     ),

@@ -144,6 +144,25 @@ class IndexTopK(Protocol):
         """
 
 
+class IndexTopKDecode(Protocol):
+    """Chooses as `index_topk`, with lengths that no host knows."""
+
+    def __call__(
+        self,
+        q_BQXY: Tensor,
+        weights_BQX: Tensor,
+        pages_PGY: Tensor,
+        page_table_BM: Tensor,
+        context_lens_B: Tensor,
+        *,
+        top_k: int,
+    ) -> Tensor:
+        """Return what `index_topk` chooses for the last Q cached tokens of each sequence -> int64 [B, Q, S]. S =
+        min(top_k, M * page_size) follows from shapes alone: a token that sees fewer positions reads all of them, and -1
+        follows. The table and the lengths are as in `mla_decode`. A query whose own key was not written chooses
+        anything, and changes nothing for those before it."""
+
+
 class MLASparse(Protocol):
     """Attends to chosen tokens."""
 
@@ -335,6 +354,7 @@ class Ops:
     store_latent: StoreLatent
     store_index_keys: StoreIndexKeys
     index_topk: IndexTopK
+    index_topk_decode: IndexTopKDecode
     heads_in: HeadsIn
     heads_out: HeadsOut
     mla_prefill: MLAPrefill

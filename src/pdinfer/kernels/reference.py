@@ -192,6 +192,25 @@ def index_topk(
     return selected
 
 
+def index_topk_decode(
+    q_BQXY: Tensor,
+    weights_BQX: Tensor,
+    pages_PGY: Tensor,
+    page_table_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    batch, num_queries = q_BQXY.shape[:2]
+    count = min(top_k, page_table_BM.shape[1] * pages_PGY.shape[1])
+    selected = torch.full((batch, num_queries, count), -1, device=q_BQXY.device)
+    for row, context in enumerate(context_lens_B.tolist()):
+        table, lens = page_table_BM[row : row + 1], ((num_queries,), (context,))
+        chosen = index_topk(q_BQXY[row], weights_BQX[row], pages_PGY, table, *lens, top_k=top_k)
+        selected[row, :, : chosen.shape[1]] = chosen
+    return selected
+
+
 def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     return torch.einsum("thn,hnc->thc", _exact(x_THN), _exact(weight_HNC)).to(x_THN.dtype)
 

@@ -255,7 +255,7 @@ def index_topk(
 ) -> Tensor:
     q_TXY = row_formats.index_queries(q_TXY.float(), pages_PGY.dtype)
     q_TXY = q_TXY + reference.not_finite(q_TXY)
-    page_size, num_heads = pages_PGY.shape[1], q_TXY.shape[1]
+    page_size = pages_PGY.shape[1]
     selected_TS = torch.full((len(q_TXY), min(top_k, max(context_lens, default=0))), -1, device=q_TXY.device)
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
@@ -265,35 +265,65 @@ def index_topk(
             part = slice(first + start, first + min(start + block, num_queries))
             own = context - num_queries + start  # the position of the first of these queries
             visible = own + part.stop - part.start
-            pages = table[: -(-visible // page_size)]
-            block_pages = max(1, SCORE_BLOCK_BYTES // (4 * page_size * (part.stop - part.start) * num_heads))
-            scores_TS = torch.cat(
-                [
-                    _index_scores(q_TXY[part], weights_TX[part], pages_PGY.index_select(0, few).flatten(0, 1))
-                    for few in torch.split(pages, block_pages)
-                ],
-                -1,
-            )[:, :visible]
-            best_TS = _lowest_of_best(scores_TS, own, min(top_k, visible))
+            pages = table[None, : -(-visible // page_size)]
+            scores_TS = _index_scores(q_TXY[None, part], weights_TX[None, part], pages_PGY, pages)[:, :visible]
+            last_T = torch.arange(own, visible, device=q_TXY.device)
+            best_TS = _lowest_of_best(scores_TS, last_T, min(top_k, visible))
             selected_TS[part, : best_TS.shape[1]] = best_TS
         first += num_queries
     return selected_TS
 
 
-def _index_scores(q_TXY: Tensor, weights_TX: Tensor, rows_SY: Tensor) -> Tensor:
-    """Return the scores of every token for every row, float32 [T, S]."""
-    keys_SY = row_formats.index_keys(rows_SY).float()
-    keys_SY = keys_SY + reference.not_finite(keys_SY)
-    dots_TXS = (q_TXY.flatten(0, 1) @ keys_SY.T).view(*q_TXY.shape[:2], -1)
-    return torch.bmm(weights_TX[:, None], dots_TXS.relu_())[:, 0]
+def index_topk_decode(
+    q_BQXY: Tensor,
+    weights_BQX: Tensor,
+    pages_PGY: Tensor,
+    page_table_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    q_BQXY = row_formats.index_queries(q_BQXY.float(), pages_PGY.dtype)
+    q_BQXY = q_BQXY + reference.not_finite(q_BQXY)
+    batch, num_queries = q_BQXY.shape[:2]
+    page_size = pages_PGY.shape[1]
+    count = min(top_k, page_table_BM.shape[1] * page_size)
+    selected_BQS = torch.full((batch, num_queries, count), -1, device=q_BQXY.device)
+    if not batch:
+        return selected_BQS
+    table_BM = _columns_in_use(page_table_BM, context_lens_B, page_size)
+    last_BQ, size = _last_seen(context_lens_B, num_queries), table_BM.shape[1] * page_size
+    block = max(1, SCORE_BLOCK_BYTES // (16 * num_queries * size))  # as in `index_topk`
+    for first in range(0, batch, block):
+        part = slice(first, first + block)
+        scores_TS = _index_scores(q_BQXY[part], weights_BQX[part], pages_PGY, table_BM[part])
+        best_TS = _lowest_of_best(scores_TS, last_BQ[part].flatten(), min(count, size))
+        selected_BQS[part, :, : best_TS.shape[1]] = best_TS.view(-1, num_queries, best_TS.shape[1])
+    return selected_BQS
 
 
-def _lowest_of_best(scores_TS: Tensor, own: int, count: int) -> Tensor:
+def _index_scores(q_BQXY: Tensor, weights_BQX: Tensor, pages_PGY: Tensor, table_BM: Tensor) -> Tensor:
+    """Return the scores of every query for every row in the pages of its sequence, float32 [B * Q, S]."""
+    batch, num_queries, num_heads, _ = q_BQXY.shape
+    page_size = pages_PGY.shape[1]
+    q_BNY, weights_T1X = q_BQXY.flatten(1, 2), weights_BQX.flatten(0, 1)[:, None]
+    scores = []
+    block = max(1, SCORE_BLOCK_BYTES // (4 * page_size * q_BNY.shape[:2].numel()))
+    for pages_BM in torch.split(table_BM, block, 1):
+        size = pages_BM.shape[1] * page_size
+        keys_BSY = row_formats.index_keys(pages_PGY.index_select(0, pages_BM.flatten())).float().view(batch, size, -1)
+        keys_BSY = keys_BSY + reference.not_finite(keys_BSY)
+        dots_TXS = torch.bmm(q_BNY, keys_BSY.transpose(1, 2)).view(batch * num_queries, num_heads, size)
+        scores.append(torch.bmm(weights_T1X, dots_TXS.relu_())[:, 0])
+    return torch.cat(scores, -1)
+
+
+def _lowest_of_best(scores_TS: Tensor, last_T: Tensor, count: int) -> Tensor:
     """Return the positions of the `count` largest scores of each row, ascending; among equals the lowest. Row t sees
-    the positions up to `own + t`. -1 fills up where it sees fewer than `count`, and everything where one of its scores
-    is not finite. Changes the scores."""
+    the positions up to `last_T[t]`. -1 fills up where it sees fewer than `count`, and everything where one of its
+    scores is not finite. Changes the scores."""
     position_S = torch.arange(scores_TS.shape[1], dtype=torch.int32, device=scores_TS.device)
-    last_T1 = torch.arange(own, own + len(scores_TS), device=scores_TS.device)[:, None]
+    last_T1 = last_T[:, None]
     future_TS = position_S > last_T1
     lost_T1 = ~scores_TS.masked_fill_(future_TS, 0).isfinite().all(-1, keepdim=True)
     scores_TS.masked_fill_(future_TS, -torch.inf)

@@ -25,6 +25,7 @@ round_fp8 = torch_products.round_fp8
 round_int8 = torch_products.round_int8
 slow = torch_products.slow
 index_topk = torch_attention.index_topk
+index_topk_decode = torch_attention.index_topk_decode
 mla_prefill = torch_attention.mla_prefill
 mla_decode = torch_attention.mla_decode
 mla_sparse = torch_attention.mla_sparse

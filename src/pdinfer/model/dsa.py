@@ -1,7 +1,7 @@
 """DeepSeek sparse attention: a small indexer scores the whole context, and attention reads only the best tokens.
 
-The index keys, one per token for all heads of the indexer, lie in the same pages as the latents. In a step in which no
-context is longer than `index_topk`, every token is chosen, and attention takes its dense way (DeepSeek-V3.2 report,
+The index keys, one per token for all heads of the indexer, lie in the same pages as the latents. Where no context of a
+step is longer than `index_topk`, every token is chosen, and attention may take its dense way (DeepSeek-V3.2 report,
 arXiv 2512.02556, section 2.1).
 """
 
@@ -90,16 +90,19 @@ class Indexer:
         """Store this step's keys in `pages_PGY` and choose: positions as `kernels.ops.IndexTopK` returns them, or None
         when every position of every context is read. `query_TL` is the query latent of attention."""
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
-        if max(batch.context_lens, default=0) <= self.top_k:
+        # decode on a device always chooses, because what it launches may not depend on a length that the host reads;
+        # on a CPU nothing is launched, and the dense way is faster while all contexts are short
+        if (not batch.decode or x_TD.device.type == "cpu") and max(batch.context_lens, default=0) <= self.top_k:
             return None
+        q_TXY, weights_TX, table_BM = self.queries(query_TL, angles), self.head_weights(x_TD), batch.page_table_BM
+        if batch.decode:
+            q_BQXY, weights_BQX = batch.by_sequence(q_TXY), batch.by_sequence(weights_TX)
+            lens_B = batch.context_lens_B
+            return self.ops.index_topk_decode(
+                q_BQXY, weights_BQX, pages_PGY, table_BM, lens_B, top_k=self.top_k
+            ).flatten(0, 1)
         return self.ops.index_topk(
-            self.queries(query_TL, angles),
-            self.head_weights(x_TD),
-            pages_PGY,
-            batch.page_table_BM,
-            batch.query_lens,
-            batch.context_lens,
-            top_k=self.top_k,
+            q_TXY, weights_TX, pages_PGY, table_BM, batch.query_lens, batch.context_lens, top_k=self.top_k
         )
 
     def keys(self, x_TD: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> Tensor:
