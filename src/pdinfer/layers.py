@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -75,7 +76,11 @@ class RowParallelLinear:
     linear: Linear
     group: Group
 
-    def __call__(self, x_TI: Tensor) -> Tensor:
+    @property
+    def weight(self) -> Weight:
+        return self.linear.weight
+
+    def __call__(self, x_TI: Tensor | FP8Rows) -> Tensor:
         return self.group.all_reduce(self.linear(x_TI))
 
 
@@ -87,19 +92,28 @@ class GatheredLinear:
     linear: Linear
     group: Group
 
+    @property
+    def weight(self) -> Weight:
+        return self.linear.weight
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.group.all_gather_columns(self.linear(self.group.all_gather_columns(x_TI)))
 
 
 def row_parallel(
     source: WeightSource, name: str, out_features: int, in_features: int, ops: Ops, group: Group
-) -> Callable[[Tensor], Tensor]:
+) -> Linear | RowParallelLinear | GatheredLinear:
     """Build the map from inputs divided over `group` to whole outputs on each of its ranks."""
     if source.format(f"{name}.weight") is Int8Dynamic:
         linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size))
         return linear if group.size == 1 else GatheredLinear(linear, group)
     linear = Linear.build(source, name, out_features, in_features, ops, Shard(group.rank, group.size, axis=1))
     return linear if group.size == 1 else RowParallelLinear(linear, group)
+
+
+def fp8_scales_of(weights: Iterable[Weight]) -> bool | None:
+    """Return `ue8m0` of those weights that are in FP8 blocks, the same for all in a model; None if there are none."""
+    return next((weight.ue8m0 for weight in weights if isinstance(weight, FP8Blocks)), None)
 
 
 @attrs.frozen
@@ -133,7 +147,7 @@ class InputNorm:
     @classmethod
     def of(cls, norm: RMSNorm, readers: Iterable[Weight]) -> InputNorm:
         """Build the norm that is read by products with these weights."""
-        return cls(norm, next((weight.ue8m0 for weight in readers if isinstance(weight, FP8Blocks)), None))
+        return cls(norm, fp8_scales_of(readers))
 
     def __call__(self, x_TD: Tensor, residual_TD: Tensor | None = None) -> tuple[Tensor | Rounded, Tensor]:
         """Return (norm of the sum, the sum), where the sum is residual + x, or x itself without a residual."""
@@ -148,11 +162,12 @@ class InputNorm:
 
 @attrs.frozen
 class GatedMLP:
-    """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first."""
+    """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first. `activate` returns what
+    `down` reads."""
 
     gate_up: Linear
-    down: Callable[[Tensor], Tensor]
-    ops: Ops
+    activate: Callable[[Tensor], Any]
+    down: Callable[[Any], Tensor]
 
     @classmethod
     def build(
@@ -162,7 +177,10 @@ class GatedMLP:
         names = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
         shard = Shard(group.rank, group.size)
         gate_up = Linear.of(source.weight(names, intermediate_size, hidden_size, shard), ops)
-        return cls(gate_up, row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group), ops)
+        down = row_parallel(source, f"{name}.down_proj", hidden_size, intermediate_size, ops, group)
+        ue8m0 = fp8_scales_of([down.weight])
+        activate = ops.gated_silu if ue8m0 is None else partial(ops.gated_silu_fp8, ue8m0=ue8m0)
+        return cls(gate_up, activate, down)
 
     @property
     def readers(self) -> tuple[Weight, ...]:
@@ -171,7 +189,7 @@ class GatedMLP:
 
     def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None) -> Tensor:
         mark(trace, "mlp")
-        return self.down(self.ops.gated_silu(self.gate_up(x_TD)))
+        return self.down(self.activate(self.gate_up(x_TD)))
 
 
 @attrs.frozen

@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops
-from tests.conformance.op_suite import draw, for_every_provider, op_of
-from tests.rounding import assert_within, error_of_norm
+from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops, row_formats
+from pdinfer.kernels.activations import Rounding
+from tests.conformance.op_suite import assert_turned, draw, for_every_provider, op_of
+from tests.rounding import assert_within, error_of_norm, error_of_silu, rounded, unit
 
 
 def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
-    """Return the op of a provider, or the composition of its ops where it has no such op and all others."""
+    """Return the op of a provider, or else the composition of its ops. For one that lacks other ops too, the test is
+    skipped."""
     try:
         return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider).ops, name)
     except BackendUnavailable:
@@ -81,6 +83,109 @@ def check_sum(total: Tensor, x: Tensor, stream: Tensor | None) -> None:
 
 
 @for_every_provider
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@pytest.mark.parametrize(("rows", "width"), [(0, 128), (1, 1), (5, 128), (4, 300)])
+def test_gated_silu_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, width: int) -> None:
+    x = draw(rows, 2 * width).to(dtype)
+    x[1:2] *= 100
+    got = fused_of(provider, "gated_silu_fp8", device, dtype)(x.to(device), ue8m0=ue8m0)
+    assert (got.dtype, got.shape, got.ue8m0) == (dtype, (rows, width), ue8m0)
+    gate, up = x.double().chunk(2, -1)
+    exact = reference.gated_silu(x.double())
+    error = rounded(exact, error_of_silu(gate, up), dtype)
+    amax = torch.stack([block.abs().amax(-1) for block in exact.split(128, -1)], -1).clamp_min(1e-4)
+    scales = got.scales_TN.cpu().double()
+    if ue8m0:
+        assert ((amax / 448 <= scales * 1.01) & (scales < amax / 448 * 2.02)).all()
+    else:
+        torch.testing.assert_close(scales, amax / 448, rtol=2 * unit(dtype) + 1e-5, atol=0)
+    # e4m3 has three places after the point, and steps of 2^-9 near zero
+    step = scales.repeat_interleave(128, -1)[:, :width] * 2**-10
+    assert_within(got.floats(), exact, error + (exact.abs() + error) * 2**-4 + step, dtype)
+
+
+LATENT, TURNED, PAGE_SIZE = 128, 8, 3
+SLOTS = (7, 0, 11, 4, 2)
+
+
+def store(
+    op: Any, dtype: torch.dtype, pages_dtype: torch.dtype, device: str, tokens: int, rounding: Rounding | None
+) -> Tensor:
+    """Run the op on views of one product, into pages of garbage. Return the rows of the pages."""
+    kv, angles = draw(tokens, LATENT + TURNED).to(dtype).to(device), draw(tokens, TURNED // 2, seed=1) * 100
+    kv[1:2] *= 1000
+    width = LATENT + TURNED if pages_dtype == dtype else LATENT + LATENT // 128 * 4 + TURNED * 2
+    pages = torch.full((4, PAGE_SIZE, width), 93, dtype=pages_dtype, device=device)
+    slots, weight = torch.tensor(SLOTS[:tokens], dtype=torch.int64), draw(LATENT, seed=1).to(dtype)
+    cos, sin, slots, weight = (x.to(device) for x in (angles.cos(), angles.sin(), slots, weight))
+    c, k = kv.tensor_split((LATENT,), -1)
+    assert op(c, k, weight, 1e-6, cos, sin, pages, slots, rounding=rounding) is None
+    rows = pages.flatten(0, 1).cpu()
+    others = [slot for slot in range(12) if slot not in SLOTS[:tokens]]
+    assert (rows[others] == 93).all()
+    return rows[list(SLOTS[:tokens])]
+
+
+@for_every_provider
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_norm_rotate_store(provider: str, device: str, dtype: torch.dtype, tokens: int) -> None:
+    op = fused_of(provider, "norm_rotate_store", device, dtype)
+    rows = store(op, dtype, dtype, device, tokens, None)
+    kv, angles = draw(tokens, LATENT + TURNED).to(dtype), draw(tokens, TURNED // 2, seed=1) * 100
+    kv[1:2] *= 1000
+    (c, k), weight = kv.double().tensor_split((LATENT,), -1), draw(LATENT, seed=1).to(dtype).double()
+    got_c, got_k = rows.tensor_split((LATENT,), -1)
+    assert_within(got_c, reference.rms_norm(c, weight, 1e-6), error_of_norm(c, weight, None, 1e-6), dtype)
+    turned = reference.rotate(k[:, None], angles.cos(), angles.sin())[:, 0]
+    assert_turned(got_k, turned, dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+@pytest.mark.parametrize("packed", [False, True], ids=["floats", "packed"])
+def test_latents_are_stored_as_kv_b_proj_rounds_them(
+    provider: str, device: str, dtype: torch.dtype, rounding: Rounding | None, packed: bool
+) -> None:
+    """What a latent is rounded to, and how it is packed, follows from its norm to the bit."""
+    op = fused_of(provider, "norm_rotate_store", device, dtype)
+    normed, turned = store(op, dtype, dtype, device, 5, None).tensor_split((LATENT,), -1)
+    if rounding is not None:
+        normed = resolve_ops(OpSpec(device="cpu", dtype=dtype), forced="reference").ops.rounded(normed, rounding)
+    pages_dtype = torch.uint8 if packed else dtype
+    expected = row_formats.latent_rows(normed, turned, pages_dtype)
+    assert torch.equal(store(op, dtype, pages_dtype, device, 5, rounding), expected)
+
+
+@for_every_provider
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+@pytest.mark.parametrize("rounding", [None, *Rounding])
+def test_a_latent_that_is_not_finite_is_stored_so(
+    provider: str, device: str, dtype: torch.dtype, bad: float, rounding: Rounding | None
+) -> None:
+    op = fused_of(provider, "norm_rotate_store", device, dtype)
+
+    def spoilt(column: int) -> Any:
+        def run(c: Tensor, k: Tensor, *rest: Any, **more: Any) -> None:
+            (c if column < LATENT else k)[3, column % LATENT] = bad
+            op(c, k, *rest, **more)
+
+        return run
+
+    good = store(op, dtype, dtype, device, 5, rounding)
+    for column in (0, LATENT - 1, LATENT):
+        got = store(spoilt(column), dtype, dtype, device, 5, rounding)
+        assert not got[3].isfinite().all()
+        assert torch.equal(got[[0, 1, 2, 4]], good[[0, 1, 2, 4]])
+
+
+def test_each_rounding_is_that_of_its_product() -> None:
+    ops, x = ops_of(torch.float32), draw(3, 128)
+    assert torch.equal(ops.rounded(x, Rounding.FP8), reference.round_fp8(x, ue8m0=False))
+    assert torch.equal(ops.rounded(x, Rounding.FP8_UE8M0), reference.round_fp8(x, ue8m0=True))
+    assert torch.equal(ops.rounded(x, Rounding.INT8), reference.round_int8(x))
+
+
+@for_every_provider
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
 @pytest.mark.parametrize("spoilt", [0, 1], ids=["x", "residual"])
 @pytest.mark.parametrize("name", ["add_rms_norm", "add_rms_norm_fp8"])
@@ -97,6 +202,19 @@ def test_a_row_that_is_not_finite_stays_so(
     for before, after in (*forms, (good_sum, got_sum)):
         assert not after[3].isfinite().all()
         assert torch.equal(after[:3], before[:3])
+
+
+@for_every_provider
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+def test_an_activation_that_is_not_finite_stays_so(provider: str, device: str, dtype: torch.dtype, bad: float) -> None:
+    op, x = fused_of(provider, "gated_silu_fp8", device, dtype), draw(4, 520).to(dtype).to(device)
+    good = op(x, ue8m0=False)
+    for column in (0, 259, 260, 519):
+        spoilt = x.clone()
+        spoilt[2, column] = bad
+        got = op(spoilt, ue8m0=False)
+        assert not got.floats()[2].isfinite().all()
+        assert torch.equal(got[[0, 1, 3]].floats(), good[[0, 1, 3]].floats())
 
 
 def test_a_composition_calls_the_op_that_was_swapped() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Literal
 
 import attrs
@@ -13,6 +14,14 @@ from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Weight
 ScaleLayout = Literal["row", "mn-major-tma"]
 """Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
 of channels together, from a 16-byte border on, at a pitch of a multiple of 16 bytes: what the TMA of a GPU loads."""
+
+
+class Rounding(Enum):
+    """What a product with quantized weights does to its input first."""
+
+    FP8 = "fp8"
+    FP8_UE8M0 = "fp8 with scales that are powers of two"
+    INT8 = "int8"
 
 
 @attrs.frozen(eq=False)

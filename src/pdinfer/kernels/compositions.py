@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.spec import OpSpec
 
@@ -29,3 +29,26 @@ def add_rms_norm_fp8(
 ) -> tuple[Rounded, Tensor]:
     normed_TD, sum_TD = ops.add_rms_norm(x_TD, residual_TD, weight_D, eps)
     return Rounded(normed_TD, ops.quantize_fp8(normed_TD, ue8m0=ue8m0)), sum_TD
+
+
+def gated_silu_fp8(ops: Ops, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
+    return ops.quantize_fp8(ops.gated_silu(x_TJ), ue8m0=ue8m0)
+
+
+def norm_rotate_store(
+    ops: Ops,
+    c_TC: Tensor,
+    k_TR: Tensor,
+    weight_C: Tensor,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    pages_PGW: Tensor,
+    slots_T: Tensor,
+    *,
+    rounding: Rounding | None,
+) -> None:
+    c_TC = ops.rms_norm(c_TC, weight_C, eps)
+    if rounding is not None:
+        c_TC = ops.rounded(c_TC, rounding)
+    ops.store_latent(pages_PGW, slots_T, c_TC, ops.rotate(k_TR[:, None], cos_TF, sin_TF)[:, 0])

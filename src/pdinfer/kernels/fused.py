@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
 
 
 class AddRMSNorm(Protocol):
@@ -28,3 +28,31 @@ class AddRMSNormFP8(Protocol):
         self, x_TD: Tensor, residual_TD: Tensor | None, weight_D: Tensor, eps: float, *, ue8m0: bool
     ) -> tuple[Rounded, Tensor]:
         """Do as `add_rms_norm`, and `quantize_fp8` the norm as it is returned, in x's dtype."""
+
+
+class GatedSiluFP8(Protocol):
+    """The activation of an MLP whose output map is in FP8."""
+
+    def __call__(self, x_TJ: Tensor, *, ue8m0: bool) -> FP8Rows:
+        """`quantize_fp8` what `gated_silu` returns, in x's dtype."""
+
+
+class NormRotateStore(Protocol):
+    """Writes the cache from what kv_a_proj returns."""
+
+    def __call__(
+        self,
+        c_TC: Tensor,
+        k_TR: Tensor,
+        weight_C: Tensor,
+        eps: float,
+        cos_TF: Tensor,
+        sin_TF: Tensor,
+        pages_PGW: Tensor,
+        slots_T: Tensor,
+        *,
+        rounding: Rounding | None,
+    ) -> None:
+        """Write token t's latent c after `rms_norm`, and its key k after `rotate` (of interleaved pairs), to its slot
+        as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
+        c and k may be views of wider rows. Mutates `pages_PGW` alone."""

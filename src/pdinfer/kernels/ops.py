@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import attrs
 from torch import Tensor
 
-from pdinfer.kernels.activations import FP8Rows
-from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8
+from pdinfer.kernels.activations import FP8Rows, Rounding
+from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, GatedSiluFP8, NormRotateStore
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
@@ -371,11 +371,19 @@ class Ops:
     scatter_pages: ScatterPages
     add_rms_norm: AddRMSNorm
     add_rms_norm_fp8: AddRMSNormFP8
+    gated_silu_fp8: GatedSiluFP8
+    norm_rotate_store: NormRotateStore
 
     def __attrs_post_init__(self) -> None:
         for op in OP_NAMES:
             if isinstance(composed := getattr(self, op), Composed):
                 object.__setattr__(self, op, Composed(composed.func, self))
+
+    def rounded(self, x_TI: Tensor, rounding: Rounding) -> Tensor:
+        """Return the value of x after that rounding, in x's dtype."""
+        if rounding is Rounding.INT8:
+            return self.round_int8(x_TI)
+        return self.round_fp8(x_TI, ue8m0=rounding is Rounding.FP8_UE8M0)
 
     def linear_by(self, weight: Weight) -> Callable[[Any, Any], Tensor]:
         """Return the op that multiplies by a weight of this format."""

@@ -10,7 +10,6 @@ section 2.1).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import attrs
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from pdinfer.config import ModelConfig
 from pdinfer.errors import ConfigError
-from pdinfer.kernels.activations import Rounded
+from pdinfer.kernels.activations import Rounded, Rounding
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Shard, Weight
 from pdinfer.kv.layout import KVComponent
@@ -53,7 +52,7 @@ class MLA:
     kv_a: Linear
     kv_a_norm: RMSNorm
     kv_b_OC: Tensor
-    round_latent: Callable[[Tensor], Tensor]
+    rounding: Rounding | None
     o: Callable[[Tensor], Tensor]
     indexer: Indexer | None
     # these two once, not in every layer of every step
@@ -98,7 +97,7 @@ class MLA:
             kv_a=Linear.build(source, f"{name}.kv_a_proj_with_mqa", kv_a_size, hidden, ops),
             kv_a_norm=RMSNorm.build(source, f"{name}.kv_a_layernorm", rank, LATENT_NORM_EPS, ops),
             kv_b_OC=source.take(f"{name}.kv_b_proj.weight", kv_b_size, rank, shard=shard),
-            round_latent=_rounding(source.format(f"{name}.kv_b_proj.weight"), config, ops),
+            rounding=_rounding(source.format(f"{name}.kv_b_proj.weight"), config),
             o=row_parallel(source, f"{name}.o_proj", hidden, heads * config.v_head_dim, ops, tp),
             indexer=Indexer.build(source, f"{name}.indexer", config, ops) if config.has_indexer(layer) else None,
         )
@@ -134,7 +133,7 @@ class MLA:
         query_TL = self.query_latent(x_TD)
         if self.indexer is not None:
             step.selected_TS = self.indexer(x_TD, query_TL, batch, angles, step.view.index_keys[layer])
-        self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
+        self.store(x_TD, batch, angles, pages_PGW)
         q_nope_THN, q_rope_THR = self.query(query_TL, angles)
         if batch.decode or step.selected_TS is not None:
             out_THV = absorbed(self, q_nope_THN, q_rope_THR, batch, pages_PGW, step.selected_TS)
@@ -142,11 +141,28 @@ class MLA:
             out_THV = expanded(self, q_nope_THN, q_rope_THR, batch, pages_PGW)
         return self.o(out_THV.flatten(1))
 
+    def store(self, x_TD: Tensor | Rounded, batch: Batch, angles: tuple[Tensor, Tensor], pages_PGW: Tensor) -> None:
+        """Write what the cache holds of each token, also of those that other context-parallel ranks computed."""
+        norm = self.kv_a_norm
+        if batch.cp.size > 1 or norm.bias_D is not None:
+            self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
+        else:
+            c_TC, k_TR = self._latent_and_key(x_TD)
+            self.ops.norm_rotate_store(
+                c_TC, k_TR, norm.weight_D, norm.eps, *angles, pages_PGW, batch.slots_A, rounding=self.rounding
+            )
+
     def latent(self, x_TD: Tensor | Rounded, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return what the cache holds of each token: the latent after its norm [T, C], and the key after its rotation
         [T, R]."""
-        c_TC, k_TR = self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
-        return self.round_latent(self.kv_a_norm(c_TC)), self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+        c_TC, k_TR = self._latent_and_key(x_TD)
+        c_TC = self.kv_a_norm(c_TC)
+        if self.rounding is not None:
+            c_TC = self.ops.rounded(c_TC, self.rounding)
+        return c_TC, self.ops.rotate(k_TR[:, None], *angles)[:, 0]
+
+    def _latent_and_key(self, x_TD: Tensor | Rounded) -> tuple[Tensor, ...]:
+        return self.kv_a(x_TD).tensor_split((self.config.kv_lora_rank,), -1)
 
     def query_latent(self, x_TD: Tensor | Rounded) -> Tensor | Rounded:
         """Return what queries are made from, those of an indexer too: the normed latent [T, q_lora_rank], or `x_TD` in
@@ -174,12 +190,12 @@ def _latent_component(config: ModelConfig, kv_format: str, name: str, layers: tu
     return packed_component(name, form, rank + rank // FP8_GROUP * 4 + rope * 2, layers)
 
 
-def _rounding(kv_b_format: type, config: ModelConfig, ops: Ops) -> Callable[[Tensor], Tensor]:
+def _rounding(kv_b_format: type, config: ModelConfig) -> Rounding | None:
     """Return what a quantized kv_b_proj does to its input. Nothing else reads a latent, so the cache holds it rounded,
     and both forms of attention remain one function."""
     if kv_b_format is FP8Blocks:
-        return partial(ops.round_fp8, ue8m0=config.scale_fmt == "ue8m0")
-    return ops.round_int8 if kv_b_format is Int8Dynamic else lambda c_TC: c_TC
+        return Rounding.FP8_UE8M0 if config.scale_fmt == "ue8m0" else Rounding.FP8
+    return Rounding.INT8 if kv_b_format is Int8Dynamic else None
 
 
 def expanded(mla: MLA, q_nope_THN: Tensor, q_rope_THR: Tensor, batch: Batch, pages_PGW: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.activations import Rounding
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
@@ -128,6 +130,36 @@ def test_the_cache_holds_latents_as_kv_b_proj_would_round_them(floats: Path, tmp
     attention = model.blocks[0].attention
     latent, _ = attention.latent(torch.randn(5, 150), model.rotary(torch.arange(5)))
     assert torch.equal(model.resolved.ops.round_fp8(latent, ue8m0=False), latent)
+
+
+@pytest.mark.parametrize("scale_fmt", [None, "ue8m0"])
+def test_products_behind_a_norm_share_one_rounding(
+    scale_fmt: str | None, floats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only o_proj, whose input nobody else reads, rounds it by itself."""
+    quantize_checkpoint(floats, tmp_path / "q", scale_fmt=scale_fmt)
+    calls: list[tuple[str, str]] = []
+
+    def noted(name: str) -> Any:
+        run = getattr(torch_ops, name)
+
+        def note(x_TI: Any, *rest: Any, **more: Any) -> Any:
+            calls.append((name, type(x_TI).__name__))
+            assert more in ({}, {"ue8m0": scale_fmt is not None})
+            return run(x_TI, *rest, **more)
+
+        return note
+
+    for name in ("quantize_fp8", "linear_fp8"):
+        monkeypatch.setattr(torch_ops, name, noted(name))
+    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored", providers="torch")
+    model.logits(TOKENS)
+    rounding, product = ("quantize_fp8", "Tensor"), ("linear_fp8", "FP8Rows")
+    attention = [rounding, product, rounding, product, product, ("linear_fp8", "Tensor")]
+    mlp = [rounding, product, rounding, product]
+    assert calls[:10] == attention + mlp
+    of_latents = model.blocks[0].attention.rounding  # type: ignore[attr-defined]
+    assert of_latents is (Rounding.FP8 if scale_fmt is None else Rounding.FP8_UE8M0)
 
 
 @every_scheme

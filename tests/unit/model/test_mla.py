@@ -171,3 +171,16 @@ def test_the_cache_holds_the_normed_latent_and_then_the_turned_key() -> None:
     assert_equal(held[:6], torch.cat((c, keys), -1))
     assert held[6:].isnan().all()
     assert pages[0].isnan().all()
+
+
+def test_the_norm_of_latents_may_have_a_bias() -> None:
+    layer = Layer.of(config_of("v3"))
+    config, bias_C = layer.mla.config, inputs(layer.mla.config, 1)[0, : layer.mla.config.kv_lora_rank]
+    biased = attrs.evolve(layer.mla, kv_a_norm=attrs.evolve(layer.mla.kv_a_norm, bias_D=bias_C))
+    held = []
+    for mla in (layer.mla, biased):
+        pages = layer.new_pages(2)
+        attrs.evolve(layer, mla=mla).run(inputs(config, 6), [Row([0] * 6, 0, [0, 1])], pages, decode=False)
+        held.append(pages.flatten(0, 1)[:6])
+    held[0][:, : config.kv_lora_rank] += bias_C
+    assert torch.equal(*held)
