@@ -16,8 +16,9 @@ from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
-from pdinfer.kernels import torch_ops
+from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops, torch_ops
 from pdinfer.kernels.activations import Rounding
+from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
 from pdinfer.testing import tiny_config_dict, write_checkpoint
@@ -187,6 +188,27 @@ def tensors_of_model(value: object) -> list[Tensor]:
 
     visit(value)
     return list(found.values())
+
+
+@pytest.mark.parametrize("scheme", [None, "fp8", "w8a8_dynamic"])
+def test_ops_are_chosen_for_the_formats_in_the_files(
+    monkeypatch: pytest.MonkeyPatch, floats: Path, tmp_path: Path, scheme: str | None
+) -> None:
+    specs: list[OpSpec] = []
+
+    def resolve(spec: OpSpec, **more: Any) -> ResolvedOps:
+        specs.append(spec)
+        return resolve_ops(spec, **more)
+
+    monkeypatch.setattr(loading, "resolve_ops", resolve)
+    if scheme is not None:
+        quantize_checkpoint(floats, tmp_path / "q", scheme=scheme)
+    config = load_model(floats if scheme is None else tmp_path / "q", dtype="float32").config
+    (spec,) = specs
+    assert spec.weight_formats == ({scheme} if scheme else set())
+    assert (spec.device, spec.dtype, spec.num_heads) == (DeviceSpec("cpu"), torch.float32, config.num_attention_heads)
+    assert (spec.kv_lora_rank, spec.qk_rope_head_dim) == (config.kv_lora_rank, config.qk_rope_head_dim)
+    assert spec.page_size is spec.kv_format is None
 
 
 def test_auto_says_what_it_made_of_the_weights(floats: Path, tmp_path: Path) -> None:
