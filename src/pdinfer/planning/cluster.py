@@ -130,7 +130,7 @@ class EnginePlan:
         if needed > self.device_bytes * (fraction or 1.0):
             pages = f"{self.cache.num_pages or 1} page{'s' if self.cache.num_pages else ''} of KV"
             of = "" if fraction is None else f"mem_fraction_static {fraction} of "
-            hint = ', or weights="stored"' if self.stored != "float" and self.weights != "stored" else ""
+            hint = ', or weights="stored"' if self._rank_weights("stored").total < self.weight_bytes else ""
             raise ConfigError(
                 f"{self._told()} and {pages}, {_gib(needed)} together, do not fit into {of}{_gib(self.device_bytes)}; "
                 f"use more ranks{hint}"
@@ -241,13 +241,11 @@ def engine_nodes(text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (prefill_nodes,) * prefills, (decode_nodes,) * decodes
 
 
-def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights: str = "stored") -> ClusterPlan:
+def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights: str = "auto") -> ClusterPlan:
     """Return a cluster as in a study of DeepSeek-V3 on 13 nodes of 8 H800 of 80 GB (SGLang 0.4.8, July 2025).
 
-    Attention is data parallel, and experts are spread over all ranks of an engine, with 32 redundant ones. In the study
-    weights are multiplied in FP8, as they are stored. `weights="stored"` holds FP8 too and converts it to floats in
-    each call. "auto" converts it to bfloat16 once, because FP8 products are missing, and is refused where twice the
-    bytes do not fit.
+    Attention is data parallel, and experts are spread over all ranks of an engine, with 32 redundant ones. Weights stay
+    in FP8, as in the study; `weights="float"` makes bfloat16 of them, and is refused where twice the bytes do not fit.
     """
     prefill_nodes, decode_nodes = engine_nodes(text)
     shared = ExpertConfig(
@@ -269,6 +267,7 @@ def h800_cluster(text: str, config: ModelConfig, *, stored: str = "fp8", weights
             experts=experts,
             stored=stored,
             weights=weights,
+            device="H800",
             device_bytes=H800_BYTES,
         )
 

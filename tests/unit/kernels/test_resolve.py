@@ -224,6 +224,15 @@ def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
 
 
 @pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)
+@pytest.mark.parametrize("card", ["H100", "H200", "H800"])
+def test_quantized_weights_stay_so_on_hopper(card: str, weight_format: str) -> None:
+    spec = attrs.evolve(V3_ON_H200, device=card, weight_formats={weight_format})
+    told = explain_backends(spec)
+    assert told.endswith(f'{weight_format} weights are held as they are stored (weights="auto")')
+    assert "slow: " not in told
+
+
+@pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)
 def test_a_spec_says_what_becomes_of_its_weights(monkeypatch: pytest.MonkeyPatch, weight_format: str) -> None:
     op = OPS_OF_FORMAT[weight_format][-1]
     spec = attrs.evolve(V3_ON_H200, weight_formats={weight_format})

@@ -4,8 +4,8 @@ stored, what must be floats, and KV.
 `deployments.csv` holds an engine per row. The rows of "v3" are of a study of DeepSeek-V3 on 13 nodes of 8 H800 (SGLang
 0.4.8, July 2025), whose tools see 79.1 GiB of an H800: "P2" is a prefill engine of 2 nodes. Those of "v32" are of
 DeepSeek-V3.2 as W8A8 on 32 Ascend A3 cards, prefill context parallel and decode data parallel over 32 dies of 64 GB
-each. `requests` of `tokens` (prompt and output) are in the engine at once: a prompt in prefill, and in decode the
-largest burst that was reported for it.
+each, on which pdinfer does not run. `requests` of `tokens` (prompt and output) are in the engine at once: a prompt in
+prefill, and in decode the largest burst that was reported for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Deployed:
             experts=ExpertConfig(num_redundant_experts=int(row["redundant"])),
             mtp=row["mtp"] == "1",
             stored=row["stored"],
-            weights="stored",
+            weights="auto" if row["device"] == "H800" else "stored",
+            device=row["device"],
             device_bytes=int(row["memory_bytes"]),
         )
         return cls(plan, -(-int(row["requests"]) // groups) * int(row["tokens"]))
@@ -84,7 +85,7 @@ class Deployed:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_weights_and_the_requests_of_a_deployment_fit_its_devices(name: str) -> None:
-    """Weights are kept in FP8 or INT8. Pages are as large as they can be: bfloat16."""
+    """FP8 on an H800 is kept because it is fast there. Pages are as large as they can be: bfloat16."""
     deployed = Deployed.of(name)
     plan = deployed.plan
     assert plan.device_bytes is not None
