@@ -13,7 +13,7 @@ from pdinfer.process import streams
 from pdinfer.process.memory import pinned_empty
 from tests.simulated import order
 from tests.simulated.capture import Capture
-from tests.simulated.device import HostAndDevice
+from tests.simulated.device import HostAndDevice, why_not
 from tests.simulated.order import StreamOrder
 from tests.simulated.watch import Watch
 
@@ -204,6 +204,26 @@ def test_a_recording_may_read_page_locked_memory(device: torch.device) -> None:
     assert y.tolist() == [8] * 4
 
 
+def test_a_replay_has_its_place_in_the_order_of_streams(device: torch.device) -> None:
+    """It reads pages that another stream writes, and what it copies to the host comes later."""
+    pool, block = torch.zeros(8, dtype=torch.uint8, device=device), pinned_empty(4, device)
+    with Capture() as capture:
+        block.copy_(pool[4:] + 1, non_blocking=True)
+    beside = streams.new_stream(device)
+    beside.wait_event(streams.record_event(device))
+    with streams.on_stream(beside):
+        pool[4:].fill_(6)
+        landed = streams.record_event(device)
+    with pytest.raises(StreamOrder, match=r"add @ .* follows no event behind fill_ @"):
+        capture.replay()
+    assert len(order.faults()) == 1
+    streams.current_stream(device).wait_event(landed)
+    capture.replay()
+    assert block.tolist() == [order.POISON] * 4
+    streams.record_event(device).synchronize()
+    assert block.tolist() == [7] * 4
+
+
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
@@ -335,3 +355,11 @@ def test_page_locked_memory_stays_until_it_was_copied(device: torch.device) -> N
     with pytest.raises(StreamOrder, match="changed before its copy to the device was done"):
         event.synchronize()
     assert len(order.faults()) == 1
+
+
+# ---- where there is none --------------------------------------------------------------------------------------------
+
+
+def test_a_torch_without_such_devices_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("torch.utils.backend_registration._setup_privateuseone_for_python_backend")
+    assert "makes no device from Python" in (why_not() or "")

@@ -10,7 +10,9 @@ from typing import Any
 
 import attrs
 
-from tests.simulated.device import ALLOCATIONS, Call, inner, mapped, tensors_in
+from tests.simulated import order
+from tests.simulated.device import ALLOCATIONS, Call, SimTensor, copied, tensors_in
+from tests.simulated.order import Access
 from tests.simulated.watch import LOCK, Watch, note
 
 
@@ -18,11 +20,11 @@ from tests.simulated.watch import LOCK, Watch, note
 class Capture(Watch):
     """Records what this thread runs on the device while it is entered."""
 
-    _recorded: list[tuple[Call, Any]] = attrs.field(factory=list, init=False)
+    _recorded: list[tuple[Call, list[SimTensor]]] = attrs.field(factory=list, init=False)
 
     def ran(self, call: Call, result: Any) -> None:
         if not call.op.is_view and call.name not in ALLOCATIONS:
-            self._recorded.append((call, mapped(inner, result)))
+            self._recorded.append((call, [x for x in tensors_in(result) if isinstance(x, SimTensor)]))
 
     @property
     def illegal(self) -> list[str]:
@@ -30,10 +32,15 @@ class Capture(Watch):
         return sorted(self.counts["syncs"] + self.counts["pageable"])
 
     def replay(self) -> None:
-        """Run it all again. Every result is written to where it was the first time."""
+        """Run it all again on the current stream. Every result is written to where it was the first time."""
         with LOCK:
             note("launches", "graph")
             for call, results in self._recorded:
-                for before, now in zip(tensors_in(results), tensors_in(call.inside()), strict=True):
-                    if before is not now:
-                        before.copy_(now)
+                if call.crosses:
+                    copied(call)
+                    continue
+                made = [x for x in results if not any(x is argument for argument in call.tensors)]
+                order.ran(call.name, [*call.accesses(), *(Access(x.inner, x.memory, writes=True) for x in made)])
+                for before, now in zip(results, tensors_in(call.inside()), strict=True):
+                    if before.inner is not now:
+                        before.inner.copy_(now)

@@ -113,6 +113,11 @@ class Call:
         # whether the shape or the value of its result comes from data, for which the host waits
         self.waits = self.name in SYNCS or any(x.dtype in (torch.bool, torch.uint8) for x in self.indices)
 
+    @property
+    def crosses(self) -> bool:
+        """Whether it copies between host and device."""
+        return self.name == "copy_" and sum(isinstance(x, SimTensor) for x in self.args[:2]) == 1
+
     def accesses(self) -> Iterator[Access]:
         """Yield what it does with memory of the device. Of ops that name rows, their rows alone."""
         written = {id(self.args[at] if at < len(self.args) else self.kwargs.get(name)) for at, name in self.op.written}
@@ -160,8 +165,8 @@ def run(call: Call) -> Any:
     with LOCK:
         if call.name == "_to_copy":
             result = _converted(call)
-        elif call.name == "copy_" and not (isinstance(call.args[0], SimTensor) and isinstance(call.args[1], SimTensor)):
-            result = _copied(call)
+        elif call.crosses:
+            result = copied(call)
         else:
             result = _computed(call)
         tell(call, result)
@@ -233,8 +238,8 @@ def _converted(call: Call) -> Any:
     return to.copy_(source, non_blocking)
 
 
-def _copied(call: Call) -> Any:
-    """Run `copy_` between host and device."""
+def copied(call: Call) -> Any:
+    """Run a copy between host and device."""
     to, source, *rest = call.args
     non_blocking = rest[0] if rest else call.kwargs.get("non_blocking", False)
     into = isinstance(to, SimTensor)
@@ -293,7 +298,9 @@ class _Backend:
 
 
 def why_not() -> str | None:
-    """Return why this torch cannot have a device from Python, or None where it can."""
+    """Return why there can be no simulated device here, or None where there can."""
+    if torch.cuda.is_available():
+        return "a simulated device would take the place of CUDA in this process"
     if not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):
         return f"torch {torch.__version__} makes no device from Python: the simulated one needs 2.13"
     return None

@@ -264,13 +264,17 @@ def leaves(to: Tensor, values: Tensor, clock: Clock) -> None:
 
 def enters(source: Tensor, clock: Clock) -> None:
     """Begin to copy page-locked memory to the device: the host may not change it before it knows `clock`."""
-    before, line = source.clone(), where()
+    before, line = _bytes(source), where()
 
     def check() -> None:
-        if not torch.equal(before.view(torch.uint8), source.view(torch.uint8)):
+        if _bytes(source) != before:
             _fail(f"page-locked memory was changed before its copy to the device was done: {line}")
 
     _UNDER_WAY.append((clock, check))
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def host_waits(clock: Clock | None = None) -> None:

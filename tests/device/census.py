@@ -1,0 +1,96 @@
+"""What one decode step of 8 sequences asks of the device, for each kind of step. `python -m tests.device.census` counts
+again and rewrites census.json; tests compare with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+
+import pdinfer as pd
+from tests.device.models import PACKED, WIDE, ModelKind, model_of
+from tests.e2e.setups import join, prompt_of
+from tests.simulated.device import DEVICE, set_up
+from tests.simulated.watch import Watch
+
+FILE = Path(__file__).parent / "census.json"
+KINDS = ("launches", "allocations", "syncs", "pageable")
+
+NUM_SEQUENCES = 8
+NUM_STEPS = 4
+"""Steps that are counted, of which the largest counts: in one alone an expert may be without tokens."""
+
+
+@attrs.frozen
+class Step:
+    """A kind of step: the model, and how its tokens are chosen."""
+
+    model: ModelKind
+    sampling: tuple[tuple[str, Any], ...] = (("temperature", 0.0),)
+
+
+FILTERED = (("temperature", 0.8), ("top_k", 20), ("top_p", 0.9))
+PENALISED = (
+    ("temperature", 0.0),
+    ("repetition_penalty", 1.2),
+    ("presence_penalty", 0.5),
+    ("frequency_penalty", 0.25),
+    ("logit_bias", ((5, 3.0), (6, -3.0))),
+)
+PLAIN = ModelKind(dtype="bfloat16")
+DRAFTS = ModelKind(num_drafts=2, dtype="bfloat16")
+
+STEPS = {
+    "greedy": Step(PLAIN),
+    "temperature, top-k, top-p": Step(PLAIN, FILTERED),
+    "penalties, logit bias": Step(PLAIN, PENALISED),
+    "2 drafts, greedy": Step(DRAFTS),
+    "2 drafts, temperature, top-k, top-p": Step(DRAFTS, FILTERED),
+    "v32, greedy": Step(ModelKind("v32", dtype="bfloat16")),
+    "FP8 pages, greedy": Step(ModelKind(sizes=PACKED, kv_format="fp8", dtype="bfloat16")),
+    "FP8 weights, greedy": Step(ModelKind(sizes=WIDE, scheme="fp8", dtype="bfloat16")),
+    "INT8 weights, greedy": Step(ModelKind(sizes=WIDE, scheme="w8a8_dynamic", dtype="bfloat16")),
+}
+
+
+def count(step: Step) -> dict[str, Watch]:
+    """Run a few steps of sequences of 20 tokens and more. Return, for each kind of thing, the step that had most."""
+    model = model_of(step.model, DEVICE)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=64, kv_format=step.model.kv_format))
+    engine = pd.EngineConfig(num_draft_tokens=step.model.num_drafts)
+    watches = []
+    with join(model, "shared", decode_pools=[pool], engine=engine) as setup:
+        for seed in range(NUM_SEQUENCES):
+            sampling = pd.SamplingParams(max_new_tokens=40, ignore_eos=True, seed=seed, **dict(step.sampling))
+            setup.pairing.submit(pd.Request(prompt=prompt_of(20, seed=seed), sampling=sampling))
+        decode = setup.decodes[0]
+        while decode.load().num_running_requests < NUM_SEQUENCES:
+            setup.pairing.step()
+        for _ in range(NUM_STEPS):
+            with Watch() as watch:
+                decode.step()
+            watches.append(watch)
+    return {kind: max(watches, key=lambda watch: watch.totals()[kind]) for kind in KINDS}
+
+
+def read() -> dict[str, dict[str, int]]:
+    """Return what is committed, by kind of step."""
+    counts: dict[str, dict[str, int]] = json.loads(FILE.read_text("utf-8"))
+    return counts
+
+
+def write() -> None:
+    """Count all kinds of step, and write the file."""
+    torch.set_num_threads(1)
+    set_up()
+    counts = {name: {kind: watch.totals()[kind] for kind, watch in count(step).items()} for name, step in STEPS.items()}
+    lines = [f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in counts.items()]
+    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    print(FILE.read_text("utf-8"), end="")
+
+
+if __name__ == "__main__":
+    write()

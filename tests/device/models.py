@@ -1,0 +1,55 @@
+"""Tiny models on the simulated device and on the CPU."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+
+import attrs
+import pytest
+import torch
+
+import pdinfer as pd
+from pdinfer.checkpoint.quantize import quantize_checkpoint
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kv.view import DTYPES
+from pdinfer.model import load
+from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
+
+PACKED = (("kv_lora_rank", 128),)
+WIDE = (("hidden_size", 128), ("moe_intermediate_size", 128), *PACKED)
+"""Sizes that pages in FP8 need, and quantized weights with whole blocks."""
+
+SAME = {op: "reference" if "int8" in op else "torch" for op in OP_NAMES if hasattr(torch_ops, op)}
+"""The providers of ops for models of quantized weights, on every device: where others round the last bit otherwise,
+activations move to the next step of their format. Torch sums INT8 products in integers on a CPU and in float64
+elsewhere, which round otherwise when they are scaled."""
+
+
+@attrs.frozen
+class ModelKind:
+    """A model, and what its engines do with it. `scheme` is that of weights that stay quantized."""
+
+    family: str = "v3"
+    sizes: tuple[tuple[str, int], ...] = ()
+    num_drafts: int = 0
+    kv_format: str = "auto"
+    scheme: str | None = None
+    dtype: str = "float32"
+
+
+@functools.cache
+def model_of(kind: ModelKind, device: torch.device) -> pd.Model:
+    """One model of each kind for the whole run."""
+    mtp = kind.num_drafts > 0
+    sizes = {**dict(kind.sizes), "num_nextn_predict_layers": int(mtp)}
+    if kind.scheme is None:
+        return random_model(tiny_config(kind.family, **sizes), device=device, dtype=DTYPES[kind.dtype], mtp=mtp)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        write_checkpoint(f"{folder}/floats", tiny_config_dict(kind.family, **sizes), mtp=mtp)
+        quantize_checkpoint(f"{folder}/floats", f"{folder}/quantized", scheme=kind.scheme)
+        patch.setattr(load, "_checked_device", torch.device)  # it knows of CPUs and CUDA
+        return pd.load_model(
+            f"{folder}/quantized", device=device, dtype=kind.dtype, mtp=mtp, weights="stored", providers=SAME
+        )
