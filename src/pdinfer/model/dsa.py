@@ -92,7 +92,7 @@ class Indexer:
         self.ops.store_index_keys(pages_PGY, batch.slots_A, *batch.gather(self.keys(x_TD, angles)))
         # decode on a device always chooses, because what it launches may not depend on a length that the host reads;
         # on a CPU nothing is launched, and the dense way is faster while all contexts are short
-        if (not batch.decode or x_TD.device.type == "cpu") and max(batch.context_lens, default=0) <= self.top_k:
+        if (not batch.decode or pages_PGY.device.type == "cpu") and max(batch.context_lens, default=0) <= self.top_k:
             return None
         q_TXY, weights_TX, table_BM = self.queries(query_TL, angles), self.head_weights(x_TD), batch.page_table_BM
         if batch.decode:
