@@ -68,7 +68,9 @@ def count(step: Step) -> dict[str, Watch]:
             setup.pairing.submit(pd.Request(prompt=prompt_of(20, seed=seed), sampling=sampling))
         decode = setup.decodes[0]
         while decode.load().num_running_requests < NUM_SEQUENCES:
-            setup.pairing.step()
+            for event in setup.pairing.step():
+                if event.error is not None:
+                    raise event.error
         for _ in range(NUM_STEPS):
             with Watch() as watch:
                 decode.step()
