@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ranks", "schedule", "admission", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
-    "execution": (("warm_up",), ("runner",), ("drafting",), ("sampling",)),
+    "execution": (("warm_up",), ("runner",), ("drafting", "graphs"), ("sampling",)),
     "model": (
         ("load",),
         ("load_plan",),
@@ -66,7 +66,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("block",),
         ("attention",),
         ("mla",),
-        ("dsa", "step"),
+        ("dsa", "step", "decode_rows"),
         ("batch", "cache", "destinations"),
     ),
     "moe": (

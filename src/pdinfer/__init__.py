@@ -51,6 +51,7 @@ from pdinfer.errors import (
     RequestError,
     TransferError,
 )
+from pdinfer.execution.graphs import explain_graphs
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import explain_backends
 from pdinfer.kv.channel.channel import KVChannel
@@ -110,6 +111,7 @@ __all__ = [
     "Topology",
     "TransferError",
     "explain_backends",
+    "explain_graphs",
     "kernels",
     "kv",
     "load_model",

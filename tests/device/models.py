@@ -29,7 +29,8 @@ elsewhere, which round otherwise when they are scaled."""
 
 @attrs.frozen
 class ModelKind:
-    """A model, and what its engines do with it. `scheme` is that of weights that stay quantized."""
+    """A model, and what its engines do with it. `scheme` is that of weights that stay quantized. Their products are
+    those of the CPU, unless `own_products`."""
 
     family: str = "v3"
     sizes: tuple[tuple[str, int], ...] = ()
@@ -37,6 +38,7 @@ class ModelKind:
     kv_format: str = "auto"
     scheme: str | None = None
     dtype: str = "float32"
+    own_products: bool = False
 
 
 @functools.cache
@@ -51,5 +53,10 @@ def model_of(kind: ModelKind, device: torch.device) -> pd.Model:
         quantize_checkpoint(f"{folder}/floats", f"{folder}/quantized", scheme=kind.scheme)
         patch.setattr(load, "_checked_device", torch.device)  # it knows of CPUs and CUDA
         return pd.load_model(
-            f"{folder}/quantized", device=device, dtype=kind.dtype, mtp=mtp, weights="stored", providers=SAME
+            f"{folder}/quantized",
+            device=device,
+            dtype=kind.dtype,
+            mtp=mtp,
+            weights="stored",
+            providers="torch" if kind.own_products else SAME,
         )

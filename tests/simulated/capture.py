@@ -6,6 +6,8 @@ that should have depended on another value, or on an input that has moved, shows
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -44,3 +46,26 @@ class Capture(Watch):
                 for before, now in zip(results, tensors_in(call.inside()), strict=True):
                     if before.inner is not now:
                         before.inner.copy_(now)
+
+
+class CUDAGraph:
+    """A captured step, as `torch.cuda.CUDAGraph`."""
+
+    captured: Capture
+
+    def replay(self) -> None:
+        self.captured.replay()
+
+    def pool(self) -> object:
+        return self
+
+
+@contextlib.contextmanager
+def graph(made: CUDAGraph, pool: object = None, *, capture_error_mode: str = "global") -> Iterator[None]:
+    """Capture what this thread runs until the context ends, as `torch.cuda.graph`. Raises RuntimeError for what a CUDA
+    graph cannot hold, also in another thread if the mode is "global"."""
+    with Capture(everywhere=capture_error_mode == "global") as captured:
+        yield
+    if captured.illegal:
+        raise RuntimeError(f"operation not permitted when stream is capturing: {captured.illegal}")
+    made.captured = captured

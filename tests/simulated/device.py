@@ -277,6 +277,8 @@ class _Backend:
     current_stream = staticmethod(order.current_stream)
     stream = staticmethod(order.using)
     synchronize = staticmethod(order.synchronize)
+    CUDAGraph: Any
+    graph: Any
 
     def is_available(self) -> bool:
         return True
@@ -309,7 +311,11 @@ def why_not() -> str | None:
 @functools.cache
 def set_up() -> torch.library.Library:
     """Make torch know the device, for the rest of this process. Return what keeps its ops registered."""
-    backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=_Backend())
+    from tests.simulated import capture  # it records calls of this module
+
+    backend = _Backend()
+    backend.CUDAGraph, backend.graph = capture.CUDAGraph, capture.graph
+    backend_registration._setup_privateuseone_for_python_backend("gpusim", backend_module=backend)
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten
     for op in (

@@ -34,6 +34,17 @@ def _chunk(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> No
         )
 
 
+def _graph_sizes(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not (
+        isinstance(value, tuple) and all(is_int(size) and 1 <= size <= MAX_REQUESTS for size in value)
+    ):
+        raise ConfigError(f"{attribute.name} must be ints from 1 to {MAX_REQUESTS} or None, got {clip(value)}")
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list | range) else value
+
+
 def _path_of(what: str) -> Validator:
     def check(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
         if value is not None and not (isinstance(value, str | os.PathLike) and os.fspath(value)):
@@ -90,6 +101,9 @@ class EngineConfig:
     MTP layer propose that many tokens per step and checks them in one batch: the tokens stay the same, and there are
     fewer steps.
 
+    On a GPU `warm_up` captures decode steps of `graph_batch_sizes` sequences, and a step runs as the next larger one.
+    None captures 1, 2, 4, … up to 256 and `max_running_requests`; () captures none. See `explain_graphs`.
+
     `num_threads` is how many threads torch's ops use in this engine's steps and in its `warm_up`; afterwards the thread
     that steps has its own number again. None leaves the number to the host. With `keep_freed_memory` the process's
     malloc keeps the memory that steps on a CPU free, see `pdinfer.process.malloc`. `trace` names a folder: when the
@@ -114,6 +128,7 @@ class EngineConfig:
     max_attempts: int = attrs.field(default=3, validator=int_in(1, 100))
     send_window_bytes: int = attrs.field(default=64 << 20, validator=int_in(1, 1 << 40))
     num_draft_tokens: int = attrs.field(default=0, validator=int_in(0, 3))
+    graph_batch_sizes: tuple[int, ...] | None = attrs.field(default=None, converter=_as_tuple, validator=_graph_sizes)
     num_threads: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1024)))
     keep_freed_memory: bool = attrs.field(default=True, validator=a_bool)
     trace: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("folder"))

@@ -20,6 +20,8 @@ from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, Wai
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
+from pdinfer.execution.graphs import DecodeGraphs
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
@@ -78,6 +80,14 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def request_ids(self) -> list[str]:
         """The ids of the requests without a final event."""
         return list(self._sequences)
+
+    @property
+    def graphs(self) -> DecodeGraphs:
+        """The captured steps of this engine, see `explain_graphs`."""
+        runner = self._model_runner
+        if isinstance(runner, ModelRunner):
+            return runner.graphs
+        return DecodeGraphs.none("the engine has a runner of its host's own")
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queue a request that `writers` will prefill. A later `step` returns `Granted` or `Refused` for it."""

@@ -125,7 +125,9 @@ class PageTables:
         full = sequence.chain.num_full(sequence.num_tokens)
         if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
-            sequence.pages[:full] = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full])
+            kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full])
+            if [*kept] != sequence.pages[:full]:  # a new list tells the runner that pages behind the newest changed
+                sequence.pages = [*kept, *sequence.pages[full:]]
 
     def forget(self, sequence: Sequence) -> None:
         """Let no other sequence find these pages, because their contents are in doubt."""

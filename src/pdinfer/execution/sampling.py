@@ -13,9 +13,11 @@ rounding, however large the vocabulary is. A draw from the cumulative distributi
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import attrs
 import numpy as np
@@ -84,15 +86,79 @@ class Drawn:
     error: PDInferError | None = None
 
 
-def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device) -> Tensor:
-    """Return [B, vocab] float32 standard Gumbel noise, which depends on (seed, position, token id) alone.
+def signed(word: int) -> int:
+    """Return the 64-bit word as the int64 with the same bits."""
+    return word - (word >> 63 << 64)
+
+
+class DrawKind(enum.IntEnum):
+    """What a batch of draws has to compute, each kind including the ones before it. Rows that ask for less get what
+    they would get alone."""
+
+    GREEDY = 0
+    RANDOM = 1
+    FILTERED = 2
+
+    @classmethod
+    def of(cls, sampling: SamplingParams) -> DrawKind:
+        """Return what one request needs."""
+        if sampling.temperature <= 0:
+            return cls.GREEDY
+        return cls.FILTERED if sampling.top_k or sampling.top_p < 1 else cls.RANDOM
+
+
+@attrs.frozen(kw_only=True)
+class Controls:
+    """The parameters of a draw as tensors [B] on the device of the logits. `min_logit_B` is log(min_p), or -inf;
+    `top_k_B` of 0 keeps all. A row of temperature 0 is greedy. `position_B` is the index of the drawn token."""
+
+    temperature_B: Tensor
+    top_p_B: Tensor
+    min_logit_B: Tensor
+    top_k_B: Tensor
+    seed_B: Tensor
+    position_B: Tensor
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw], device: torch.device) -> Controls:
+        """Return the parameters of these draws."""
+        columns = zip(*(control_values(draw.sampling) for draw in draws), strict=True)
+        tensors = {
+            f"{name}_B": torch.tensor(column, dtype=dtype, device=device)
+            for (name, dtype), column in zip(CONTROLS.items(), columns, strict=True)
+        }
+        position_B = torch.tensor([draw.position for draw in draws], dtype=torch.int64, device=device)
+        return cls(position_B=position_B, **tensors)
+
+
+CONTROLS: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "temperature": torch.float64,
+        "top_p": torch.float64,
+        "min_logit": torch.float64,
+        "top_k": torch.int64,
+        "seed": torch.int64,
+    }
+)
+"""The columns of `Controls` that do not change while a request runs, with their dtypes."""
+
+
+def control_values(sampling: SamplingParams) -> tuple[float, float, float, int, int]:
+    """Return the values of one request in the order of `CONTROLS`."""
+    min_logit = math.log(sampling.min_p) if sampling.min_p > 0 else -math.inf
+    return sampling.temperature, sampling.top_p, min_logit, sampling.top_k or 0, signed(sampling.seed or 0)
+
+
+def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
+    """Return [B, vocab] float32 standard Gumbel noise, which depends on (seed, position, token id) alone. Seeds and
+    positions are int64, a seed of 2**63 or more with its bits as they are.
 
     Seed and position become two 32-bit keys (SplitMix64: Steele, Lea, Flood 2014), which enter an integer hash of the
     token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector).
     """
-    keys_B2 = _keys(seeds, positions).view(np.int32)
-    first_B1, second_B1 = torch.from_numpy(keys_B2).to(device)[:, :, None].unbind(1)
-    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=device) * _GOLDEN_32 + first_B1
+    keys_B = _mix(_mix(seed_B) + position_B * _GOLDEN_64 + _GOLDEN_64)
+    first_B1, second_B1 = keys_B.view(torch.int32).view(-1, 2, 1).unbind(1)
+    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) * _GOLDEN_32 + first_B1
     x_BV = (x_BV ^ (x_BV >> 16 & 0xFFFF)) * 0x7FEB352D ^ second_B1
     x_BV = (x_BV ^ (x_BV >> 15 & 0x1FFFF)) * _LOWBIAS_2
     x_BV = x_BV ^ (x_BV >> 16 & 0xFFFF)
@@ -104,20 +170,15 @@ def gumbel_noise(seeds: Sequence[int], positions: Sequence[int], vocab_size: int
 _GOLDEN_32 = -1640531527
 """2**32 / golden ratio, as a signed word."""
 _LOWBIAS_2 = 0x846CA68B - 2**32
-_GOLDEN_64 = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_64 = signed(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
 
 
-def _keys(seeds: Sequence[int], positions: Sequence[int]) -> np.ndarray[tuple[int, int], np.dtype[np.uint32]]:
-    """Return [B, 2] words: 64 well mixed bits for each (seed, position)."""
-    with np.errstate(over="ignore"):
-        state = _mix(np.asarray(seeds, dtype=np.uint64)) + _GOLDEN_64 * np.asarray(positions, dtype=np.uint64)
-        return _mix(state + _GOLDEN_64).view(np.uint32).reshape(-1, 2)
-
-
-def _mix(x: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mix(x: Tensor) -> Tensor:
+    """Return 64 well mixed bits. Products wrap around; a shift to the right brings in zeros."""
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _MIX_1
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _MIX_2
+    return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
@@ -131,17 +192,36 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     if not draws:
         return []
     changed_BV, errors = _change(logits_BV, draws)
+    kind = max(DrawKind.of(draw.sampling) for draw in draws)
+    packed_3B = draw_tokens(logits_BV, changed_BV, Controls.of(draws, logits_BV.device), kind)
+    return read_drawn(packed_3B.cpu(), logits_BV, draws, errors)
+
+
+def draw_tokens(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them.
+    `kind` is at least that of every row. Does not sync.
+
+    Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the raw
+    logits.
+    """
     tokens_B = changed_BV.argmax(-1)
-    random = [row for row, draw in enumerate(draws) if draw.sampling.temperature > 0]
-    if random:
-        rows = torch.tensor(random, device=logits_BV.device)
-        chosen = changed_BV if len(random) == len(draws) else changed_BV[rows]
-        tokens_B[rows] = _draw(chosen, [draws[row] for row in random])
+    if kind is not DrawKind.GREEDY:
+        tokens_B = torch.where(controls.temperature_B > 0, _draw(changed_BV, controls, kind), tokens_B)
     normalizers_B = logits_BV.logsumexp(-1)
     logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
-    tops = _top_logprobs(logits_BV, normalizers_B, draws)
+    return torch.stack((tokens_B.int(), logprobs_B.view(torch.int32), normalizers_B.view(torch.int32)))
+
+
+def read_drawn(
+    packed_3B: Tensor, logits_BV: Tensor, draws: Sequence[Draw], errors: Mapping[int, PDInferError]
+) -> list[Drawn]:
+    """Return what `draw_tokens` drew, from its result on the host. `errors` are those of rows whose logits could not be
+    changed. Syncs the device only where a row asks for the best tokens too."""
+    words = packed_3B.numpy()
+    normalizers = words[2].view(np.float32)
+    tops = _top_logprobs(logits_BV, normalizers, draws)
     drawn = []
-    numbers = zip(tokens_B.tolist(), logprobs_B.tolist(), normalizers_B.tolist(), strict=True)
+    numbers = zip(words[0].tolist(), words[1].view(np.float32).tolist(), normalizers.tolist(), strict=True)
     for row, (token, logprob, normalizer) in enumerate(numbers):
         error = errors.get(row)
         if not math.isfinite(normalizer):  # one logit that is NaN or +inf makes it so
@@ -152,7 +232,9 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     return drawn
 
 
-def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw]) -> dict[int, TopLogprobs]:
+def _top_logprobs(
+    logits_BV: Tensor, normalizers: np.ndarray[tuple[int], np.dtype[np.float32]], draws: Sequence[Draw]
+) -> dict[int, TopLogprobs]:
     """Return by row as many of the best tokens as it asks for, without those that cannot come. Of equal tokens the one
     with the smaller id comes first."""
     wanted = {row: count for row, draw in enumerate(draws) if (count := draw.sampling.logprobs)}
@@ -166,7 +248,8 @@ def _top_logprobs(logits_BV: Tensor, normalizers_B: Tensor, draws: Sequence[Draw
     keys_BV = ordered_BV + torch.arange(vocab - 1, -1, -1, device=logits_BV.device)
     best_BK = keys_BV.topk(min(max(wanted.values()), vocab)).values
     ids_BK = vocab - 1 - (best_BK & 0xFFFFFFFF)
-    logprobs_BK = some_BV.gather(1, ids_BK) - normalizers_B[rows, None]
+    normalizers_B1 = torch.from_numpy(normalizers[list(wanted)]).to(logits_BV.device)[:, None]
+    logprobs_BK = some_BV.gather(1, ids_BK) - normalizers_B1
     tops = zip(ids_BK.tolist(), logprobs_BK.tolist(), strict=True)
     return {
         row: tuple(pair for pair in zip(ids[:count], logprobs[:count], strict=True) if pair[1] > -math.inf)
@@ -277,31 +360,27 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
 
 
-def _draw(logits_BV: Tensor, draws: Sequence[Draw]) -> Tensor:
-    params = [draw.sampling for draw in draws]
-
-    scaled_BV = logits_BV - logits_BV.amax(-1, keepdim=True)
-    scaled_BV = scaled_BV / _column([param.temperature for param in params], logits_BV)
-    if any(param.top_k or param.top_p < 1 for param in params):
-        scaled_BV = _keep_top(scaled_BV, params)
-    if any(param.min_p > 0 for param in params):
-        # relative to the best token, whose scaled logit is 0
-        floor = _column([np.log(param.min_p) if param.min_p > 0 else -np.inf for param in params], logits_BV)
-        scaled_BV = scaled_BV.masked_fill(scaled_BV < floor, -torch.inf)
-    seeds, positions = [param.seed or 0 for param in params], [draw.position for draw in draws]
-    return (scaled_BV + gumbel_noise(seeds, positions, scaled_BV.shape[1], scaled_BV.device)).argmax(-1)
+def _draw(logits_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+    """Return a token per row, drawn. Rows of temperature 0 get some token."""
+    temperature_B = controls.temperature_B
+    divisor_B = torch.where(temperature_B > 0, temperature_B, 1).to(logits_BV.dtype)
+    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
+    if kind is DrawKind.FILTERED:
+        scaled_BV = _keep_top(scaled_BV, controls)
+    # min_p is relative to the best token, whose scaled logit is 0
+    scaled_BV = scaled_BV.masked_fill(scaled_BV < controls.min_logit_B.to(logits_BV.dtype)[:, None], -torch.inf)
+    return (scaled_BV + gumbel_noise(controls.seed_B, controls.position_B, scaled_BV.shape[1])).argmax(-1)
 
 
-def _keep_top(scaled_BV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _keep_top(scaled_BV: Tensor, controls: Controls) -> Tensor:
     """Apply top_k, and then top_p to what is left. Tokens tied with the last one that is kept are kept too."""
     vocab = scaled_BV.shape[1]
     ordered_BV = scaled_BV.sort(-1, descending=True).values
-    top_k = torch.tensor([param.top_k or vocab for param in params], device=scaled_BV.device).clamp_(max=vocab)
+    top_k_B = torch.where(controls.top_k_B > 0, controls.top_k_B, vocab)
     ranks_V = torch.arange(vocab, device=scaled_BV.device)
-    ordered_BV = ordered_BV.masked_fill(ranks_V >= top_k[:, None], -torch.inf)
+    ordered_BV = ordered_BV.masked_fill(ranks_V >= top_k_B[:, None], -torch.inf)
     shares_BV = ordered_BV.softmax(-1, dtype=torch.float64)
     before_BV = shares_BV.cumsum(-1) - shares_BV
-    top_p = torch.tensor([param.top_p for param in params], dtype=torch.float64, device=scaled_BV.device)[:, None]
-    kept_BV = (before_BV < top_p) & (ordered_BV > -torch.inf)
+    kept_BV = (before_BV < controls.top_p_B[:, None]) & (ordered_BV > -torch.inf)
     last_B1 = ordered_BV.masked_fill(~kept_BV, torch.inf).amin(-1, keepdim=True)
     return scaled_BV.masked_fill(scaled_BV < last_B1, -torch.inf)

@@ -13,7 +13,7 @@ import attrs
 from pdinfer.config import EngineConfig
 from pdinfer.errors import Overloaded
 from pdinfer.execution.drafting import Draft
-from pdinfer.execution.runner import Runner
+from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.execution.sampling import Draw
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
@@ -23,14 +23,17 @@ SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
 """The largest batch size at which decode is warmed up. Beyond it one more sequence changes little."""
 
+MAX_CAPTURED_SEQUENCES = 256
+"""The largest number of sequences whose steps are captured when none are named: each takes time and memory."""
+
 _GREEDY = SamplingParams(temperature=0.0)
 _FILTERED = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=0)
 
 
 @attrs.frozen(kw_only=True)
 class WarmUpStep:
-    """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences) or "draft" (`size`
-    sequences with drafts). `seconds` is how long this first time took."""
+    """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences), "draft" (`size`
+    sequences with drafts) or "capture" (of steps of `size` sequences). `seconds` is how long this first time took."""
 
     kind: str
     size: int
@@ -83,8 +86,8 @@ class WarmUpRun:
                 pool.release(pages)
 
     def decode(self) -> Iterator[WarmUpStep]:
-        """Run batches of 1, 2, 4, … sequences, up to as many as may run, without drafts and with them. Raise Overloaded
-        when no sequence fits into the free pages."""
+        """Capture what can be captured, and run batches of 1, 2, 4, … sequences, up to as many as may run, without
+        drafts and with them. Raise Overloaded when no sequence fits into the free pages."""
         pool, num_drafts = self.pool, self.config.num_draft_tokens
         num_pages = pool.layout.num_pages(2 + num_drafts)
         self._check_free(num_pages)
@@ -99,6 +102,8 @@ class WarmUpRun:
                 Draw(sampling=(_GREEDY, _FILTERED)[at % 2], prompt=(self._token(at),), output=row.tokens)
                 for at, row in enumerate(rows)
             ]
+            if isinstance(self.runner, ModelRunner):
+                yield from self._capture(self.runner, rows[0])
             for size in batch_sizes(most):
                 started = self.clock()
                 self.runner.decode(rows[:size], draws[:size], [Draft() for _ in range(size)])
@@ -112,6 +117,15 @@ class WarmUpRun:
                     yield WarmUpStep(kind="draft", size=size, seconds=self.clock() - started)
         finally:
             pool.release(pages)
+
+    def _capture(self, runner: ModelRunner, row: Row) -> Iterator[WarmUpStep]:
+        sizes = self.config.graph_batch_sizes
+        if sizes is None:
+            sizes = tuple(batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES)))
+        started = self.clock()
+        for size in runner.capture(sizes, row):
+            yield WarmUpStep(kind="capture", size=size, seconds=self.clock() - started)
+            started = self.clock()
 
     def _compute(self, rows: list[Row]) -> None:
         for _ in self.runner.prefill(rows):

@@ -8,6 +8,7 @@
     mtp.py            the layer that drafts
     step.py           what the layers of one step share
     batch.py          the index tensors of one step
+    decode_rows.py    the decode batch that stays on the device from step to step
     cache.py          the components of a cache layout, plain and packed
     load.py           from a checkpoint to a model: the request is checked, and the ranks meet
     load_plan.py      which tensors are read, and what they become

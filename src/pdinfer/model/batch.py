@@ -58,6 +58,10 @@ class Batch:
     sequence of its own, T = B, which shares its pages with the tokens before it. `next_tokens` are the tokens after
     each sequence of a prefill.
 
+    Tokens that are not `live_T` (bool; None when all are) only fill up a step of fixed size: no expert runs them, and
+    instead of their own latents the first token's are written once more, for its position and to its slot. The first
+    token is always live.
+
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
     every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.
     """
@@ -75,6 +79,7 @@ class Batch:
     cp: Group
     cp_counts: tuple[int, ...]
     row_ends: Sequence[int]
+    live_T: Tensor | None = None
 
     @classmethod
     def build(
@@ -153,7 +158,9 @@ class Batch:
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of
-        `slots_A`. The tensors have one dtype and two axes. One collective."""
+        `slots_A`, where they are written. The tensors have one dtype and two axes. One collective."""
+        if self.live_T is not None:
+            return tuple(part.where(self.live_T[:, None], part[:1]) for part in parts)
         if self.cp.size == 1:
             return parts
         gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)

@@ -118,7 +118,7 @@ class Model:
         told which part of the model runs."""
         mark(trace, "embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
-        step = Step(batch, view, self.rotary(batch.positions_T), trace)
+        step = Step(batch, view, self.rotary(batch.positions_T), trace, batch.live_T)
         for layer, block in enumerate(self.blocks):
             hidden_TD = block(hidden_TD, step)
             yield layer, hidden_TD

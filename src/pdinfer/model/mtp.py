@@ -87,7 +87,7 @@ class MTP:
         mark(trace, "embed", num_tokens=len(batch.tokens_T))
         token_TD = self.tied.embed_VD.index_select(0, batch.tokens_T)
         hidden_TD = self.join(torch.cat((self.token_norm(token_TD), self.state_norm(state_TD)), -1))
-        step = Step(batch, view, self.tied.rotary(batch.positions_T), trace)
+        step = Step(batch, view, self.tied.rotary(batch.positions_T), trace, batch.live_T)
         return self.norm(self.block(hidden_TD, step))
 
     def logits(self, y_TD: Tensor) -> Tensor:

@@ -6,7 +6,7 @@
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory
     silence.py   how long a peer was silent, as far as this process was awake; one table of times
     scratch.py   temporary folders, and the removal of those whose process was killed
-    streams.py   events and streams of the device that a model is on
+    streams.py   events, streams and graphs of the device that a model is on
 
 Tested by tests/unit/process; forks by tests/e2e/test_fork.py, locks by tests/e2e/test_interrupts.py.
 

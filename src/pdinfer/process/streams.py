@@ -1,4 +1,4 @@
-"""Events and streams of whatever device a model is on: the one place that asks torch for them.
+"""Events, streams and graphs of whatever device a model is on: the one place that asks torch for them.
 
 A device lags behind the host: an op only queues work on the stream that is current in its thread. Work of one stream
 runs in order; between streams, and between a stream and the host, there is no order but by events. A CPU has neither,
@@ -8,6 +8,7 @@ and its work is done when the op returns: here it gets None.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -72,3 +73,23 @@ def on_stream(stream: Stream | None) -> contextlib.AbstractContextManager[object
     device: torch.device = stream.device  # type: ignore[attr-defined]
     context: contextlib.AbstractContextManager[object] = torch.get_device_module(device).stream(stream)
     return context
+
+
+class Graph(Protocol):
+    """Work of a device that was captured once and is launched as a whole."""
+
+    def replay(self) -> None:
+        """Queue the work again, on the memory that it used when it was captured."""
+
+    def pool(self) -> Any:
+        """Return the memory pool of the graph, which another graph may share if the two never run at once."""
+
+
+def capture(run: Callable[[], None], device: torch.device, pool: Any = None) -> Graph:
+    """Capture what `run` queues on `device`, without running it. Other threads may go on to use the device meanwhile.
+    Raises RuntimeError when `run` waits for the device."""
+    module = torch.get_device_module(device)
+    graph: Graph = module.CUDAGraph()
+    with module.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        run()
+    return graph

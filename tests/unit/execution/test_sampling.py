@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdinfer.errors import PDInferError, RequestError
-from pdinfer.execution.sampling import Draw, LogitsProcessor, gumbel_noise, sample
+from pdinfer.execution.sampling import Draw, LogitsProcessor, gumbel_noise, sample, signed
 from pdinfer.types import SamplingParams
 from tests.plain_sampling import changed_logits, kept, plain_draw, plain_noise
 
@@ -80,8 +80,13 @@ def test_neighbouring_draws_are_independent(over: str) -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 26.1  # once in a thousand, 8 degrees of freedom
 
 
+def noise_of(seeds: Sequence[int], positions: Sequence[int], vocab_size: int = VOCAB) -> torch.Tensor:
+    seed_B = torch.tensor([signed(seed) for seed in seeds], dtype=torch.int64)
+    return gumbel_noise(seed_B, torch.tensor(positions, dtype=torch.int64), vocab_size)
+
+
 def test_gumbel_noise_has_its_mean_and_variance() -> None:
-    noise = gumbel_noise(range(200), [5] * 200, 1000, CPU).double()
+    noise = noise_of(range(200), [5] * 200, 1000).double()
     assert noise.isfinite().all()
     deviation = math.pi / math.sqrt(6 * noise.numel())
     assert abs(float(noise.mean()) - EULER) < 4 * deviation
@@ -91,21 +96,21 @@ def test_gumbel_noise_has_its_mean_and_variance() -> None:
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31))
 def test_gumbel_noise_is_the_documented_hash(seed: int, position: int) -> None:
     """So every device and every release draws the same tokens."""
-    noise = gumbel_noise([seed], [position], VOCAB, CPU)[0]
+    noise = noise_of([seed], [position])[0]
     expected = [plain_noise(seed, position, token) for token in range(VOCAB)]
     assert noise.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 def test_gumbel_noise_is_float32_of_the_asked_shape() -> None:
-    noise = gumbel_noise([1, 2, 3], [0, 0, 9], VOCAB, CPU)
+    noise = noise_of([1, 2, 3], [0, 0, 9])
     assert (noise.dtype, noise.shape) == (torch.float32, (3, VOCAB))
-    assert gumbel_noise([], [], VOCAB, CPU).shape == (0, VOCAB)
+    assert noise_of([], []).shape == (0, VOCAB)
 
 
 def test_neighbouring_seeds_and_positions_share_no_noise() -> None:
     numbers = range(20)
     seeds, positions = [seed for seed in numbers for _ in numbers], [*numbers] * 20
-    noise = gumbel_noise(seeds, positions, VOCAB, CPU).view(20, 20, VOCAB)
+    noise = noise_of(seeds, positions).view(20, 20, VOCAB)
     assert (noise[1:] != noise[:-1]).all()
     assert (noise[:, 1:] != noise[:, :-1]).all()
     assert (noise[1:, :-1] != noise[:-1, 1:]).all()

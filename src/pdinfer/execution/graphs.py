@@ -1,0 +1,123 @@
+"""Decode steps that were captured: one launch in place of hundreds.
+
+A captured step reads and writes the memory that it used when it was captured: the slots of `DecodeRows`, the weights
+and the pages stay where they are, and what differs from step to step lies there as data. A step takes the next larger
+size.
+Its padding rows go to no expert, write nothing of their own, and their tokens are not read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.execution.sampling import DrawKind
+from pdinfer.process.memory import device_memory
+from pdinfer.process.streams import Graph, capture
+
+KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
+"""The kinds of draws that are captured. A random draw runs as a filtered one that keeps all."""
+
+
+@attrs.frozen
+class Output:
+    """What a step leaves on the device: what `draw_tokens` returns, and the raw logits [B, vocab]."""
+
+    packed_3B: Tensor
+    logits_BV: Tensor
+
+
+@attrs.frozen
+class _Captured:
+    graph: Graph
+    output: Output
+
+
+class DecodeGraphs:
+    """The captured steps of one runner. `run` runs a step of so many rows, the last of which may be padding, and waits
+    for nothing."""
+
+    def __init__(
+        self, device: torch.device, run: Callable[[int, DrawKind], Output], refusal: str | None = None
+    ) -> None:
+        self.refusal = refusal
+        """Why nothing can be captured, or None."""
+        self.num_bytes = 0
+        """The memory that the captured steps keep beside weights and pages."""
+        self.num_steps: Counter[str] = Counter()
+        """How many steps ran as a graph, under "", and how many did not, by the reason."""
+        self._device = device
+        self._run = run
+        self._captured: dict[tuple[int, DrawKind], _Captured] = {}
+        self._pool: object = None
+
+    @classmethod
+    def none(cls, refusal: str) -> DecodeGraphs:
+        """Return the graphs of a runner that has none for this reason."""
+
+        def run(num_rows: int, kind: DrawKind) -> Output:
+            raise AssertionError(refusal)
+
+        return cls(torch.device("cpu"), run, refusal)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of rows that were captured, ascending."""
+        return sorted({size for size, _ in self._captured})
+
+    def capture(self, size: int) -> None:
+        """Capture steps of `size` rows, the first of which holds a sequence. The largest size comes first, so that the
+        others find room in its memory."""
+        before = device_memory(self._device).in_use
+        for kind in KINDS:
+            self._run(size, kind)  # what a first use allocates, compiles or tunes cannot be captured
+            outputs: list[Output] = []
+            graph = capture(partial(self._keep, outputs, size, kind), self._device, self._pool)
+            self._pool = self._pool or graph.pool()
+            self._captured[size, kind] = _Captured(graph, outputs[0])
+        self.num_bytes += max(0, device_memory(self._device).in_use - before)
+
+    def _keep(self, outputs: list[Output], size: int, kind: DrawKind) -> None:
+        outputs.append(self._run(size, kind))
+
+    def step(self, num_rows: int, kind: DrawKind) -> Output | None:
+        """Run a step of the first `num_rows` rows. Return None, having run nothing, when no captured size is as
+        large."""
+        size = next((size for size in self.sizes if size >= num_rows), None)
+        if size is None:
+            largest = max(self.sizes, default=0)
+            self.num_steps[f"the largest captured number of sequences is {largest}"] += self.refusal is None
+            return None
+        self.num_steps[""] += 1
+        captured = self._captured[size, min(each for each in KINDS if each >= kind)]
+        captured.graph.replay()
+        output = captured.output
+        return Output(output.packed_3B[:, :num_rows], output.logits_BV[:num_rows])
+
+    def explain(self) -> str:
+        """Return sentences on what was captured, its bytes, and why steps ran without a graph."""
+        if self.refusal is not None:
+            return f"no decode step is captured: {self.refusal}"
+        sizes = ", ".join(map(str, self.sizes)) or "none; `warm_up` captures them"
+        lines = [f"captured numbers of sequences: {sizes}", f"memory of the captured steps: {self.num_bytes} bytes"]
+        lines.append(f"steps that ran captured: {self.num_steps['']}")
+        lines += [f"steps that did not: {count}, {reason}" for reason, count in self.num_steps.items() if reason]
+        return "\n".join(lines)
+
+
+class HasGraphs(Protocol):
+    """A decode engine."""
+
+    @property
+    def graphs(self) -> DecodeGraphs: ...
+
+
+def explain_graphs(engine: HasGraphs) -> str:
+    """Return sentences on the captured steps of a decode engine: their sizes and bytes, and why steps ran otherwise."""
+    return engine.graphs.explain()

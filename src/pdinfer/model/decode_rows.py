@@ -1,0 +1,242 @@
+"""The decode batch that stays on the device: fixed slots for running sequences, of which a step sends what changed.
+
+A sequence keeps its slot while it runs. Its newest token, its position, its page table and whatever else a step reads
+of it lie in one block of device memory, which the host mirrors. Behind the model `advance` puts the drawn tokens into
+their slots and moves the positions on, so the next step needs nothing from the host: a sequence that joined, left or
+got a page travels as a few words in one copy. On a CPU the block is the mirror.
+
+    place(rows) ──words that changed──► device block ──views──► Batch ──► model ──► draw ──► advance ──► (next step)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdinfer.model.batch import Batch, Row
+from pdinfer.parallel.groups import ALONE
+from pdinfer.process.memory import pinned_empty
+from pdinfer.process.streams import Event, record_event
+
+_WORDS = {torch.int32: 1, torch.int64: 2, torch.float64: 2}
+_NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
+_OWN = {"token": torch.int32, "position": torch.int32}
+_TABLE, _NUM_ROWS = "table", "num_rows"
+
+
+@attrs.define(eq=False)
+class _Seat:
+    """What the device knows of one sequence. `pages` is the list itself, by which the sequence is recognised."""
+
+    pages: Sequence[int]
+    owner: object = None
+    token: int = -1
+    position: int = -1
+    first: int = 0
+    """The pages before this one are known and stay."""
+    tail: Sequence[int] = ()
+    """The pages from there on, as they were sent."""
+
+
+class DecodeRows:
+    """Slots for the sequences of one pool. `settings` names further columns and their dtypes (int32, int64 or float64);
+    `values_of` makes the values of a sequence for them from its owner, which is the same object while it runs.
+    Slots and table widths grow as they are needed; `reserve` fixes the addresses of what fits."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, torch.dtype],
+        values_of: Callable[[Any], Sequence[float]],
+        *,
+        page_size: int,
+        device: torch.device,
+    ) -> None:
+        self._settings = settings
+        self._values_of = values_of
+        self._page_size = page_size
+        self._device = device
+        self._capacity = self._width = 0
+        self._seats: dict[int, tuple[int, _Seat]] = {}
+        self._is_running = False
+        self._changed: list[tuple[int, int]] = []
+        self._staging = torch.empty(0, dtype=torch.int32)
+        self._sent: Event | None = None
+        self.reserve(8, 8)
+
+    def reserve(self, num_rows: int, width: int) -> None:
+        """Make room for so many rows, and so many pages in each. Whatever was there is sent again when it runs next."""
+        if num_rows <= self._capacity and width <= self._width:
+            return
+        self._capacity, self._width = max(num_rows, self._capacity), max(width, self._width)
+        wide = {name: dtype for name, dtype in self._settings.items() if _WORDS[dtype] == 2}
+        narrow = {name: dtype for name, dtype in self._settings.items() if _WORDS[dtype] == 1}
+        sizes = {name: (dtype, self._capacity) for name, dtype in {**wide, **narrow, **_OWN}.items()}
+        sizes[_NUM_ROWS] = torch.int32, 1
+        sizes[_TABLE] = torch.int32, self._capacity * self._width
+        num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
+        mirror = pinned_empty(4 * num_words, self._device).view(torch.int32).zero_()
+        self._mirror = mirror.numpy()
+        self._block = mirror if self._device.type == "cpu" else torch.zeros_like(mirror, device=self._device)
+        self._starts: dict[str, int] = {}
+        self._values: dict[str, np.ndarray[tuple[int], np.dtype[np.generic]]] = {}
+        self._columns: dict[str, Tensor] = {}
+        start = 0
+        for name, (dtype, count) in sizes.items():
+            stop = start + _WORDS[dtype] * count
+            self._starts[name] = start
+            self._values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
+            self._columns[name] = self._block[start:stop].view(dtype)
+            start = stop
+        self._seats.clear()
+        self._changed.clear()
+
+    # -- the host's side --------------------------------------------------------------------------------------------
+
+    def place(self, rows: Sequence[Row], owners: Sequence[object]) -> list[int]:
+        """Give every row of one token a slot below their number, and send what the device does not know yet. Return the
+        slots. A step that begins here ends with `advanced`; one that was broken off is sent anew."""
+        num_pages = [max(len(row.pages), row.start // self._page_size + 1) for row in rows]
+        self.reserve(_grown(len(rows), self._capacity), _grown(max(num_pages, default=1), self._width))
+        if self._is_running:
+            self._forget()
+        keys = [id(row.pages) for row in rows]
+        if len(self._seats) != len(rows) or not all(key in self._seats for key in keys):
+            self._seat(keys, rows)
+        if self._values[_NUM_ROWS][0] != len(rows):
+            self._set(_NUM_ROWS, 0, len(rows))
+        slots = []
+        for key, row, owner in zip(keys, rows, owners, strict=True):
+            slot, seat = self._seats[key]
+            self._send(slot, seat, row, owner)
+            slots.append(slot)
+        self._flush()
+        self._is_running = True
+        return slots
+
+    def advanced(self, tokens: Sequence[int]) -> None:
+        """Note that `advance` made these the newest tokens of the slots."""
+        for slot, seat in self._seats.values():
+            seat.token, seat.position = tokens[slot], seat.position + 1
+            self._values["token"][slot], self._values["position"][slot] = seat.token, seat.position
+        self._is_running = False
+
+    def _forget(self) -> None:
+        """Forget which token is the newest of every slot."""
+        for _, seat in self._seats.values():
+            seat.position = -1
+
+    def _seat(self, keys: Sequence[int], rows: Sequence[Row]) -> None:
+        """Give slots to the sequences that joined, and to those whose slot is not below the number of rows any more."""
+        wanted = set(keys)
+        if len(wanted) < len(keys):
+            raise ValueError("two rows of a step have the same list of pages")
+        kept = {key: held for key, held in self._seats.items() if key in wanted and held[0] < len(rows)}
+        free = iter(sorted(set(range(len(rows))) - {slot for slot, _ in kept.values()}))
+        for key, row in zip(keys, rows, strict=True):
+            if key not in kept:
+                kept[key] = next(free), _Seat(row.pages)
+        self._seats = kept
+
+    def _send(self, slot: int, seat: _Seat, row: Row, owner: object) -> None:
+        (token,) = row.tokens
+        if seat.token != token or seat.position != row.start:
+            self._set("token", slot, token)
+            self._set("position", slot, row.start)
+            seat.token, seat.position = token, row.start
+        if seat.owner is not owner:
+            for name, value in zip(self._settings, self._values_of(owner), strict=True):
+                self._set(name, slot, value)
+            seat.owner = owner
+        # pages behind the newest token may have been given back and others taken; those before it stay
+        now = row.start // self._page_size
+        first = seat.first if now >= seat.first else 0
+        tail = list(row.pages[first:])
+        if first != seat.first or tail != seat.tail:
+            at = slot * self._width + first
+            self._values[_TABLE][at : at + len(tail)] = tail
+            self._mark(self._starts[_TABLE] + at, len(tail))
+        seat.first, seat.tail = now, tail[now - first :]
+
+    def _set(self, name: str, slot: int, value: float) -> None:
+        self._values[name][slot] = value
+        words = _WORDS[self._columns[name].dtype]
+        self._mark(self._starts[name] + words * slot, words)
+
+    def _mark(self, start: int, count: int) -> None:
+        if self._block.device.type != "cpu":
+            self._changed.append((start, start + count))
+
+    def _flush(self) -> None:
+        """Send the words that changed: their places and values in one copy."""
+        if not self._changed:
+            return
+        places = np.concatenate([np.arange(start, stop, dtype=np.int32) for start, stop in self._changed])
+        self._changed.clear()
+        count = len(places)
+        if self._sent is not None and not self._sent.query():  # only behind a step that nobody read
+            self._sent.synchronize()
+        if len(self._staging) < 2 * count:
+            self._staging = pinned_empty(4 * max(4 * count, 1024), self._device).view(torch.int32)
+        words = self._staging.numpy()
+        words[:count], words[count : 2 * count] = places, self._mirror[places]
+        sent = self._staging[: 2 * count].to(self._device, non_blocking=True)
+        self._sent = record_event(self._device)
+        self._block.index_copy_(0, sent[:count].long(), sent[count:])
+
+    # -- the device's side: nothing here looks at a value -------------------------------------------------------------
+
+    def setting(self, name: str, num_rows: int) -> Tensor:
+        """Return a column of the first `num_rows` slots."""
+        return self._columns[name][:num_rows]
+
+    def positions(self, num_rows: int) -> Tensor:
+        """Return the position of the newest token in each of the first slots: int64."""
+        return self._columns["position"][:num_rows].long()
+
+    def batch(self, num_rows: int, *, padded: bool = False) -> Batch:
+        """Return the batch of the first `num_rows` slots. When `padded`, some behind the first may be without a
+        sequence: these rows are not live."""
+        table_BM = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
+        tokens_B, positions_B = self._columns["token"][:num_rows].long(), self.positions(num_rows)
+        sequence_B = torch.arange(num_rows, device=self._device)
+        lens_B, live_B = positions_B + 1, None
+        if padded:
+            live_B = sequence_B < self._columns[_NUM_ROWS]
+            tokens_B, positions_B = tokens_B.where(live_B, 0), positions_B.where(live_B, positions_B[:1])
+            lens_B = lens_B.where(live_B, 1)
+        pages_B1 = table_BM.gather(1, (positions_B // self._page_size)[:, None])
+        slots_B = pages_B1[:, 0].long() * self._page_size + positions_B % self._page_size
+        if live_B is not None:
+            slots_B = slots_B.where(live_B, slots_B[:1])
+        return Batch(
+            tokens_T=tokens_B,
+            positions_T=positions_B,
+            sequence_T=sequence_B,
+            slots_A=slots_B,
+            page_table_BM=table_BM,
+            context_lens_B=lens_B,
+            query_lens=(),
+            # of a device the host does not look: rows of a captured step are others by the time it runs
+            context_lens=tuple((self._values["position"][:num_rows] + 1).tolist()) if live_B is None else (),
+            decode=True,
+            next_tokens=(),
+            cp=ALONE,
+            cp_counts=(),
+            row_ends=(),
+            live_T=live_B,
+        )
+
+    def advance(self, tokens_B: Tensor) -> None:
+        """Make these the newest tokens of the first slots, each one position further on."""
+        self._columns["token"][: len(tokens_B)].copy_(tokens_B)
+        self._columns["position"][: len(tokens_B)].add_(1)
+
+
+def _grown(needed: int, there: int) -> int:
+    """Return what to reserve, so that it does not grow with every step."""
+    return there if needed <= there else max(needed, 2 * there)

@@ -1,0 +1,128 @@
+"""Captured decode steps give the tokens of others, whatever joins and leaves, and wait for the device once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import pdinfer as pd
+from pdinfer.execution.graphs import DecodeGraphs, Output
+from pdinfer.execution.sampling import DrawKind
+from pdinfer.testing import FAMILIES
+from tests.device.models import PACKED, WIDE, ModelKind, model_of
+from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
+from tests.e2e.drafts import Streams, check_equal
+from tests.e2e.setups import by_request, join, prompt_of
+from tests.simulated.device import DEVICE
+from tests.simulated.watch import Watch
+
+FEATURES = {
+    "plain": ModelKind(),
+    "sparse": ModelKind("v32"),
+    "packed": ModelKind(sizes=PACKED, kv_format="fp8"),
+    "fp8": ModelKind(sizes=WIDE, scheme="fp8", own_products=True),
+    "int8": ModelKind(sizes=WIDE, scheme="w8a8_dynamic", own_products=True),
+}
+
+
+def requests() -> list[pd.Request]:
+    """Return requests of every kind whose numbers of tokens differ, so that the batch grows and shrinks."""
+    return [
+        pd.Request(
+            request_id=str(index),
+            prompt=prompt_of(length, seed=index),
+            sampling=pd.SamplingParams(**{"max_new_tokens": count, "seed": index, "ignore_eos": True, **WAYS[way]}),
+        )
+        for index, (length, count, way) in enumerate(
+            [(3, 9, 0), (14, 4, 1), (14, 7, 0), (37, 3, 1), (5, 12, 0), (21, 6, 2), (9, 8, 1)]
+        )
+    ]
+
+
+def served(kind: ModelKind, device: torch.device, **config: Any) -> tuple[Streams, str]:
+    """Return the events of the requests, which come one after another, and what is said of captured steps."""
+    model = model_of(kind, device)
+    cache = pd.CacheConfig(page_size=PAGE_SIZE, num_pages=NUM_PAGES, kv_format=kind.kv_format)
+    pools = [pd.PagePool(model, cache) for _ in range(2)]
+    engine = pd.EngineConfig(max_running_requests=8, **config)
+    chance, events = random.Random(3), []
+    with join(model, "loopback", prefill_pools=pools[:1], decode_pools=pools[1:], engine=engine) as setup:
+        (decode,) = setup.decodes
+        decode.warm_up()
+        waiting = requests()
+        while waiting or setup.pairing.num_unfinished:
+            if waiting and chance.random() < 0.5:
+                setup.pairing.submit(waiting.pop(0))
+            events += setup.pairing.step()
+        setup.check_idle()
+        told = pd.explain_graphs(decode)
+    return by_request(events), told
+
+
+def check(kind: ModelKind, **config: Any) -> str:
+    """Compare with steps that are not captured, and return what is said of captured ones."""
+    streams, told = served(kind, DEVICE, **config)
+    eager, _ = served(kind, DEVICE, graph_batch_sizes=())
+    check_equal(model_of(kind, CPU), requests(), streams, eager)
+    return told
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_captured_steps_give_the_tokens_of_others(name: str) -> None:
+    told = check(FEATURES[name])
+    assert "captured numbers of sequences: 1, 2, 4, 8" in told
+    assert "steps that did not" not in told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_steps_of_every_family_give_the_tokens_of_others(family: str) -> None:
+    assert "steps that did not" not in check(ModelKind(family))
+
+
+def test_steps_larger_than_any_captured_one_run_all_the_same_and_it_is_told() -> None:
+    told = check(ModelKind(), graph_batch_sizes=(2,))
+    assert "captured numbers of sequences: 2\n" in told
+    assert "the largest captured number of sequences is 2" in told
+
+
+def test_nothing_is_captured_where_nothing_is_asked_for() -> None:
+    assert "captured numbers of sequences: none" in check(ModelKind(), graph_batch_sizes=())
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["greedy", "drawn"])
+def test_a_captured_step_is_one_launch_and_one_wait(way: int) -> None:
+    model = model_of(ModelKind(), DEVICE)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=64))
+    with join(model, "shared", decode_pools=[pool], engine=pd.EngineConfig(max_running_requests=8)) as setup:
+        (decode,) = setup.decodes
+        decode.warm_up()
+        for seed in range(6):
+            sampling = pd.SamplingParams(
+                **{"max_new_tokens": 30, "ignore_eos": True, "seed": seed, **WAYS[way], "logprobs": 0}
+            )
+            setup.pairing.submit(pd.Request(prompt=prompt_of(18, seed=seed), sampling=sampling))
+        while decode.load().num_running_requests < 6:
+            setup.pairing.step()
+        decode.step()  # the last one that joined is on the device behind it
+        for _ in range(4):
+            with Watch() as watch:
+                decode.step()
+            totals = watch.totals()
+            assert totals["launches"] == 1, watch.counts["launches"]
+            assert totals["syncs"] == 1, watch.counts["syncs"]
+            assert totals["pageable"] == totals["allocations"] == 0, watch.counts
+
+
+def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
+    logits_BV = torch.zeros(4, 7, device=DEVICE)
+
+    def run(num_rows: int, kind: DrawKind) -> Output:
+        assert float(logits_BV.sum()) == 0
+        return Output(torch.zeros(3, num_rows, dtype=torch.int32, device=DEVICE), logits_BV)
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        DecodeGraphs(DEVICE, run).capture(4)

@@ -1,0 +1,124 @@
+"""The decode batch that stays on the device: whatever joins, leaves, grows or is broken off, a step reads its rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.decode_rows import DecodeRows
+
+PAGE_SIZE = 4
+CPU = torch.device("cpu")
+SETTINGS = {"scale": torch.float64, "seed": torch.int64, "count": torch.int32}
+
+
+@attrs.frozen(eq=False)
+class Owner:
+    """What belongs to one sequence from its first step to its last."""
+
+    values: tuple[float, int, int]
+
+
+@attrs.define(eq=False)
+class Running:
+    """A running sequence: `pages` changes in place as an engine changes it."""
+
+    tokens: list[int]
+    pages: list[int]
+    owner: Owner
+
+    @property
+    def row(self) -> Row:
+        return Row(self.tokens[-1:], len(self.tokens) - 1, self.pages)
+
+
+def sequence(chance: random.Random, num_tokens: int) -> Running:
+    pages = [chance.randrange(1000) for _ in range(-(-num_tokens // PAGE_SIZE))]
+    owner = Owner((chance.random(), chance.randrange(-(2**63), 2**63), chance.randrange(100)))
+    return Running([chance.randrange(50) for _ in range(num_tokens)], pages, owner)
+
+
+def rows_of(device: torch.device = CPU) -> DecodeRows:
+    return DecodeRows(SETTINGS, lambda owner: owner.values, page_size=PAGE_SIZE, device=device)
+
+
+def check(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) -> Batch:
+    """Compare what the device reads with what the sequences are."""
+    batch = rows.batch(len(running))
+    assert sorted(slots) == list(range(len(running)))
+    for slot, one in zip(slots, running, strict=True):
+        page, offset = divmod(len(one.tokens) - 1, PAGE_SIZE)
+        assert int(batch.tokens_T[slot]) == one.tokens[-1]
+        assert int(batch.positions_T[slot]) == len(one.tokens) - 1
+        assert int(batch.context_lens_B[slot]) == len(one.tokens)
+        assert batch.page_table_BM[slot, : page + 1].tolist() == one.pages[: page + 1]
+        assert int(batch.slots_A[slot]) == one.pages[page] * PAGE_SIZE + offset
+        assert tuple(rows.setting(name, len(running))[slot].item() for name in SETTINGS) == one.owner.values
+    return batch
+
+
+@pytest.mark.parametrize("device", [CPU], ids=str)
+@given(seed=st.integers(0, 10**6))
+def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.device, seed: int) -> None:
+    chance = random.Random(seed)
+    rows, running = rows_of(device), list[Running]()
+    for _ in range(chance.randrange(1, 30)):
+        running = [one for one in running if chance.random() > 0.15]
+        running += [sequence(chance, chance.randrange(1, 40)) for _ in range(chance.choice([0, 0, 1, 3]))]
+        chance.shuffle(running)
+        stepping = [one for one in running if chance.random() > 0.1]  # the others found no page in this step
+        for one in stepping:
+            last = (len(one.tokens) - 1) // PAGE_SIZE
+            if chance.random() < 0.3:  # pages for drafts came, or went and others came
+                one.pages[last + 1 :] = [chance.randrange(1000) for _ in range(chance.randrange(3))]
+            if chance.random() < 0.1:  # a known page took the place of one of ours
+                one.pages = [*one.pages[:last], *one.pages[last:]]
+                one.pages[0] = chance.randrange(1000)
+        slots = rows.place([one.row for one in stepping], [one.owner for one in stepping])
+        check(rows, stepping, slots)
+        if chance.random() < 0.2:
+            continue  # the step failed: nothing is drawn, or it was drawn elsewhere
+        tokens = [chance.randrange(50) for _ in stepping]
+        rows.advance(torch.tensor(tokens, dtype=torch.int32, device=device))
+        if chance.random() < 0.1:
+            continue  # interrupted behind the device's work: the sequences have no new token
+        rows.advanced(tokens)
+        for slot, one in zip(slots, stepping, strict=True):
+            one.tokens.append(tokens[slot])
+            if len(one.tokens) > PAGE_SIZE * len(one.pages):
+                one.pages.append(chance.randrange(1000))
+
+
+def test_padding_rows_are_not_live_and_repeat_what_the_first_row_writes() -> None:
+    rows = DecodeRows({}, lambda _: (), page_size=PAGE_SIZE, device=CPU)
+    one = sequence(random.Random(1), 6)
+    rows.place([one.row], [one.owner])
+    batch = rows.batch(4, padded=True)
+    assert batch.live_T is not None
+    assert batch.live_T.tolist() == [True, False, False, False]
+    assert batch.slots_A.tolist() == [one.pages[1] * PAGE_SIZE + 1] * 4
+    (written,) = batch.gather(torch.arange(8.0).view(4, 2))
+    assert written.tolist() == [[0.0, 1.0]] * 4
+    assert batch.context_lens_B.tolist() == [6, 1, 1, 1]
+
+
+def test_what_is_reserved_keeps_its_addresses() -> None:
+    rows = rows_of()
+    rows.reserve(16, 32)
+    before = rows.setting("seed", 16).data_ptr()
+    many = [sequence(random.Random(seed), 100) for seed in range(16)]
+    rows.place([one.row for one in many], [one.owner for one in many])
+    assert rows.setting("seed", 16).data_ptr() == before
+
+
+def test_two_rows_with_one_list_of_pages_are_refused() -> None:
+    rows, one = rows_of(), sequence(random.Random(2), 3)
+    with pytest.raises(ValueError, match="the same list of pages"):
+        rows.place([one.row, one.row], [one.owner, one.owner])
