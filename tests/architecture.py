@@ -214,6 +214,8 @@ MUTABLE_CALLS = frozenset(
 
 MAX_FILE_LINES = 400
 LONGER: dict[str, str] = {
+    "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
+    "kernels.ops": "one list: every op and what it promises",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",

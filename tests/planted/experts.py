@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "the steps of a prefill are not counted",
         "src/pdinfer/execution/runner.py",
-        "            yield model.mtp.layer, _event(model.device)\n        self._end_step()\n",
-        "            yield model.mtp.layer, _event(model.device)\n",
+        "            yield model.mtp.layer, _ready(model.device)\n        self._end_step()\n",
+        "            yield model.mtp.layer, _ready(model.device)\n",
         "tests/unit/execution/test_runner.py::test_every_kind_of_step_is_one_step_of_what_is_recorded",
     ),
     Mutant(
@@ -99,8 +99,8 @@ MUTANTS = [
     Mutant(
         "decode's steps are not counted",
         "src/pdinfer/execution/runner.py",
-        '        mark(self._trace, "head")\n        self._end_step()\n',
-        '        mark(self._trace, "head")\n',
+        "        output = output or self._run_rows(num_rows, kind)\n        self._end_step()\n",
+        "        output = output or self._run_rows(num_rows, kind)\n",
         "tests/unit/moe/test_rebalancing.py::test_what_is_recorded_is_told_without_the_warm_up",
     ),
     Mutant(

@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "a plan counts what the files hold",
         "src/pdinfer/planning/cluster.py",
-        "return self._weight_bytes(self.weights)",
-        'return self._weight_bytes("stored")',
+        "return self._rank_weights(self.weights)",
+        'return self._rank_weights("stored")',
         ROOM,
     ),
     Mutant(

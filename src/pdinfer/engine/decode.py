@@ -21,7 +21,7 @@ from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
-from pdinfer.execution.runner import ModelRunner
+from pdinfer.execution.runner import graphs_of
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
@@ -84,10 +84,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     @property
     def graphs(self) -> DecodeGraphs:
         """The captured steps of this engine, see `explain_graphs`."""
-        runner = self._model_runner
-        if isinstance(runner, ModelRunner):
-            return runner.graphs
-        return DecodeGraphs.none("the engine has a runner of its host's own")
+        return graphs_of(self._model_runner)
 
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queue a request that `writers` will prefill. A later `step` returns `Granted` or `Refused` for it."""

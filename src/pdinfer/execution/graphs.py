@@ -92,7 +92,7 @@ class DecodeGraphs:
         size = next((size for size in self.sizes if size >= num_rows), None)
         if size is None:
             largest = max(self.sizes, default=0)
-            self.num_steps[f"the largest captured number of sequences is {largest}"] += self.refusal is None
+            self.num_steps[f"the largest captured number of sequences is {largest}"] += 1
             return None
         self.num_steps[""] += 1
         captured = self._captured[size, min(each for each in KINDS if each >= kind)]

@@ -173,7 +173,8 @@ class ModelRunner:
         slots, num_rows = self._rows.place(rows, [draw.sampling for draw in draws]), len(rows)
         of_slot = [draw for _, draw in sorted(zip(slots, draws, strict=True), key=lambda pair: pair[0])]
         kind = max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
-        output = self.graphs.step(num_rows, kind) or self._run_rows(num_rows, kind)
+        output = None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind)
+        output = output or self._run_rows(num_rows, kind)
         self._end_step()
         mark(self._trace, "sample")
         if self._sample is not sample or any(draw.changes_logits for draw in draws):
@@ -263,6 +264,11 @@ def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
     return drawn[: right + 1]
 
 
+def graphs_of(runner: Runner) -> DecodeGraphs:
+    """Return the captured steps of a runner; those of a host's own runner are none."""
+    return runner.graphs if isinstance(runner, ModelRunner) else DecodeGraphs.none("the runner is the host's own")
+
+
 def _no_graphs(model: Model) -> str | None:
     """Return why steps of the model cannot be captured, or None."""
     if model.device.type == "cpu":
@@ -278,5 +284,5 @@ def _no_graphs(model: Model) -> str | None:
 
 def _ready(device: torch.device) -> Ready:
     """Return what to call before reading what was computed so far, or None if the device never lags behind the host."""
-    event = record_event(device)
+    event = None if device.type == "cpu" else record_event(device)
     return None if event is None else event.synchronize

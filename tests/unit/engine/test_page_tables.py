@@ -171,6 +171,21 @@ def test_with_an_mtp_layer_a_page_is_full_one_token_later() -> None:
     assert [pool.is_kept(page) for page in sequence.pages] == [True, True, False]
 
 
+def test_known_pages_that_take_the_place_of_ours_make_a_new_table() -> None:
+    """A runner knows a sequence by its list of pages: one that changed behind the newest token is sent anew."""
+    pool, tables = tables_of(12)
+    first, second = running(pool, 5), running(pool, 5)
+    tables.keep(first)
+    table = first.pages
+    tables.keep(first)
+    assert first.pages is table
+    table, before = second.pages, list(second.pages)
+    tables.keep(second)
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages is not table
+    assert table == before
+
+
 def test_what_is_kept_to_draft_from_goes_with_the_pages() -> None:
     pool, tables = tables_of(8)
     sequence = running(pool, 4)
