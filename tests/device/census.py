@@ -11,8 +11,10 @@ import attrs
 import torch
 
 import pdinfer as pd
+from pdinfer.process import memory
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.e2e.setups import join, prompt_of
+from tests.simulated import order
 from tests.simulated.device import DEVICE, set_up
 from tests.simulated.watch import Watch
 
@@ -26,10 +28,11 @@ NUM_STEPS = 4
 
 @attrs.frozen
 class Step:
-    """A kind of step: the model, and how its tokens are chosen."""
+    """A kind of step: the model, how its tokens are chosen, and whether the step was captured before."""
 
     model: ModelKind
     sampling: tuple[tuple[str, Any], ...] = (("temperature", 0.0),)
+    captured: bool = False
 
 
 FILTERED = (("temperature", 0.8), ("top_k", 20), ("top_p", 0.9))
@@ -44,6 +47,9 @@ PLAIN = ModelKind(dtype="bfloat16")
 DRAFTS = ModelKind(num_drafts=2, dtype="bfloat16")
 
 STEPS = {
+    "captured, greedy": Step(PLAIN, captured=True),
+    "captured, temperature, top-k, top-p": Step(PLAIN, FILTERED, captured=True),
+    "captured, penalties, logit bias": Step(PLAIN, PENALISED, captured=True),
     "greedy": Step(PLAIN),
     "temperature, top-k, top-p": Step(PLAIN, FILTERED),
     "penalties, logit bias": Step(PLAIN, PENALISED),
@@ -60,13 +66,15 @@ def count(step: Step) -> dict[str, Watch]:
     """Run a few steps of sequences of 20 tokens and more. Return, for each kind of thing, the step that had most."""
     model = model_of(step.model, DEVICE)
     pool = pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=64, kv_format=step.model.kv_format))
-    engine = pd.EngineConfig(num_draft_tokens=step.model.num_drafts)
+    engine = pd.EngineConfig(num_draft_tokens=step.model.num_drafts, graph_batch_sizes=(NUM_SEQUENCES,))
     watches = []
     with join(model, "shared", decode_pools=[pool], engine=engine) as setup:
+        decode = setup.decodes[0]
+        if step.captured:
+            decode.warm_up()
         for seed in range(NUM_SEQUENCES):
             sampling = pd.SamplingParams(max_new_tokens=40, ignore_eos=True, seed=seed, **dict(step.sampling))
             setup.pairing.submit(pd.Request(prompt=prompt_of(20, seed=seed), sampling=sampling))
-        decode = setup.decodes[0]
         while decode.load().num_running_requests < NUM_SEQUENCES:
             for event in setup.pairing.step():
                 if event.error is not None:
@@ -88,6 +96,7 @@ def write() -> None:
     """Count all kinds of step, and write the file."""
     torch.set_num_threads(1)
     set_up()
+    memory._page_locked = order.page_locked
     counts = {name: {kind: watch.totals()[kind] for kind, watch in count(step).items()} for name, step in STEPS.items()}
     lines = [f"  {json.dumps(name)}: {json.dumps(kinds)}" for name, kinds in counts.items()]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")

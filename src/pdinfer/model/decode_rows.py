@@ -66,7 +66,6 @@ class DecodeRows:
         self._changed: list[tuple[int, int]] = []
         self._staging = torch.empty(0, dtype=torch.int32)
         self._sent: Event | None = None
-        self.reserve(8, 8)
 
     def reserve(self, num_rows: int, width: int) -> None:
         """Make room for so many rows, and so many pages in each. Whatever was there is sent again when it runs next."""
