@@ -98,6 +98,7 @@ def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.devic
 
 def test_padding_rows_are_not_live_and_repeat_what_the_first_row_writes() -> None:
     rows = DecodeRows({}, lambda _: (), page_size=PAGE_SIZE, device=CPU)
+    rows.reserve(4, 8)
     one = sequence(random.Random(1), 6)
     rows.place([one.row], [one.owner])
     batch = rows.batch(4, padded=True)
