@@ -85,7 +85,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "moe.dispatchers": (("choose",), ("all_to_all", "deep_ep"), ("base", "deep_ep_config")),
     "moe.placement": (("replicas", "recorder", "files", "difference"), ("placement",)),
     "checkpoint": (("quantize", "schemes"), ("reader",), ("header",)),
-    "kv": (("channel",), ("transports",), ("pool", "view"), ("memory", "prefix", "memfd"), ("layout",)),
+    "kv": (
+        ("channel",),
+        ("transports",),
+        ("pool", "view"),
+        ("copies",),
+        ("memory", "prefix", "memfd"),
+        ("layout",),
+    ),
     "kv.channel": (
         ("channel",),
         ("links", "sender", "receiver"),

@@ -18,6 +18,7 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Landing
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_SLOTS,
@@ -444,7 +445,7 @@ def test_the_digest_is_of_what_reached_the_pages(
         value.value ^= 255
 
     class Racing(BytesMemory):
-        def landing(self, spans: Spans) -> list[memoryview]:
+        def landing(self, spans: Spans) -> Landing:
             flip()
             return super().landing(spans)
 

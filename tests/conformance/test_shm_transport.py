@@ -21,6 +21,7 @@ import pytest
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import CAN_SHARE
+from pdinfer.kv.memory import Landing
 from pdinfer.kv.transports.base import Link
 from pdinfer.kv.transports.shm.sender import RING_BYTES
 from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport, same_host_transport
@@ -48,7 +49,7 @@ def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], dige
     class Stopped(MemfdMemory):
         """A receiver that is stopped when it is about to copy."""
 
-        def landing(self, spans: Spans) -> list[memoryview]:
+        def landing(self, spans: Spans) -> Landing:
             about_to_copy.set()
             assert reused.wait(10)
             return super().landing(spans)

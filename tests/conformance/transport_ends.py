@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -12,10 +12,12 @@ import attrs
 from pdinfer.errors import TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 
 TIMEOUT_S = 60.0
+STAGED_BYTES = 1000
+"""A block of a memory that behaves like a device. Odd, so that spans are cut."""
 
 
 class BytesMemory:
@@ -34,15 +36,20 @@ class BytesMemory:
         pieces = [view[offset : offset + length] for offset, length in spans]
         return [memoryview(bytes(piece)) for piece in pieces] if self._staged else pieces
 
-    def landing(self, spans: Spans) -> list[memoryview]:
-        if self._staged:
-            return [memoryview(bytearray(length)) for _, length in spans]
-        return self.read(spans)
+    @property
+    def block_bytes(self) -> int:
+        return STAGED_BYTES if self._staged else self.num_bytes
 
-    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
-        if self._staged:
+    def landing(self, spans: Spans) -> Landing:
+        if not self._staged:
+            return Landing(self.read(spans))
+        landed = [memoryview(bytearray(length)) for _, length in spans]
+
+        def commit() -> None:
             for (offset, length), data in zip(spans, landed, strict=True):
                 self.data[offset : offset + length] = data
+
+        return Landing(landed, commit)
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         data = b"".join(source.read(source_spans))

@@ -85,8 +85,8 @@ MUTANTS = [
     Mutant(
         "the steps of a prefill are not counted",
         "src/pdinfer/execution/runner.py",
-        "            yield model.mtp.layer, _ready(model.device)\n        self._end_step()\n",
-        "            yield model.mtp.layer, _ready(model.device)\n",
+        "                yield model.mtp.layer, self._memory.computed()\n        self._end_step()\n",
+        "                yield model.mtp.layer, self._memory.computed()\n",
         "tests/unit/execution/test_runner.py::test_every_kind_of_step_is_one_step_of_what_is_recorded",
     ),
     Mutant(

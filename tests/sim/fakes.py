@@ -29,7 +29,7 @@ from pdinfer.execution.runner import ModelRunner, Ready
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.model.batch import Row
 from pdinfer.parallel.groups import Group, Groups
@@ -164,17 +164,16 @@ class CellMemory:
     def read(self, spans: Spans) -> list[memoryview]:
         return [self.view[start : start + length] for start, length in spans]
 
-    def landing(self, spans: Spans) -> list[memoryview]:
+    block_bytes = num_bytes
+
+    def landing(self, spans: Spans) -> Landing:
         if not self.over():
             check_landing(self.pool, spans, self.region, CELL.size)
-        return self.read(spans)
-
-    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
-        pass
+        return Landing(self.read(spans))
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         data = b"".join(source.read(source_spans))
-        for view in self.landing(spans):
+        for view in self.landing(spans).views:
             view[:], data = data[: len(view)], data[len(view) :]
 
 

@@ -36,7 +36,7 @@ from pdinfer.trace import Trace, mark, span
 from pdinfer.types import NamedState, SamplingParams
 
 Ready = Callable[[], None] | None
-"""Returns once the host may read what was computed. None means that it already may."""
+"""Called before what was computed is read from its pool, which is then read behind it. None means that it is there."""
 
 
 class Runner(Protocol):
@@ -44,7 +44,7 @@ class Runner(Protocol):
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Ready]]:
         """Run the tokens of the rows layer by layer. Yield each layer once its latents are in the pages, or will be
-        there when `ready` returns."""
+        read from there when `ready` was called."""
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
         """Draw the next token for each of these rows of the prefill that was just run to its end."""
@@ -71,6 +71,7 @@ class ModelRunner:
         if not isinstance(memory, PageMemory):
             raise ConfigError(f"an engine needs a pool of tensors, this one holds a {type(memory).__name__}")
         self._model = model
+        self._memory = memory
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
         self._trace = trace
@@ -99,16 +100,18 @@ class ModelRunner:
         mark(self._trace, "batch")
         model, batch = self._model, self._batch(rows, decode=False)
         hidden_TD = torch.empty(0)
-        for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
-            hidden_TD = layer_TD
-            yield layer, _ready(model.device)
-        mark(self._trace, "head")
-        state_TD = model.norm(hidden_TD)
-        self._last_BD = batch.last_of(state_TD)
-        if model.mtp is not None:
-            # no token follows the last one of a prompt yet: its entry is made with a stand-in, and decode overwrites it
-            model.mtp(state_TD, batch.shifted(), self._view, self._trace)
-            yield model.mtp.layer, _ready(model.device)
+        with self._memory.step():
+            for layer, layer_TD in model.stream_layers(batch, self._view, self._trace):
+                hidden_TD = layer_TD
+                yield layer, self._memory.computed()
+            mark(self._trace, "head")
+            state_TD = model.norm(hidden_TD)
+            self._last_BD = batch.last_of(state_TD)
+            if model.mtp is not None:
+                # no token follows the last one of a prompt yet: its entry is made with a stand-in, and decode
+                # overwrites it
+                model.mtp(state_TD, batch.shifted(), self._view, self._trace)
+                yield model.mtp.layer, self._memory.computed()
         self._end_step()
 
     def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
@@ -130,15 +133,22 @@ class ModelRunner:
 
     def forward(self, rows: Sequence[Row]) -> None:
         """Run the part of `decode` that writes to the pages when nothing is drafted."""
-        self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
+        with self._memory.step():
+            self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
         self._end_step()
 
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
     ) -> list[list[Drawn]]:
         """Run a step as `Runner.decode` says. The MTP layer runs at least `num_passes` times, as on other ranks."""
-        if self._drafter is None:
-            return [[new] for new in self._decode_one(rows, draws)]
+        with self._memory.step():
+            if self._drafter is None:
+                return [[new] for new in self._decode_one(rows, draws)]
+            return self._decode(rows, draws, drafts, num_passes)
+
+    def _decode(
+        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], num_passes: int
+    ) -> list[list[Drawn]]:
         model = self._model
         proposed: list[list[int]] = [[] for _ in rows]
         if self._drafter is not None:
@@ -280,9 +290,3 @@ def _no_graphs(model: Model) -> str | None:
     if not model.experts.dispatcher.graph_safe:
         return f"the dispatcher {type(model.experts.dispatcher).__name__} waits for the device"
     return None
-
-
-def _ready(device: torch.device) -> Ready:
-    """Return what to call before reading what was computed so far, or None if the device never lags behind the host."""
-    event = None if device.type == "cpu" else record_event(device)
-    return None if event is None else event.synchronize

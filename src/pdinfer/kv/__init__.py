@@ -5,6 +5,7 @@
     pool.py       who owns which page
     prefix.py     which cached page holds which tokens
     memory.py     a pool's bytes, on any device
+    copies.py     what moves bytes to and from a device, beside its compute
     memfd.py      memory that another process may read
     view.py       the bytes as tensors
     channel/      the rules of a hand-off between two engines

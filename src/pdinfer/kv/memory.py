@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+import attrs
+
 from pdinfer.kv.layout import Spans
+
+
+def _in_place() -> None:
+    """Do nothing: what was written is in the memory."""
+
+
+@attrs.frozen(eq=False)
+class Landing:
+    """Where bytes arrive before they are in a memory. `views` are writable host buffers, one per span: the memory
+    itself when it is on the host. `commit`, called once they are filled, makes any later step find them in the memory;
+    it waits for no device."""
+
+    views: list[memoryview]
+    commit: Callable[[], None] = _in_place
 
 
 class Memory(Protocol):
@@ -15,14 +31,35 @@ class Memory(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
+    @property
+    def block_bytes(self) -> int:
+        """The bytes that are best read or landed at once: a block of a device's host copies, or all there are."""
+
     def read(self, spans: Spans) -> list[memoryview]:
-        """Return the contents of `spans` as host buffers, without a copy when the memory is on the host."""
+        """Return the contents of `spans` as host buffers, without a copy when the memory is on the host. On a device
+        this waits for what writes them, if the `ready` of a push was called before, and for the copy."""
 
-    def landing(self, spans: Spans) -> list[memoryview]:
-        """Return writable host buffers for `spans`: the memory itself when it is on the host."""
-
-    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
-        """Make what was written to `landing(spans)` visible in the memory. Does nothing on the host."""
+    def landing(self, spans: Spans) -> Landing:
+        """Return where to write what arrives for `spans`. One that is not committed changes nothing on a device."""
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
-        """Copy from another memory of this process. Both span lists have the same total length."""
+        """Copy from another memory of this process, so that any later step finds the bytes here, and none changes them
+        there before. Both span lists have the same total length."""
+
+
+def in_blocks(spans: Spans, memory: Memory) -> Iterator[Spans]:
+    """Cut spans into parts of at most `memory.block_bytes`, at least one part."""
+    left = memory.block_bytes
+    if sum(length for _, length in spans) <= left:
+        yield spans
+        return
+    part: Spans = []
+    for offset, length in spans:
+        while length >= left:
+            yield [*part, (offset, left)]
+            offset, length, part, left = offset + left, length - left, [], memory.block_bytes
+        if length:
+            part.append((offset, length))
+            left -= length
+    if part:
+        yield part

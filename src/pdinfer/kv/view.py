@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 
 import attrs
-import numpy as np
 import torch
 from torch import Tensor
 
 from pdinfer.errors import ConfigError
+from pdinfer.kv.copies import BLOCK_BYTES, DeviceCopies, PageOps
 from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Landing, Memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
@@ -21,22 +22,24 @@ PAGE_DTYPES = DTYPES | {"uint8": torch.uint8}
 class PageMemory:
     """One flat block of bytes on one device, and typed views of its regions.
 
-    Transports read and write host memory in place; device memory goes through host copies. With "auto" and "shared",
-    host memory is a `memfd` on systems that have them, which other processes may be given to read: a forked child then
-    shares the pages and must leave them alone. "pinned" memory is not a memfd.
+    Transports read and write host memory in place; what they move to and from a device goes through `DeviceCopies`,
+    made of `ops`. With "auto" and "shared", host memory is a `memfd` on systems that have them, which other processes
+    may be given to read: a forked child then shares the pages and must leave them alone. "pinned" memory is not a
+    memfd. Raises ConfigError for memory that a device does not have, and for a device without `ops`.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, *, device: torch.device, memory: str = "auto") -> None:
-        if memory != "auto" and device.type != "cpu":
-            raise ConfigError(
-                f'memory="{memory}" is about pools in main memory, and the pool of a model on {device} lies there; '
-                'use "auto"'
-            )
-        if memory == "pinned" and not torch.cuda.is_available():
-            raise ConfigError('memory="pinned" needs a CUDA device; use "auto"')
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_pages: int,
+        *,
+        device: torch.device,
+        memory: str = "auto",
+        ops: PageOps | None = None,
+    ) -> None:
+        _check_kind(memory, device)
         self.layout = layout
         self.num_pages = num_pages
-        self.device = device
         self.num_bytes = num_bytes = num_pages * layout.page_bytes
         self.memfd: Memfd | None = None
         if CAN_SHARE and device.type == "cpu" and memory != "pinned":
@@ -46,7 +49,18 @@ class PageMemory:
             self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=memory == "pinned")
             if memory == "shared":
                 self.buffer.share_memory_()  # type: ignore[no-untyped-call]
-        self._host = self.buffer.numpy().data if device.type == "cpu" else None
+        self.device = self.buffer.device
+        self._host = self.buffer.numpy().data if device.type == "cpu" else memoryview(b"")
+        self.copies = None if device.type == "cpu" else self._on_device(ops)
+
+    def _on_device(self, ops: PageOps | None) -> DeviceCopies:
+        if ops is None:
+            raise ConfigError(
+                f"a pool on {self.device} needs the ops that copy its pages; Model.allocate_pages gives them"
+            )
+        parts = self.layout.components
+        borders = [self.layout.region_offset(part.name, part.layers[0], self.num_pages) for part in parts]
+        return DeviceCopies(self.buffer, borders, ops)
 
     def pages(self, name: str, layer: int) -> Tensor:
         """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype."""
@@ -56,32 +70,55 @@ class PageMemory:
         flat = self.buffer[start : start + size].view(PAGE_DTYPES[component.dtype])
         return flat.view(self.num_pages, self.layout.page_size, component.width)
 
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread runs a step over the pages: behind what has arrived in them."""
+        return contextlib.nullcontext() if self.copies is None else self.copies.step()
+
+    def computed(self) -> Callable[[], None] | None:
+        """Return what to call before the next `read`, in the thread of that, for what the step has computed so far. It
+        does not wait. None for the host, which may read at once."""
+        return None if self.copies is None else self.copies.computed()
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_bytes if self.copies is None else BLOCK_BYTES
+
     def read(self, spans: Spans) -> list[memoryview]:
-        if self._host is not None:
-            return [self._host[start : start + length] for start, length in spans]
-        return [self.buffer[start : start + length].cpu().numpy().data for start, length in spans]
+        if self.copies is not None:
+            return self.copies.read(spans)
+        return [self._host[start : start + length] for start, length in spans]
 
-    def landing(self, spans: Spans) -> list[memoryview]:
-        if self._host is not None:
-            return self.read(spans)
-        return [memoryview(bytearray(length)) for _, length in spans]
-
-    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
-        if self._host is not None:
-            return
-        for (start, length), data in zip(spans, landed, strict=True):
-            host = torch.from_numpy(np.frombuffer(data, dtype=np.uint8))
-            self.buffer[start : start + length].copy_(host)
+    def landing(self, spans: Spans) -> Landing:
+        return Landing(self.read(spans)) if self.copies is None else self.copies.landing(spans)
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         if not isinstance(source, PageMemory):
             raise ConfigError(f"cannot copy pages from a {type(source).__name__}")
-        for (to, start), length in _paired(spans, source_spans):
-            self.buffer[to : to + length].copy_(source.buffer[start : start + length])
+        if self.copies is not None and source.copies is not None and self.device == source.device:
+            self.copies.copy_from(_paired(spans, source_spans), source.copies)
+        elif self.copies is None and source.copies is None:
+            for to, start, length in _paired(spans, source_spans):
+                self.buffer[to : to + length].copy_(source.buffer[start : start + length])
+        else:
+            landing, data = self.landing(spans), memoryview(b"".join(source.read(source_spans)))
+            for view in landing.views:
+                view[:], data = data[: len(view)], data[len(view) :]
+            landing.commit()
 
 
-def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
-    """Cut two span lists of the same total length at each other's borders. Return ((left offset, right offset),
+def _check_kind(memory: str, device: torch.device) -> None:
+    """Raise ConfigError for a kind of main memory that is not there."""
+    if memory != "auto" and device.type != "cpu":
+        raise ConfigError(
+            f'memory="{memory}" is about pools in main memory, and the pool of a model on {device} lies there; '
+            'use "auto"'
+        )
+    if memory == "pinned" and not torch.cuda.is_available():
+        raise ConfigError('memory="pinned" needs a CUDA device; use "auto"')
+
+
+def _paired(left: Spans, right: Spans) -> list[tuple[int, int, int]]:
+    """Cut two span lists of the same total length at each other's borders. Return (left offset, right offset,
     length)."""
     pieces = []
     remaining = iter(right)
@@ -91,7 +128,7 @@ def _paired(left: Spans, right: Spans) -> list[tuple[tuple[int, int], int]]:
             if not available:
                 start, available = next(remaining)
             step = min(length, available)
-            pieces.append(((offset, start), step))
+            pieces.append((offset, start, step))
             offset, length = offset + step, length - step
             start, available = start + step, available - step
     return pieces

@@ -186,7 +186,7 @@ class Model:
         """Allocate zeroed memory for `num_pages` pages on this model's device. Raises ConfigError when it cannot
         fit."""
         check_fits(num_pages * layout.page_bytes, device_memory_bytes(self.device), f"a pool of {num_pages} pages")
-        return PageMemory(layout, num_pages, device=self.device, memory=memory)
+        return PageMemory(layout, num_pages, device=self.device, memory=memory, ops=self.resolved.ops)
 
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
         """Return the number of pages of a pool whose size was not given.

@@ -330,12 +330,12 @@ class End:
             land(0, 0)
 
     def _write(self, spans: Spans, payload: bytes) -> None:
-        landed = self.memory.landing(spans)
+        landing = self.memory.landing(spans)
         start = 0
-        for view in landed:
+        for view in landing.views:
             view[:] = payload[start : start + len(view)]
             start += len(view)
-        self.memory.commit(spans, landed)
+        landing.commit()
 
     def _verify(self, parcel: Parcel) -> None:
         error = None

@@ -169,12 +169,12 @@ class HandTransport:
             spans = receiver.place(there.link, frame, len(payload))
             if spans is None:
                 return
-            landed = memory.landing(spans)
+            landing = memory.landing(spans)
             left = memoryview(payload)
-            for view in landed:
+            for view in landing.views:
                 view[:] = left[: len(view)]
                 left = left[len(view) :]
-            memory.commit(spans, landed)
+            landing.commit()
             receiver.placed(there.link, frame, None)
 
         there.inbox.append(place)

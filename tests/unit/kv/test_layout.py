@@ -123,7 +123,7 @@ def test_a_payload_means_the_same_in_pages_of_another_size(data: st.DataObject) 
     ours, theirs = list(left.addresses()), list(right.addresses())
     cut = [
         (source + step, target + step)
-        for (source, target), length in _paired(left.spans(), right.spans())
+        for source, target, length in _paired(left.spans(), right.spans())
         for step in range(length)
     ]
     assert cut == list(zip(ours, theirs, strict=True))
@@ -140,8 +140,8 @@ def test_paired_cuts_at_every_border(lefts: list[int], rights: list[int], chance
         return [start + step for start, length in spans for step in range(length)]
 
     pairs = _paired(left, right)
-    assert bytes_of([(a, length) for (a, _), length in pairs]) == bytes_of(left)
-    assert bytes_of([(b, length) for (_, b), length in pairs]) == bytes_of(right)
+    assert bytes_of([(a, length) for a, _, length in pairs]) == bytes_of(left)
+    assert bytes_of([(b, length) for _, b, length in pairs]) == bytes_of(right)
     assert len(pairs) <= len(left) + len(right)
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pdinfer.config import CacheConfig
 from pdinfer.errors import ConfigError
+from pdinfer.kernels import torch_ops
 from pdinfer.kv.layout import KVComponent, KVLayout, Spans
 from pdinfer.kv.memfd import CAN_SHARE, PeerMemfd
 from pdinfer.kv.view import KVView, PageMemory
@@ -40,7 +41,7 @@ def memory_of(*, on_host: bool = True, filled: bool = False, kind: str = "auto")
     copy."""
     memory = PageMemory(layout_of(), NUM_PAGES, device=CPU, memory=kind)
     if not on_host:
-        memory._host = None
+        memory.copies = memory._on_device(torch_ops)
     if filled:
         memory.buffer.copy_(torch.arange(memory.num_bytes) % 251)
     return memory
@@ -125,13 +126,13 @@ def test_what_landed_is_visible_after_commit(on_host: bool, data: st.DataObject,
     memory = memory_of(on_host=on_host)
     spans = data.draw(scattered(data.draw(lengths)))
     sent = [chance.randbytes(length) for _, length in spans]
-    landed = memory.landing(spans)
-    for piece, payload in zip(landed, sent, strict=True):
+    landing = memory.landing(spans)
+    for piece, payload in zip(landing.views, sent, strict=True):
         assert not piece.readonly
         piece[:] = payload
     if not on_host:
         assert not memory.buffer.any(), "before commit nothing of a device's memory changes"
-    memory.commit(spans, landed)
+    landing.commit()
     assert contents(memory, spans) == b"".join(sent)
     for start, length in spans:
         memory.buffer[start : start + length] = 0
@@ -140,16 +141,20 @@ def test_what_landed_is_visible_after_commit(on_host: bool, data: st.DataObject,
 
 def test_host_memory_is_read_and_written_in_place() -> None:
     memory = memory_of()
-    (read,), (landing,) = memory.read([(8, 4)]), memory.landing([(8, 4)])
+    (read,), (landing,) = memory.read([(8, 4)]), memory.landing([(8, 4)]).views
     landing[:] = b"abcd"
     assert bytes(read) == contents(memory, [(8, 4)]) == b"abcd"
 
 
+@pytest.mark.parametrize("source_on_host", [True, False])
+@pytest.mark.parametrize("on_host", [True, False])
 @settings(max_examples=60)
-@given(two_cuts())
-def test_copying_keeps_the_order_of_bytes_however_they_are_cut(cuts: tuple[Spans, Spans]) -> None:
+@given(cuts=two_cuts())
+def test_copying_keeps_the_order_of_bytes_however_they_are_cut(
+    on_host: bool, source_on_host: bool, cuts: tuple[Spans, Spans]
+) -> None:
     spans, source_spans = cuts
-    memory, source = memory_of(), memory_of(filled=True)
+    memory, source = memory_of(on_host=on_host), memory_of(on_host=source_on_host, filled=True)
     memory.copy_from(spans, source, source_spans)
     assert contents(memory, spans) == contents(source, source_spans)
     for start, length in spans:
@@ -169,7 +174,7 @@ def test_host_memory_is_a_memfd_that_others_may_read(kind: str) -> None:
     assert memory.memfd is not None
     assert not memory.buffer.any()
     peer = PeerMemfd(memory.memfd.readable(), memory.num_bytes)
-    memory.landing([(0, 2)])[0][:] = b"ab"
+    memory.landing([(0, 2)]).views[0][:] = b"ab"
     memory.buffer[2] = ord("c")
     assert bytes(peer.view[:4]) == contents(memory, [(0, 4)]) == b"abc\0"
     with pytest.raises(TypeError):
@@ -194,7 +199,7 @@ def test_where_no_memory_can_be_shared_it_is_private(monkeypatch: pytest.MonkeyP
     memory = memory_of()
     assert memory.memfd is None
     assert memory_of(kind="shared").buffer.is_shared()
-    memory.landing([(0, 2)])[0][:] = b"ab"
+    memory.landing([(0, 2)]).views[0][:] = b"ab"
     assert contents(memory, [(0, 2)]) == b"ab"
 
 

@@ -142,8 +142,8 @@ class KVChannel(OfOneProcess):
         ready: Callable[[], None] | None = None,
     ) -> Transfer:
         """Send `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks. The
-        transport calls `ready` before it reads the pages; `ready` may wait for a device. The pages must not change
-        until the Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
+        transport calls `ready` in the thread that reads the pages, before it does. The pages must not change until the
+        Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
         tokens."""
         return self._sender.push(grant, layers, tokens, pages, ready)
 

@@ -139,10 +139,10 @@ class Transport(Protocol):
         then: Callable[[Transfer], None] | None = None,
     ) -> Transfer:
         """Queue a frame and the payload at `source` in our memory, without blocking. `ready` is called before the
-        payload is read, and may wait for a device event. An exception from `ready` closes the link, since what follows
-        the lost write would be misread. On a closed link the transfer is done, with an error. Raise ConfigError as
-        `send` does, and for a source outside our memory. `then` is called with the transfer when it is done, from the
-        thread that moved the bytes.
+        payload is read, in the thread that reads it; for pages on a device it puts the reading behind what writes them.
+        An exception from `ready` closes the link, since what follows the lost write would be misread. On a closed link
+        the transfer is done, with an error. Raise ConfigError as `send` does, and for a source outside our memory.
+        `then` is called with the transfer when it is done, from the thread that moved the bytes.
 
         Payloads need no bound: they wait in their pages, and prefill starts no prompt for a peer to which more than
         `EngineConfig.send_window_bytes` are on their way. The frames and span lists of writes may count as frames

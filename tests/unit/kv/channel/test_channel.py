@@ -9,7 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kernels import torch_ops
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.view import PageMemory
 from pdinfer.types import PageGrant
 from tests.unit.kv.channel.channels import (
     ABORTED,
@@ -58,7 +60,9 @@ def test_page_sizes_may_differ(two_pools: Case, prefill_pages: int, decode_pages
 def test_pages_on_a_device_go_through_host_copies(two_pools: Case) -> None:
     prefill, decode = two_pools.pair(4, 3)
     for end in (prefill, decode):
-        end.pool.memory._host = None  # as it is where the pool is on a device
+        memory = end.pool.memory
+        assert isinstance(memory, PageMemory)
+        memory.copies = memory._on_device(torch_ops)
     grant = two_pools.grant(decode, prefill, tokens=range(6, 17))
     pages = two_pools.accept(prefill, grant)
     two_pools.hand_over(prefill, decode, grant, pages)

@@ -15,7 +15,7 @@ import enum
 import mmap
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import attrs
@@ -24,7 +24,7 @@ import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
 
 PROBE_BYTES = 64
@@ -145,14 +145,13 @@ class SignalMemory:
     def num_bytes(self) -> int:
         return len(self._bytes)
 
+    block_bytes = num_bytes
+
     def read(self, spans: Spans) -> list[memoryview]:
         return [self._bytes[offset : offset + length] for offset, length in spans]
 
-    def landing(self, spans: Spans) -> list[memoryview]:
-        return self.read(spans)
-
-    def commit(self, spans: Spans, landed: Sequence[memoryview]) -> None:
-        pass
+    def landing(self, spans: Spans) -> Landing:
+        return Landing(self.read(spans))
 
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         raise ConfigError("the stream beside an engine runs between processes")
@@ -354,11 +353,11 @@ class Incoming:
 
     def _scatter(self, write: _Arriving, part: Landed, spans: deque[tuple[int, int]]) -> None:
         here = take(spans, part.num_bytes)
-        views = self._memory.landing(here)
+        landing = self._memory.landing(here)
         start = part.slot * self.offer.slot_bytes
-        found = scatter(self._block.bytes[start : start + part.num_bytes], views, digest=self._digest)
+        found = scatter(self._block.bytes[start : start + part.num_bytes], landing.views, digest=self._digest)
         if found == part.digest or not self._digest:
-            self._memory.commit(here, views)
+            landing.commit()
         else:
             write.error = TransferError(
                 f"a write of {write.total} bytes from {self._link.endpoint} did not verify: "

@@ -21,8 +21,9 @@ from collections.abc import Generator, Iterator, Sequence
 import xxhash
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
@@ -126,13 +127,12 @@ class MappedPayloads:
             return
         if spans is not None:
             check_placed(self._link, spans, self._memory, num_bytes)
-        landed = [] if spans is None else self._memory.landing(spans)
         digest = xxhash.xxh3_64(head + frame) if header.digested and spans is not None else None
-        targets = _Targets(landed, digest)
+        targets = None if spans is None else _Targets(spans, self._memory, digest)
         missing = num_bytes
         while missing:
             offsets, lengths, size = yield from self._section(self._source, missing, read)
-            if spans is not None:
+            if targets is not None:
                 targets.copy(self._source.view, offsets, lengths)
             missing -= size
             self._copied += size
@@ -140,12 +140,12 @@ class MappedPayloads:
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
             yield Buffers(weight=size // COPY_SPEED)
         said = (yield from self._next(MessageKind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
-        if spans is None:
+        if targets is None:
             return
         self._check_revoked()
         error = None if digest is None else check_digest(self._link, num_bytes, said, digest)
         if error is None:
-            self._memory.commit(spans, landed)
+            targets.commit()
         self._receiver.placed(self._link, frame, error)
 
     def _section(
@@ -194,8 +194,9 @@ class MappedPayloads:
 class _Targets:
     """Where a payload goes, piece by piece. What was copied is digested while the core's cache holds it."""
 
-    def __init__(self, landed: Sequence[memoryview], digest: xxhash.xxh3_64 | None) -> None:
-        self._views = landed
+    def __init__(self, spans: Spans, memory: Memory, digest: xxhash.xxh3_64 | None) -> None:
+        self._landings = (memory.landing(part) for part in in_blocks(spans, memory))
+        self._landing = next(self._landings)
         self._next = 0
         self._rest = memoryview(b"")
         self._digest = digest
@@ -203,7 +204,7 @@ class _Targets:
     def copy(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
         """Copy the pieces with plain slices, which keep the interpreter lock: given back to a busy host, it would be
         gone for 5 ms each time."""
-        alike = self._views[self._next : self._next + len(lengths)]
+        alike = self._landing.views[self._next : self._next + len(lengths)]
         if self._rest or max(lengths) > PIECE_BYTES or lengths != tuple(map(len, alike)):
             self._copy_cut(source, offsets, lengths)
             return
@@ -221,8 +222,7 @@ class _Targets:
             end = offset + length
             while offset < end:
                 while not rest:
-                    rest = self._views[self._next]
-                    self._next += 1
+                    rest = self._view()
                 step = min(end - offset, len(rest), PIECE_BYTES)
                 piece, rest = rest[:step], rest[step:]
                 piece[:] = source[offset : offset + step]
@@ -230,6 +230,18 @@ class _Targets:
                     self._digest.update(piece)
                 offset += step
         self._rest = rest
+
+    def _view(self) -> memoryview:
+        """Return what is to be filled next."""
+        if self._next == len(self._landing.views):
+            self._landing.commit()
+            self._landing, self._next = next(self._landings), 0
+        self._next += 1
+        return self._landing.views[self._next - 1]
+
+    def commit(self) -> None:
+        """Commit what is not committed yet, once all is filled."""
+        self._landing.commit()
 
 
 def _body(header: Header, num_bytes: int, read: Read) -> Generator[Buffers, None, bytes]:

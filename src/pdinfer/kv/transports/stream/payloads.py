@@ -9,7 +9,7 @@ from typing import Protocol
 import xxhash
 
 from pdinfer.errors import TransferError
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
@@ -67,13 +67,13 @@ class InlinePayloads:
             message.ready()
         header = Header(MessageKind.WRITE, len(message.frame), transfer.num_bytes, self._digest)
         head = memoryview(header.packed() + message.frame)
-        payload = self._memory.read(message.source)
-        if self._digest:
-            digest = xxhash.xxh3_64()
-            yield Buffers([head, *payload], digest)
+        digest = xxhash.xxh3_64() if self._digest else None
+        before = [head]
+        for part in in_blocks(message.source, self._memory):
+            yield Buffers([*before, *self._memory.read(part)], digest)
+            before = []
+        if digest is not None:
             yield Buffers([memoryview(digest_bytes(digest))])
-        else:
-            yield Buffers([head, *payload])
         transfer.complete()
 
     def whole(self, message: Message, transfer: Transfer) -> bytes | None:
@@ -99,17 +99,15 @@ class InlinePayloads:
             yield from _discard(num_bytes + (DIGEST_BYTES if header.digested else 0))
             return
         check_placed(self._link, spans, self._memory, num_bytes)
-        landed = self._memory.landing(spans)
+        digest = xxhash.xxh3_64(head + frame) if header.digested else None
+        for part in in_blocks(spans, self._memory):
+            landing = self._memory.landing(part)
+            yield Buffers(landing.views, digest, payload=True)
+            landing.commit()
         error = None
-        if header.digested:
-            digest = xxhash.xxh3_64(head + frame)
-            yield Buffers(landed, digest, payload=True)
+        if digest is not None:
             said = yield from read(DIGEST_BYTES)
             error = check_digest(self._link, num_bytes, said, digest)
-        else:
-            yield Buffers(landed, payload=True)
-        if error is None:
-            self._memory.commit(spans, landed)
         self._receiver.placed(self._link, frame, error)
 
     def shut(self, error: TransferError) -> None:
