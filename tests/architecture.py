@@ -117,7 +117,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("framing",),
     ),
     "kv.transports.shm": (("transport",), ("receiver",), ("sender",)),
-    "kv.transports.one_sided": (("transport",), ("writer",), ("ring",)),
+    "kv.transports.one_sided": (("transport",), ("writer",), ("ring",), ("block",)),
     "config": (("options",), ("model",), ("hf",), ("fields", "rope"), ("families",)),
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (

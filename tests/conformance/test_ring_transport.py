@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
@@ -20,16 +21,15 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing
 from pdinfer.kv.transports.base import Link, Transport
+from pdinfer.kv.transports.one_sided.block import HostBlock, NamedEngine, take
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_SLOTS,
     PROBE_BYTES,
     Incoming,
     Landed,
-    NamedEngine,
     Offer,
     Signal,
     SignalMemory,
-    take,
 )
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
@@ -354,7 +354,15 @@ def ring_of(segment: NamedEngine) -> Offer:
     """Return the offer of a ring of 16 MiB that was filled and closed."""
     receiver, memory = Recorder(), BytesMemory(0)
     ring = Incoming(
-        Link("peer"), segment, memory, receiver, slot_bytes=1 << 24, num_slots=1, digest=True, credit=lambda _: None
+        Link("peer"),
+        segment,
+        memory,
+        receiver,
+        make_block=partial(HostBlock, segment),
+        slot_bytes=1 << 24,
+        num_slots=1,
+        digest=True,
+        credit=lambda _: None,
     )
     ctypes.memset(ring.offer.address, 1, 1 << 24)
     ring.close()
@@ -463,7 +471,7 @@ def test_the_digest_is_of_what_reached_the_pages(
 
     left, right, link, _ = pair(memory=Racing)
     left.memory.data[0] = 1
-    monkeypatch.setattr("pdinfer.kv.transports.one_sided.ring.xxhash", SimpleNamespace(xxh3_64=Digest))
+    monkeypatch.setattr("pdinfer.kv.transports.one_sided.block.xxhash", SimpleNamespace(xxh3_64=Digest))
     push(left, link, 0, 100)
     error = right.receiver.wait("placed")[0].error
     assert right.memory.data[:100] != left.memory.data[:100]

@@ -22,7 +22,8 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, total_bytes
 from pdinfer.kv.transports.budget import MAX_ARRIVING_BYTES, MAX_WAITING_BYTES, Budget, Limits
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.one_sided.ring import NamedEngine, Offer, Signal
+from pdinfer.kv.transports.one_sided.block import NamedEngine
+from pdinfer.kv.transports.one_sided.ring import Offer, Signal
 from pdinfer.kv.transports.one_sided.transport import RingTransport
 from pdinfer.kv.transports.shm.receiver import MappedPayloads
 from pdinfer.kv.transports.shm.sender import REVOKED

@@ -63,6 +63,9 @@ class SimTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
+    def data_ptr(self) -> int:
+        return self.inner.data_ptr()
+
     def record_stream(self, stream: order.Stream) -> None:
         """Do nothing: no memory is used again before Python has let it go."""
 

@@ -38,6 +38,9 @@ from pdinfer.process.streams import Event, Stream, current_stream, new_stream, o
 BLOCK_BYTES = 8 << 20
 """Room for the joined layers of a push: 4 MiB, and a part of the last layer more."""
 
+WORD_BYTES = 8
+"""The most bytes that a thread of the device copies at once."""
+
 Ints = npt.NDArray[np.int64]
 
 
@@ -83,14 +86,11 @@ class DeviceCopies:
         starts, lengths = _numbers(spans)
         host_N = pinned_empty(int(lengths.sum()), self._device)
         with on_stream(self._stream):
-            _wait(self._stream, self._stepped)
-            block_N = torch.empty(len(host_N), dtype=torch.uint8, device=self._device)
-            for rows, (from_S,) in self._rows(starts[None], lengths):
-                self._ops.gather_pages(rows.of_pool(self._pool_N), from_S, rows.of_block(block_N))
+            block_N = self._block(len(host_N))
+            self._gather(starts, lengths, block_N)
             host_N.copy_(block_N, non_blocking=True)
             done = record_event(self._device)
-        if done is not None:
-            done.synchronize()
+        _sleep_until(done)
         return _views(host_N, lengths)
 
     def landing(self, spans: Spans) -> Landing:
@@ -100,13 +100,47 @@ class DeviceCopies:
 
         def commit() -> None:
             with on_stream(self._stream):
-                block_N = host_N.to(self._device, non_blocking=True)
-                _wait(self._stream, self._stepped)
-                for rows, (to_S,) in self._rows(starts[None], lengths):
-                    self._ops.scatter_pages(rows.of_pool(self._pool_N), to_S, rows.of_block(block_N))
-                self._note_arrival()
+                self._scatter(starts, lengths, host_N.to(self._device, non_blocking=True))
 
         return Landing(_views(host_N, lengths), commit)
+
+    def lasting_block(self, num_bytes: int) -> Tensor:
+        """Return memory of the device, uint8 [num_bytes], that a NIC may write: whoever had it before is done."""
+        with on_stream(self._stream):
+            block_N = self._block(num_bytes)
+            done = record_event(self._device)
+        _sleep_until(done)
+        return block_N
+
+    def _block(self, num_bytes: int) -> Tensor:
+        """Return uninitialised memory of the device. Called on our stream, whose later blocks may take its place."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def gather(self, spans: Spans, block_N: Tensor) -> None:
+        """Copy `spans` to the front of a block of the device. Return when they are there."""
+        with on_stream(self._stream):
+            self._gather(*_numbers(spans), block_N)
+            done = record_event(self._device)
+        _sleep_until(done)
+
+    def scatter(self, spans: Spans, block_N: Tensor) -> None:
+        """Copy the front of a block of the device to `spans`, as `landing` does. Return when it is read. The block
+        begins at a multiple of WORD_BYTES."""
+        with on_stream(self._stream):
+            self._scatter(*_numbers(spans), block_N)
+            done = record_event(self._device)
+        _sleep_until(done)
+
+    def _gather(self, starts: Ints, lengths: Ints, block_N: Tensor) -> None:
+        _wait(self._stream, self._stepped)
+        for rows, (from_S,) in self._rows(starts[None], lengths):
+            self._ops.gather_pages(rows.of_pool(self._pool_N), from_S, rows.of_block(block_N))
+
+    def _scatter(self, starts: Ints, lengths: Ints, block_N: Tensor) -> None:
+        _wait(self._stream, self._stepped)
+        for rows, (to_S,) in self._rows(starts[None], lengths):
+            self._ops.scatter_pages(rows.of_pool(self._pool_N), to_S, rows.of_block(block_N))
+        self._note_arrival()
 
     def copy_from(self, pieces: Sequence[tuple[int, int, int]], source: DeviceCopies) -> None:
         """Copy pieces (offset here, offset there, length) from a pool of the same device. Does not wait."""
@@ -117,7 +151,7 @@ class DeviceCopies:
             written = record_event(self._device)
         with on_stream(self._stream):
             _wait(self._stream, written, source._stepped, self._stepped)
-            block_N = torch.empty(int(lengths.sum()), dtype=torch.uint8, device=self._device)
+            block_N = self._block(int(lengths.sum()))
             for rows, (to_S, from_S) in self._rows(np.stack(starts), lengths):
                 self._ops.gather_pages(rows.of_pool(source._pool_N, 1), from_S, rows.of_block(block_N))
                 self._ops.scatter_pages(rows.of_pool(self._pool_N), to_S, rows.of_block(block_N))
@@ -193,6 +227,11 @@ def _wait(stream: Stream | None, *events: Event | None) -> None:
     for event in events:
         if stream is not None and event is not None:
             stream.wait_event(event)
+
+
+def _sleep_until(event: Event | None) -> None:
+    if event is not None:
+        event.synchronize()
 
 
 def _numbers(spans: Spans) -> tuple[Ints, Ints]:

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pdinfer.errors import BackendUnavailable, ConfigError
-from pdinfer.kv.transports.one_sided.ring import NamedEngine
+from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
 from pdinfer.kv.transports.socket import SocketTransport
 from pdinfer.kv.transports.stream.door import Strangers
@@ -33,6 +35,10 @@ DEBIAN = {"libibverbs": "libibverbs1", "librdmacm": "librdmacm1", "libnuma": "li
 DEFAULTS = {"MC_TCP_SLICE_SIZE": "1048576", "MC_LOG_LEVEL": "WARNING"}
 """Set when unset. Slices of 1 MiB were 1.2 to 1.5 times as fast as those of 64 KiB."""
 RDMA_DEVICES = Path("/sys/class/infiniband")
+PEER_MEMORY = Path("/sys/module/nvidia_peermem")
+ORDERED = (116, 118)
+"""CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED and …_WRITES_ORDERING of cuda.h: 0 where a NIC cannot write a GPU, or
+where a kernel may miss what was written before its launch."""
 
 
 def _load(protocol: str, devices: Sequence[str]) -> Any:
@@ -137,6 +143,31 @@ def check_engine(protocol: str, devices: Sequence[str]) -> None:
         raise ConfigError(f'devices {list(devices)} are for protocol="rdma"')
 
 
+def check_gpu_direct(protocol: str) -> None:
+    """Raise BackendUnavailable where the NIC cannot read and write the memory of GPUs."""
+    if protocol != "rdma":
+        reason = f'protocol is "{protocol}" and not "rdma"'
+    elif not torch.cuda.is_available():
+        reason = "there is no CUDA device"
+    elif not PEER_MEMORY.exists():
+        reason = "the kernel module nvidia_peermem is not loaded"
+    else:
+        lacking = [number for number in range(torch.cuda.device_count()) if not _is_ordered(number)]
+        if not lacking:
+            return
+        reason = f"CUDA devices {lacking} do not take ordered writes of a NIC"
+    raise BackendUnavailable(f"gpu_direct=True was asked for, and {reason}; leave it out")
+
+
+def _is_ordered(device: int) -> bool:
+    """Whether a NIC can write that device, and kernels that are launched later see it."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    value = ctypes.c_int()
+    return cuda.cuInit(0) == 0 and all(
+        cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device) == 0 and value.value for attribute in ORDERED
+    )
+
+
 class MooncakeTransport(RingTransport):
     """Frames over a socket, payloads through a Mooncake engine into a ring that the receiver makes for each peer.
 
@@ -145,9 +176,11 @@ class MooncakeTransport(RingTransport):
     and `devices` are those of MooncakeEngine. With `engine` the transport shares that engine, whose host must be this
     machine's.
 
-    Rings, blocks, `digest` and `timeout_s` are those of RingTransport. `strangers` limits links that are not trusted
-    yet. Raises ConfigError for an address or size that cannot be used, BackendUnavailable when Mooncake or its hardware
-    is missing.
+    Rings, blocks, `digest` and `timeout_s` are those of RingTransport. With `gpu_direct` they lie on the GPU of the
+    pool, where the NIC reads and writes them. That needs RDMA, nvidia_peermem and digest=False, so nothing tells a good
+    slot from one that was hit late; it has not run on a GPU yet. `strangers` limits links that are not trusted yet.
+    Raises ConfigError for an address or size that cannot be used, BackendUnavailable when Mooncake or its hardware is
+    missing.
     """
 
     def __init__(
@@ -162,11 +195,14 @@ class MooncakeTransport(RingTransport):
         num_slots: int = NUM_SLOTS,
         digest: bool = True,
         timeout_s: float = TIMEOUT_S,
+        gpu_direct: bool = False,
         engine: MooncakeEngine | None = None,
         strangers: Strangers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         check_engine(protocol, devices)
+        if gpu_direct:
+            check_gpu_direct(protocol)
         stream = SocketTransport(host=host, port=port, allow_remote=allow_remote, strangers=strangers, clock=clock)
 
         def start() -> NamedEngine:
@@ -183,4 +219,5 @@ class MooncakeTransport(RingTransport):
             num_slots=num_slots,
             digest=digest,
             timeout_s=timeout_s,
+            on_device=gpu_direct,
         )

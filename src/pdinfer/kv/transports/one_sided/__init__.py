@@ -2,9 +2,11 @@
 
     transport.py   frames over a stream, payloads over the engine
     ring.py        the landing ring at its receiver
+    block.py       memory that the engine reads and writes, on the host or on a device
     writer.py      its sender: one thread per link
 
 Tested by tests/conformance/test_ring_transport.py.
 
-May import: kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process, the ground.
+May import: kv.copies, kv.layout, kv.memory, kv.transports.base, kv.transports.budget, kv.transports.message, process,
+the ground.
 """

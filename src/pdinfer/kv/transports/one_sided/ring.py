@@ -12,25 +12,20 @@ may still land at any later time. But it can only land where it was sent, and th
 from __future__ import annotations
 
 import enum
-import mmap
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
 import attrs
-import numpy as np
-import xxhash
 
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.transports.base import Link, Receiver, check_placed
+from pdinfer.kv.transports.one_sided.block import MakeBlock, NamedEngine, take
 
 PROBE_BYTES = 64
 """Room behind the last slot of a ring that nobody reads. Probes, which only test whether writes arrive, go there."""
-CACHED_BYTES = 1 << 18
-"""Bytes that are copied at once: a core's cache still holds them when the digest reads them."""
 MAX_SLOTS = 1024
 MAX_RING_BYTES = 1 << 40
 
@@ -157,119 +152,6 @@ class SignalMemory:
         raise ConfigError("the stream beside an engine runs between processes")
 
 
-class Engine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`. Addresses and sizes are plain ints, segments are names of
-    peers."""
-
-    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
-        """Return 0 when peers may write there from now on."""
-
-    def batch_unregister_memory(self, addresses: list[int]) -> int:
-        """Return 0 when no write that starts from now on is let in. A write that is under way may go on."""
-
-    def transfer_submit_write(self, segment: str, source: int, target: int, num_bytes: int) -> int:
-        """Start a write and return its number, or 0 when it could not start."""
-
-    def transfer_check_status(self, number: int) -> int:
-        """Return 1 when the write has landed (its number is then void), 0 while it goes on, a negative number when it
-        failed."""
-
-
-class NamedEngine:
-    """An engine, the name by which peers address its memory, and the addresses that must not be used again."""
-
-    def __init__(self, engine: Engine, name: str) -> None:
-        self.engine: Engine | None = engine
-        self.name = name
-        self._retired: list[mmap.mmap] = []
-
-    @property
-    def retired_bytes(self) -> int:
-        """Addresses, not memory, that are kept from reuse."""
-        return sum(len(mapping) for mapping in self._retired)
-
-    def retire(self, mapping: mmap.mmap) -> None:
-        """Give back the memory and keep the addresses. A late write then finds pages that belong to nobody. If the
-        addresses were unmapped, it would find whatever this process maps there next."""
-        mapping.madvise(mmap.MADV_DONTNEED)
-        self._retired.append(mapping)
-
-    def close(self) -> None:
-        """Let go of the engine; close its transports first. It ends, and its ports close, when the last call into it
-        has returned. Python stands still for about a second meanwhile."""
-        self.engine = None
-
-
-class Block:
-    """Memory that the engine may read and write. Raises TransferError when it cannot be registered."""
-
-    def __init__(self, segment: NamedEngine, num_bytes: int) -> None:
-        self._segment = segment
-        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = memoryview(self._mapping)
-        self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
-        engine = segment.engine
-        if engine is None:
-            raise TransferError("the Mooncake engine is closed; make a new transport")
-        if code := engine.batch_register_memory([self.address], [num_bytes]):
-            raise TransferError(
-                f"the Mooncake engine did not register {num_bytes} bytes of host memory: it said {code}"
-            )
-
-    def release(self, *, clean: bool) -> None:
-        """Withdraw the block from the engine. `clean` promises that no write from it or into it is under way."""
-        self.bytes.release()
-        if self._segment.engine is not None:
-            self._segment.engine.batch_unregister_memory([self.address])
-        if not clean:
-            self._segment.retire(self._mapping)
-
-
-def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
-    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
-    taken = []
-    while num_bytes:
-        offset, length = spans.popleft()
-        if length > num_bytes:
-            spans.appendleft((offset + num_bytes, length - num_bytes))
-            length = num_bytes
-        taken.append((offset, length))
-        num_bytes -= length
-    return taken
-
-
-def gather(views: Iterable[memoryview], block: memoryview, *, digest: bool) -> int | None:
-    """Copy `views` one after the other into `block`. Return the xxh3_64 of what was read, if asked for."""
-    total = xxhash.xxh3_64()
-    for piece, view in _beside(block, views):
-        piece[:] = view
-        if digest:
-            total.update(view)
-    return total.intdigest() if digest else None
-
-
-def scatter(block: memoryview, views: Iterable[memoryview], *, digest: bool) -> int | None:
-    """Copy `block` into `views`. Return the xxh3_64 of what was written, if asked for: a slot that is written meanwhile
-    may differ from it."""
-    total = xxhash.xxh3_64()
-    for piece, view in _beside(block, views):
-        view[:] = piece
-        if digest:
-            total.update(view)
-    return total.intdigest() if digest else None
-
-
-def _beside(block: memoryview, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
-    """Yield (piece of `block`, piece of a view) of at most CACHED_BYTES, for views that lie in the block one after the
-    other."""
-    position = 0
-    for view in views:
-        for start in range(0, len(view), CACHED_BYTES):
-            piece = view[start : start + CACHED_BYTES]
-            yield block[position : position + len(piece)], piece
-            position += len(piece)
-
-
 @attrs.define(eq=False)
 class _Arriving:
     """A write that has not landed as a whole. `spans` are where the rest goes, None when the write is discarded."""
@@ -295,6 +177,7 @@ class Incoming:
         memory: Memory,
         receiver: Receiver,
         *,
+        make_block: MakeBlock,
         slot_bytes: int,
         num_slots: int,
         digest: bool,
@@ -302,7 +185,7 @@ class Incoming:
     ) -> None:
         self._link, self._memory, self._receiver = link, memory, receiver
         self._digest, self._credit = digest, credit
-        self._block = Block(segment, slot_bytes * num_slots + PROBE_BYTES)
+        self._block = make_block(slot_bytes * num_slots + PROBE_BYTES)
         self.offer = Offer(segment.name, self._block.address, slot_bytes, num_slots)
         self._write: _Arriving | None = None
         self._closed = False
@@ -352,10 +235,9 @@ class Incoming:
             raise TransferError(f"{self._link.endpoint} sends no digests; give both ends the same digest=")
 
     def _scatter(self, write: _Arriving, part: Landed, spans: deque[tuple[int, int]]) -> None:
-        here = take(spans, part.num_bytes)
-        landing = self._memory.landing(here)
         start = part.slot * self.offer.slot_bytes
-        found = scatter(self._block.bytes[start : start + part.num_bytes], landing.views, digest=self._digest)
+        here = take(spans, part.num_bytes)
+        found, landing = self._block.scatter(self._memory, here, start, digest=self._digest)
         if found == part.digest or not self._digest:
             landing.commit()
         else:

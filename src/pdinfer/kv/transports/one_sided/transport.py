@@ -17,22 +17,24 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import attrs
 
 from pdinfer.errors import ConfigError, PDInferError, TransferError
+from pdinfer.kv.copies import WORD_BYTES, DeviceCopies
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport, check_frame, total_bytes
 from pdinfer.kv.transports.budget import MAX_WAITING_BYTES, Budget
 from pdinfer.kv.transports.message import Message
+from pdinfer.kv.transports.one_sided.block import DeviceBlock, HostBlock, MakeBlock, NamedEngine
 from pdinfer.kv.transports.one_sided.ring import (
     MAX_RING_BYTES,
     MAX_SLOTS,
     Credit,
     Incoming,
     Landed,
-    NamedEngine,
     Offer,
     Signal,
     SignalMemory,
@@ -65,6 +67,7 @@ class _Registered:
     memory: Memory
     receiver: Receiver
     segment: NamedEngine
+    make_block: MakeBlock
 
 
 class RingTransport:
@@ -72,9 +75,10 @@ class RingTransport:
 
     `segment` is an engine to share, or makes one that is closed with the transport. A link on which the peer writes has
     a ring of `num_slots` slots of `slot_bytes`. A link on which we write has up to two blocks of `slot_bytes`, and one
-    more for each write that got lost. All of them are host memory, made when first needed. With `digest`, which must be
-    the same on both ends, each slot is verified after it was copied. Without it, nothing tells a good slot from one
-    that was hit late or by a stranger. A write that has not landed after `timeout_s` counts as failed.
+    more for each write that got lost. All of them are made when first needed, in host memory, or with `on_device` where
+    the pool is. With `digest`, which must be the same on both ends, each slot is verified after it was copied. Without
+    it, nothing tells a good slot from one that was hit late or by a stranger. A write that has not landed after
+    `timeout_s` counts as failed.
 
     In a forked child every method raises TransferError, except `close`, which does nothing.
     """
@@ -89,13 +93,20 @@ class RingTransport:
         num_slots: int = NUM_SLOTS,
         digest: bool = True,
         timeout_s: float = TIMEOUT_S,
+        on_device: bool = False,
     ) -> None:
         if not 1 <= num_slots <= MAX_SLOTS or not 1 <= slot_bytes <= MAX_RING_BYTES // num_slots:
             raise ConfigError(
                 f"a ring cannot have {num_slots} slots of {slot_bytes} bytes; use 1 to {MAX_SLOTS} slots and at most "
                 f"{MAX_RING_BYTES} bytes in all"
             )
+        if on_device and (digest or slot_bytes % WORD_BYTES):
+            raise ConfigError(
+                f"nothing digests what a NIC writes to a device, which copies {WORD_BYTES} bytes at once: give "
+                f"digest=False and slot_bytes divided by {WORD_BYTES}"
+            )
         self.name = name
+        self._on_device = on_device
         self._segment, self._stream = segment, stream
         self._slot_bytes, self._num_slots, self._digest, self._timeout_s = slot_bytes, num_slots, digest, timeout_s
         self._pid = os.getpid()
@@ -112,8 +123,10 @@ class RingTransport:
         """Start the engine, unless it is a shared one, and listen. Raise what either of them raises."""
         if self._owned is not None:
             raise ConfigError("this transport already has its memory and receiver; make one transport per channel")
+        copies = _copies_of(memory) if self._on_device else None
         segment = self._segment if isinstance(self._segment, NamedEngine) else self._segment()
-        self._owned = _Registered(memory, receiver, segment)
+        make = partial(HostBlock, segment) if copies is None else partial(DeviceBlock, segment, copies)
+        self._owned = _Registered(memory, receiver, segment, make)
         self._pid = os.getpid()
         _running.add(self)
         try:
@@ -212,6 +225,7 @@ class RingTransport:
                 owned.segment,
                 owned.memory,
                 control,
+                make_block=owned.make_block,
                 slot_bytes=self._slot_bytes,
                 digest=self._digest,
                 timeout_s=self._timeout_s,
@@ -309,6 +323,7 @@ class RingTransport:
             owned.segment,
             owned.memory,
             owned.receiver,
+            make_block=owned.make_block,
             slot_bytes=self._slot_bytes,
             num_slots=self._num_slots,
             digest=self._digest,
@@ -316,3 +331,11 @@ class RingTransport:
         )
         self._rings[link] = ring
         self._say(link, Signal.OFFER, ring.offer.packed())
+
+
+def _copies_of(memory: Memory) -> DeviceCopies:
+    """Return the copies of a pool on a device. Raise ConfigError for another memory."""
+    copies = getattr(memory, "copies", None)
+    if not isinstance(copies, DeviceCopies):
+        raise ConfigError("rings on a device need a pool that lies there, and this one is in main memory")
+    return copies

@@ -24,7 +24,8 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Transfer
 from pdinfer.kv.transports.budget import Budget
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Block, Landed, NamedEngine, Offer, Signal, gather, take
+from pdinfer.kv.transports.one_sided.block import Block, MakeBlock, NamedEngine, take
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES, Landed, Offer, Signal
 from pdinfer.process.locks import new_lock
 
 NUM_PROBES = 3
@@ -75,6 +76,7 @@ class RingWriter:
         memory: Memory,
         control: Control,
         *,
+        make_block: MakeBlock,
         slot_bytes: int,
         digest: bool,
         timeout_s: float,
@@ -82,6 +84,7 @@ class RingWriter:
     ) -> None:
         self._waiting = waiting
         self._link, self._segment, self._memory, self._control = link, segment, memory, control
+        self._make_block = make_block
         self._slot_bytes, self._digest, self._timeout_s = slot_bytes, digest, timeout_s
         self._changed = threading.Condition(new_lock())
         self._queue: deque[Message] = deque()
@@ -232,7 +235,7 @@ class RingWriter:
         part = _Part(frame, total, num_bytes)
         if num_bytes:
             part.block = self._borrow_block()
-            part.digest = gather(self._memory.read(take(rest, num_bytes)), part.block.bytes, digest=self._digest)
+            part.digest = part.block.gather(self._memory, take(rest, num_bytes), digest=self._digest)
         return part
 
     def _start(self, part: _Part) -> None:
@@ -287,7 +290,7 @@ class RingWriter:
         return self._submit(block, self._slot_address(self._num_slots), min(PROBE_BYTES, self._slot_bytes))
 
     def _borrow_block(self) -> Block:
-        block = self._blocks.pop() if self._blocks else Block(self._segment, self._slot_bytes)
+        block = self._blocks.pop() if self._blocks else self._make_block(self._slot_bytes)
         self._unclean.append(block)
         return block
 

@@ -1,0 +1,195 @@
+"""Memory that a one-sided engine may read and write, on the host or on a device; the copies between it and pages."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import numpy as np
+import xxhash
+from torch import Tensor
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.copies import DeviceCopies
+from pdinfer.kv.layout import Spans
+from pdinfer.kv.memory import Landing, Memory
+
+CACHED_BYTES = 1 << 18
+"""Bytes that are copied at once: a core's cache still holds them when the digest reads them."""
+
+
+class Engine(Protocol):
+    """What is used of `mooncake.engine.TransferEngine`. Addresses and sizes are plain ints, segments are names of
+    peers."""
+
+    def batch_register_memory(self, addresses: list[int], lengths: list[int]) -> int:
+        """Return 0 when peers may write there from now on."""
+
+    def batch_unregister_memory(self, addresses: list[int]) -> int:
+        """Return 0 when no write that starts from now on is let in. A write that is under way may go on."""
+
+    def transfer_submit_write(self, segment: str, source: int, target: int, num_bytes: int) -> int:
+        """Start a write and return its number, or 0 when it could not start."""
+
+    def transfer_check_status(self, number: int) -> int:
+        """Return 1 when the write has landed (its number is then void), 0 while it goes on, a negative number when it
+        failed."""
+
+
+class NamedEngine:
+    """An engine, the name by which peers address its memory, and the addresses that must not be used again."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine: Engine | None = engine
+        self.name = name
+        self._retired: list[mmap.mmap] = []
+        self._kept: list[Tensor] = []
+
+    @property
+    def retired_bytes(self) -> int:
+        """Addresses, not memory, that are kept from reuse."""
+        return sum(len(mapping) for mapping in self._retired)
+
+    def retire(self, mapping: mmap.mmap) -> None:
+        """Give back the memory and keep the addresses. A late write then finds pages that belong to nobody. If the
+        addresses were unmapped, it would find whatever this process maps there next."""
+        mapping.madvise(mmap.MADV_DONTNEED)
+        self._retired.append(mapping)
+
+    def keep(self, block_N: Tensor) -> None:
+        """Keep memory of a device, whose addresses cannot be kept without it."""
+        self._kept.append(block_N)
+
+    def register(self, address: int, num_bytes: int, kind: str) -> None:
+        """Let the engine read and write memory. Raise TransferError when it does not."""
+        if self.engine is None:
+            raise TransferError("the Mooncake engine is closed; make a new transport")
+        if code := self.engine.batch_register_memory([address], [num_bytes]):
+            raise TransferError(
+                f"the Mooncake engine did not register {num_bytes} bytes of {kind} memory: it said {code}"
+            )
+
+    def withdraw(self, address: int) -> None:
+        """Let no write into that memory start from now on."""
+        if self.engine is not None:
+            self.engine.batch_unregister_memory([address])
+
+    def close(self) -> None:
+        """Let go of the engine; close its transports first. It ends, and its ports close, when the last call into it
+        has returned. Python stands still for about a second meanwhile."""
+        self.engine = None
+
+
+class Block(Protocol):
+    """Memory that the engine may read and write."""
+
+    address: int
+
+    def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
+        """Copy `spans` of a memory into the block, one after the other. Return the xxh3_64 of what was read, if asked
+        for."""
+
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
+        """Copy the block's bytes from `start` on to `spans` of a memory. Return the xxh3_64 of what was written, if
+        asked for, and what is to be committed. The block may be written again when this returns."""
+
+    def release(self, *, clean: bool) -> None:
+        """Withdraw the block from the engine. `clean` promises that no write from it or into it is under way."""
+
+
+MakeBlock = Callable[[int], Block]
+"""Makes a block of so many bytes. Raises TransferError when it cannot be registered."""
+
+
+class HostBlock:
+    """A block of host memory."""
+
+    def __init__(self, segment: NamedEngine, num_bytes: int) -> None:
+        self._segment = segment
+        self._mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes = memoryview(self._mapping)
+        self.address = int(np.frombuffer(self._mapping, np.uint8).ctypes.data)
+        segment.register(self.address, num_bytes, "host")
+
+    def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
+        return gather(memory.read(spans), self._bytes, digest=digest)
+
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
+        landing = memory.landing(spans)
+        return scatter(self._bytes[start:], landing.views, digest=digest), landing
+
+    def release(self, *, clean: bool) -> None:
+        self._bytes.release()
+        self._segment.withdraw(self.address)
+        if not clean:
+            self._segment.retire(self._mapping)
+
+
+class DeviceBlock:
+    """A block on the device of a pool, which the NIC reads and writes there. Nothing digests its bytes."""
+
+    def __init__(self, segment: NamedEngine, copies: DeviceCopies, num_bytes: int) -> None:
+        self._segment, self._copies = segment, copies
+        self._bytes_N = copies.lasting_block(num_bytes)
+        self.address = self._bytes_N.data_ptr()
+        segment.register(self.address, num_bytes, "device")
+
+    def gather(self, memory: Memory, spans: Spans, *, digest: bool) -> int | None:
+        self._copies.gather(spans, self._bytes_N)
+        return None
+
+    def scatter(self, memory: Memory, spans: Spans, start: int, *, digest: bool) -> tuple[int | None, Landing]:
+        self._copies.scatter(spans, self._bytes_N[start:])
+        return None, Landing([])
+
+    def release(self, *, clean: bool) -> None:
+        self._segment.withdraw(self.address)
+        if not clean:
+            self._segment.keep(self._bytes_N)
+
+
+def take(spans: deque[tuple[int, int]], num_bytes: int) -> Spans:
+    """Remove spans of `num_bytes` in all from the front, and cut the last one. Return them."""
+    taken = []
+    while num_bytes:
+        offset, length = spans.popleft()
+        if length > num_bytes:
+            spans.appendleft((offset + num_bytes, length - num_bytes))
+            length = num_bytes
+        taken.append((offset, length))
+        num_bytes -= length
+    return taken
+
+
+def gather(views: Iterable[memoryview], block: memoryview, *, digest: bool) -> int | None:
+    """Copy `views` one after the other into `block`. Return the xxh3_64 of what was read, if asked for."""
+    total = xxhash.xxh3_64()
+    for piece, view in _beside(block, views):
+        piece[:] = view
+        if digest:
+            total.update(view)
+    return total.intdigest() if digest else None
+
+
+def scatter(block: memoryview, views: Iterable[memoryview], *, digest: bool) -> int | None:
+    """Copy `block` into `views`. Return the xxh3_64 of what was written, if asked for: a slot that is written meanwhile
+    may differ from it."""
+    total = xxhash.xxh3_64()
+    for piece, view in _beside(block, views):
+        view[:] = piece
+        if digest:
+            total.update(view)
+    return total.intdigest() if digest else None
+
+
+def _beside(block: memoryview, views: Iterable[memoryview]) -> Iterator[tuple[memoryview, memoryview]]:
+    """Yield (piece of `block`, piece of a view) of at most CACHED_BYTES, for views that lie in the block one after the
+    other."""
+    position = 0
+    for view in views:
+        for start in range(0, len(view), CACHED_BYTES):
+            piece = view[start : start + CACHED_BYTES]
+            yield block[position : position + len(piece)], piece
+            position += len(piece)

@@ -1,0 +1,90 @@
+"""Landing rings in a device's memory, which a NIC would write. Here an engine copies bytes of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kv.transports import mooncake
+from pdinfer.kv.transports.one_sided.ring import PROBE_BYTES
+from pdinfer.kv.transports.one_sided.transport import RingTransport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.view import PageMemory
+from tests.conformance.test_ring_transport import SLOT_BYTES, Network
+from tests.conformance.transport_ends import End, Recorder, finished
+from tests.device.test_transfers import contents, pool_of, spans_of
+from tests.simulated.watch import Watch
+
+
+@pytest.fixture
+def ends(device: torch.device) -> Iterator[tuple[End, End, Network]]:
+    """Two connected ends with pools on the device. What arrives goes to the tokens from which it was sent, in other
+    pages."""
+    network = Network()
+    made = []
+    for seed in range(2):
+        transport = RingTransport(
+            "ring", network.segment, SocketTransport(), slot_bytes=SLOT_BYTES, num_slots=3, digest=False, on_device=True
+        )
+        end = End(transport, pool_of(device, "latent", "index_k", seed=seed), Recorder())  # type: ignore[arg-type]
+        end.endpoints = transport.register(end.memory, end.receiver)
+        made.append(end)
+    yield made[0], made[1], network
+    for end in made:
+        end.transport.close()
+        assert not end.receiver.broken
+
+
+def test_pages_travel_from_one_device_to_the_other_without_the_host(ends: tuple[End, End, Network]) -> None:
+    left, right, network = ends
+    ours, theirs = left.memory, right.memory
+    assert isinstance(ours, PageMemory)
+    assert isinstance(theirs, PageMemory)
+    source = spans_of(ours, range(3, 23), range(3))
+    target = spans_of(theirs, range(3, 23), range(3), seed=9)
+    right.receiver.hooks["place"] = lambda *_: target
+    link, _ = left.connect(right)
+    ready = ours.computed()
+    with Watch(everywhere=True) as watch:
+        for _ in range(2):
+            assert finished(left.transport.write(link, b"w", source, ready=ready)).error is None
+        right.receiver.wait("placed", 2)
+    assert contents(theirs, target) == contents(ours, source)
+    assert len(network.payloads()) == 2 * -(-sum(length for _, length in source) // SLOT_BYTES)
+    assert watch.totals()["pageable"] == 0
+    assert not [line for line in watch.counts["pinned"] if "to the host" in line]
+    sender, receiver = network.engines.values()
+    assert set(sender.memory.values()) == {SLOT_BYTES}
+    assert list(receiver.memory.values()) == [3 * SLOT_BYTES + PROBE_BYTES]
+
+
+def test_rings_on_a_device_need_a_pool_there_and_no_digest() -> None:
+    stream = SocketTransport()
+    with pytest.raises(ConfigError, match="nothing digests what a NIC writes to a device"):
+        RingTransport("ring", Network().segment, stream, on_device=True)
+    with pytest.raises(ConfigError, match="slot_bytes divided by 8"):
+        RingTransport("ring", Network().segment, stream, on_device=True, digest=False, slot_bytes=100)
+    transport = RingTransport("ring", Network().segment, stream, on_device=True, digest=False)
+    with pytest.raises(ConfigError, match="need a pool that lies there"):
+        transport.register(pool_of(torch.device("cpu"), "latent"), Recorder())
+
+
+def test_gpu_direct_is_refused_where_the_nic_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(reason: str, protocol: str = "rdma") -> None:
+        with pytest.raises(BackendUnavailable, match=f"gpu_direct=True was asked for, and {reason}"):
+            mooncake.MooncakeTransport(protocol=protocol, digest=False, gpu_direct=True)
+
+    refused('protocol is "tcp"', "tcp")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    refused("there is no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(mooncake, "PEER_MEMORY", tmp_path / "nvidia_peermem")
+    refused("the kernel module nvidia_peermem is not loaded")
+    (tmp_path / "nvidia_peermem").mkdir()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(mooncake, "_is_ordered", lambda device: device == 0)
+    refused(r"CUDA devices \[1\] do not take ordered writes")
