@@ -50,7 +50,7 @@ class Memory(Protocol):
 def in_blocks(spans: Spans, memory: Memory) -> Iterator[Spans]:
     """Cut spans into parts of at most `memory.block_bytes`, at least one part."""
     left = memory.block_bytes
-    if sum(length for _, length in spans) <= left:
+    if left == memory.num_bytes or sum(length for _, length in spans) <= left:
         yield spans
         return
     part: Spans = []
