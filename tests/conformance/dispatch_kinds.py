@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher
+from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Returned
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.parallel import Group, Topology
@@ -62,8 +62,8 @@ class OneCall:
     def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Tensor:
         return y[dispatched.row_TK].float().masked_fill(dispatched.row_TK[..., None] < 0, 0).sum(1)
 
-    def combine_end(self, pending: Tensor) -> Tensor:
-        return pending
+    def combine_end(self, pending: Tensor) -> Returned:
+        return Returned(pending)
 
 
 def one_call(group: Group, experts_per_rank: int, top_k: int) -> OneCall:

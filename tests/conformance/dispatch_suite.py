@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
 from pdinfer.parallel import Group
 from tests.rounding import gamma
 
@@ -98,10 +98,19 @@ class World:
         y_SD[: len(factor_S)] = dispatched.x_SD[: len(factor_S)] * factor_S[:, None]
         return y_SD
 
-    def check_sum(self, got: Tensor, routed: Routed) -> None:
-        assert (got.dtype, got.shape) == (torch.float32, routed.x_TD.shape)
+    def check_sum(self, returned: Returned, routed: Routed) -> None:
+        got = summed(returned)
+        assert returned.y_SD.dtype == self.kind.dtype
+        assert got.shape == routed.x_TD.shape
         # terms of one sign, at most five: their sum is as exact as they are
         torch.testing.assert_close(got, routed.expected(), rtol=self.kind.tolerance, atol=0)
+
+
+def summed(returned: Returned) -> Tensor:
+    """Return the sums of tokens in float32."""
+    if returned.row_TK is None or returned.weights_TK is None:
+        return returned.y_SD.float()
+    return OPS.combine_rows(returned.y_SD, returned.row_TK, returned.weights_TK)
 
 
 def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
@@ -182,7 +191,7 @@ def sums_are_those_of_one_rank(kind: Kind, group: Group, seed: int) -> None:
             each.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK)
         )
         returning = each.dispatcher.combine_begin(each.run_experts(dispatched), dispatched)
-        sums.append(each.dispatcher.combine_end(returning))
+        sums.append(summed(each.dispatcher.combine_end(returning)))
     assert torch.equal(*sums)
 
 

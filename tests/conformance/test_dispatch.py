@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdinfer.moe.dispatchers import AllToAllDispatcher, LocalDispatcher, TokenDispatcher
 from pdinfer.parallel import Group
 from tests.conformance.dispatch_kinds import KINDS
-from tests.conformance.dispatch_suite import OPS, SUITE
+from tests.conformance.dispatch_suite import OPS, SUITE, summed
 from tests.ranks import Ranks
 from tests.slices import one_in
 
@@ -47,5 +47,5 @@ def test_rows_keep_their_dtype_and_the_sum_is_float32(dispatcher: TokenDispatche
     ids_TK, weights_TK = torch.tensor([[1, 0]]), torch.tensor([[1.0, 2**-12]])
     dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(torch.ones(1, 1, dtype=dtype), ids_TK, weights_TK))
     assert dispatched.x_SD.dtype == dtype
-    combined = dispatcher.combine_end(dispatcher.combine_begin(dispatched.x_SD, dispatched))
+    combined = summed(dispatcher.combine_end(dispatcher.combine_begin(dispatched.x_SD, dispatched)))
     assert combined.tolist() == [[1 + 2**-12]]

@@ -13,8 +13,8 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops, row_formats
 from pdinfer.kernels.activations import Rounding
-from tests.conformance.op_suite import assert_turned, draw, for_every_provider, op_of
-from tests.rounding import assert_within, error_of_norm, error_of_silu, rounded, unit
+from tests.conformance.op_suite import assert_turned, draw, every_dtype, for_every_provider, op_of
+from tests.rounding import assert_within, error_of_norm, error_of_silu, gamma, rounded, unit
 
 
 def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
@@ -176,6 +176,86 @@ def test_a_latent_that_is_not_finite_is_stored_so(
         got = store(spoilt(column), dtype, dtype, device, 5, rounding)
         assert not got[3].isfinite().all()
         assert torch.equal(got[[0, 1, 2, 4]], good[[0, 1, 2, 4]])
+
+
+every_addend = pytest.mark.parametrize("addend", ["", "shared", "residual", "shared residual"])
+
+
+@for_every_provider
+@every_addend
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(0, 2, 7), (1, 1, 1), (5, 3, 48), (3, 8, 39)])
+def test_combine_experts(
+    provider: str, device: str, dtype: torch.dtype, addend: str, tokens: int, top_k: int, width: int
+) -> None:
+    """Every third choice is none."""
+    op = fused_of(provider, "combine_experts", device, dtype)
+    y, row, weights, shared, residual = results(tokens, top_k, width, dtype, device, addend)
+    got = op(y, row, weights, shared, residual)
+    terms = y.cpu().double()[row.cpu()] * weights.cpu().double()[..., None]
+    terms = terms.masked_fill(row.cpu()[..., None] < 0, 0)
+    if shared is not None:
+        terms = torch.cat((terms, shared.cpu().double()[:, None]), 1)
+    error = gamma(top_k + 2) * terms.abs().sum(1)
+    check_added(got, terms.sum(1), error, residual, dtype)
+
+
+@for_every_provider
+@every_addend
+def test_sums_that_are_there_are_only_added(provider: str, device: str, dtype: torch.dtype, addend: str) -> None:
+    op = fused_of(provider, "combine_experts", device, dtype)
+    _, _, _, shared, residual = results(5, 1, 48, dtype, device, addend)
+    y = draw(5, 48, seed=7).to(dtype).to(device)
+    exact = y.cpu().double() + (0 if shared is None else shared.cpu().double())
+    check_added(op(y, None, None, shared, residual), exact, gamma(1) * exact.abs(), residual, dtype)
+
+
+def check_added(got: Tensor, exact: Tensor, error: Tensor, residual: Tensor | None, dtype: torch.dtype) -> None:
+    if residual is None:
+        assert_within(got, exact, error, dtype)
+    else:
+        assert_within(got, residual.cpu().double() + exact, rounded(exact, error, dtype), dtype)
+
+
+def results(tokens: int, top_k: int, width: int, dtype: torch.dtype, device: str, addend: str) -> tuple[Any, ...]:
+    """Return what experts returned, in any order and with NaN in a row that nobody asks for; and what is added."""
+    y, weights = draw(tokens * top_k + 1, width).to(dtype), draw(tokens, top_k, seed=1)
+    y[-1] = math.nan
+    row = torch.randperm(tokens * top_k, generator=torch.Generator().manual_seed(3)).view(tokens, top_k)
+    row = row.where(torch.arange(row.numel()).view(row.shape) % 3 != 2, -1)
+    weights[row < 0] = math.nan
+    shared, residual = (
+        draw(tokens, width, seed=seed).to(dtype).to(device) if name in addend else None
+        for seed, name in ((5, "shared"), (6, "residual"))
+    )
+    return y.to(device), row.to(device), weights.to(device), shared, residual
+
+
+@every_dtype
+def test_the_residual_is_added_to_what_was_rounded(dtype: torch.dtype) -> None:
+    """The layer's output has a dtype of its own; a sum that stayed in float32 would be another number."""
+    ops = ops_of(dtype)
+    y, row, weights, shared, residual = results(64, 3, 48, dtype, "cpu", "shared residual")
+    out = (ops.combine_rows(y, row, weights) + shared).to(dtype)
+    got = ops.combine_experts(y, row, weights, shared, residual)
+    assert torch.equal(got, residual + out)
+    at_once = (residual.float() + ops.combine_rows(y, row, weights) + shared).to(dtype)
+    assert not torch.equal(got, at_once)
+
+
+@for_every_provider
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=["nan", "inf", "-inf"])
+def test_a_result_that_is_not_finite_stays_so(provider: str, device: str, dtype: torch.dtype, bad: float) -> None:
+    op = fused_of(provider, "combine_experts", device, dtype)
+    inputs = list(results(5, 3, 48, dtype, device, "shared residual"))
+    good = op(*inputs)
+    row = inputs[1].cpu()
+    for which, at in ((0, (int(row[2, row[2] >= 0][0]), 47)), (3, (2, 47)), (4, (2, 47))):
+        spoilt = list(inputs)
+        spoilt[which] = inputs[which].clone()
+        spoilt[which][at] = bad
+        got = op(*spoilt)
+        assert not got[2].isfinite().all()
+        assert torch.equal(got[[0, 1, 3, 4]], good[[0, 1, 3, 4]])
 
 
 def test_each_rounding_is_that_of_its_product() -> None:

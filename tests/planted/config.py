@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "the norm of A.X-K1 is left out",
         "src/pdinfer/model/block.py",
-        "        if self.moe_norm is not None:",
-        "        if self.moe_norm is not None and self.layer < 0:",
+        "            if self.moe_norm is None:",
+        "            if self.moe_norm is None or self.layer >= 0:",
         "tests/unit/config/test_families.py::test_logits_and_greedy_tokens_are_those_of_transformers[a.x-k1]",
     ),
     Mutant(

@@ -141,7 +141,7 @@ MUTANTS = [
     Mutant(
         "two_batch_overlap is deleted",
         "src/pdinfer/moe/layer.py",
-        "        if self.two_batch_overlap:\n            return self._in_two_batches(x_TD, trace, live_T)\n",
+        "        if self.two_batch_overlap:\n            return self._in_two_batches(x_TD, trace, live_T, residual_TD)\n",
         "",
         "tests/unit/moe/test_experts.py::test_two_batches_are_under_way_where_that_is_asked_for[True]",
     ),

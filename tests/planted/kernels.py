@@ -211,6 +211,27 @@ MUTANTS = [
         f"{FUSED}::test_latents_are_stored_as_kv_b_proj_rounds_them",
     ),
     Mutant(
+        "experts and the residual stream are added before they are rounded",
+        "src/pdinfer/kernels/compositions.py",
+        "    out_TD = sum_TD.to(y_SD.dtype)\n    return out_TD if residual_TD is None else residual_TD + out_TD",
+        "    return (sum_TD if residual_TD is None else residual_TD + sum_TD).to(y_SD.dtype)",
+        f"{FUSED}::test_the_residual_is_added_to_what_was_rounded",
+    ),
+    Mutant(
+        "the shared experts are added in the model's dtype",
+        "src/pdinfer/kernels/compositions.py",
+        "sum_TD = sum_TD + shared_TD",
+        "sum_TD = sum_TD.to(y_SD.dtype) + shared_TD",
+        f"{FUSED}::test_combine_experts",
+    ),
+    Mutant(
+        "two batches swap their residual streams",
+        "src/pdinfer/moe/layer.py",
+        "residual_TD.tensor_split(2)",
+        "residual_TD.tensor_split(2)[::-1]",
+        "tests/e2e/test_expert_ranks.py::test_logits_are_those_of_one_rank",
+    ),
+    Mutant(
         "the bias of a latent's norm is lost",
         "src/pdinfer/model/mla.py",
         " or norm.bias_D is not None",

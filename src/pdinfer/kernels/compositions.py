@@ -52,3 +52,21 @@ def norm_rotate_store(
     if rounding is not None:
         c_TC = ops.rounded(c_TC, rounding)
     ops.store_latent(pages_PGW, slots_T, c_TC, ops.rotate(k_TR[:, None], cos_TF, sin_TF)[:, 0])
+
+
+def combine_experts(
+    ops: Ops,
+    y_SD: Tensor,
+    row_TK: Tensor | None,
+    weights_TK: Tensor | None,
+    shared_TD: Tensor | None,
+    residual_TD: Tensor | None,
+) -> Tensor:
+    if row_TK is None or weights_TK is None:
+        sum_TD = y_SD.float()
+    else:
+        sum_TD = ops.combine_rows(y_SD, row_TK, weights_TK)
+    if shared_TD is not None:
+        sum_TD = sum_TD + shared_TD
+    out_TD = sum_TD.to(y_SD.dtype)
+    return out_TD if residual_TD is None else residual_TD + out_TD

@@ -56,3 +56,19 @@ class NormRotateStore(Protocol):
         """Write token t's latent c after `rms_norm`, and its key k after `rotate` (of interleaved pairs), to its slot
         as `store_latent` does. With a `rounding` the normed latent is rounded so first, by `round_fp8` or `round_int8`.
         c and k may be views of wider rows. Mutates `pages_PGW` alone."""
+
+
+class CombineExperts(Protocol):
+    """Ends a layer with experts."""
+
+    def __call__(
+        self,
+        y_SD: Tensor,
+        row_TK: Tensor | None,
+        weights_TK: Tensor | None,
+        shared_TD: Tensor | None,
+        residual_TD: Tensor | None,
+    ) -> Tensor:
+        """Return residual + (combine_rows(y, row, weights) + shared) -> [T, D] in y's dtype. The inner sum is float32,
+        and rounded to that dtype before the residual is added in it. None adds nothing; without `row_TK` and
+        `weights_TK` y has the sum of each token already, S = T."""

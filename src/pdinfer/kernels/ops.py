@@ -24,7 +24,7 @@ import attrs
 from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows, Rounding
-from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, GatedSiluFP8, NormRotateStore
+from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, CombineExperts, GatedSiluFP8, NormRotateStore
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
 
@@ -373,6 +373,7 @@ class Ops:
     add_rms_norm_fp8: AddRMSNormFP8
     gated_silu_fp8: GatedSiluFP8
     norm_rotate_store: NormRotateStore
+    combine_experts: CombineExperts
 
     def __attrs_post_init__(self) -> None:
         for op in OP_NAMES:

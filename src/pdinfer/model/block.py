@@ -76,10 +76,12 @@ class Block:
         x_TD, _ = self.attention_norm(hidden_TD)
         attended_TD = self.attention(x_TD, step, self.layer)
         x_TD, part_TD = self.mlp_norm(tp.part(attended_TD, together), tp.part(hidden_TD, together))
-        if isinstance(self.mlp, MoE):
-            y_TD = self.mlp(x_TD, step.trace, None if step.live_T is None else tp.part(step.live_T, together))
+        if not isinstance(self.mlp, MoE):
+            out_TD = part_TD + self.mlp(x_TD, step.trace)
         else:
-            y_TD = self.mlp(x_TD, step.trace)
-        if self.moe_norm is not None:
-            y_TD = self.moe_norm(y_TD)
-        return tp.join(part_TD + y_TD, len(hidden_TD), together)
+            live_T = None if step.live_T is None else tp.part(step.live_T, together)
+            if self.moe_norm is None:
+                out_TD = self.mlp(x_TD, step.trace, live_T, part_TD)
+            else:
+                out_TD = part_TD + self.moe_norm(self.mlp(x_TD, step.trace, live_T))
+        return tp.join(out_TD, len(hidden_TD), together)

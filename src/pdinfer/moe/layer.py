@@ -131,6 +131,7 @@ class MoE:
     experts: Experts
     shared: GatedMLP | None
     dispatcher: TokenDispatcher
+    ops: Ops
     record: Callable[[Tensor], None] | None = None
     replicas: LayerReplicas | None = None
     two_batch_overlap: bool = False
@@ -147,6 +148,7 @@ class MoE:
             Experts.build(source, f"{name}.experts", config, ops, parallel.experts_of(layer)),
             shared,
             parallel.dispatcher,
+            ops,
             parallel.record_of(layer),
             parallel.replicas_of(layer),
             parallel.two_batch_overlap,
@@ -157,21 +159,30 @@ class MoE:
         """The weights that multiply the input, but for the router's."""
         return (self.experts.gate_up, *(() if self.shared is None else self.shared.readers))
 
-    def __call__(self, x_TD: Tensor | Rounded, trace: Trace | None = None, live_T: Tensor | None = None) -> Tensor:
-        """Return the layer's output. Tokens that are not `live_T` (bool, None for all) go to no routed expert and are
-        not recorded."""
+    def __call__(
+        self,
+        x_TD: Tensor | Rounded,
+        trace: Trace | None = None,
+        live_T: Tensor | None = None,
+        residual_TD: Tensor | None = None,
+    ) -> Tensor:
+        """Return the layer's output, added to `residual_TD` where that is given. Tokens that are not `live_T` (bool,
+        None for all) go to no routed expert and are not recorded."""
         if self.two_batch_overlap:
-            return self._in_two_batches(x_TD, trace, live_T)
-        return self._combine(x_TD, *self._run(x_TD, self._dispatch(x_TD, trace, live_T)))
+            return self._in_two_batches(x_TD, trace, live_T, residual_TD)
+        return self._combine(*self._run(x_TD, self._dispatch(x_TD, trace, live_T)), residual_TD)
 
-    def _in_two_batches(self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None) -> Tensor:
+    def _in_two_batches(
+        self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None, residual_TD: Tensor | None
+    ) -> Tensor:
         """Compute one half of the rows while the other half travels."""
         middle = -(-len(x_TD) // 2)
         halves = (x_TD[:middle], x_TD[middle:])
         live_halves = (None, None) if live_T is None else live_T.tensor_split(2)
+        residuals = (None, None) if residual_TD is None else residual_TD.tensor_split(2)
         dispatched = [self._dispatch(half_TD, trace, live) for half_TD, live in zip(halves, live_halves, strict=True)]
         returning = [self._run(half_TD, pending) for half_TD, pending in zip(halves, dispatched, strict=True)]
-        return torch.cat([self._combine(half_TD, *both) for half_TD, both in zip(halves, returning, strict=True)])
+        return torch.cat([self._combine(*both, half_TD) for both, half_TD in zip(returning, residuals, strict=True)])
 
     def _dispatch(self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None) -> Any:
         mark(trace, "router")
@@ -191,7 +202,6 @@ class MoE:
         returning = self.dispatcher.combine_begin(self.experts(dispatched), dispatched)
         return returning, None if self.shared is None else self.shared(x_TD)  # while results travel
 
-    def _combine(self, x_TD: Tensor | Rounded, returning: Any, shared_TD: Tensor | None) -> Tensor:
-        y_TD = self.dispatcher.combine_end(returning)
-        floats_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
-        return (y_TD if shared_TD is None else y_TD + shared_TD).to(floats_TD.dtype)
+    def _combine(self, returning: Any, shared_TD: Tensor | None, residual_TD: Tensor | None) -> Tensor:
+        back = self.dispatcher.combine_end(returning)
+        return self.ops.combine_experts(back.y_SD, back.row_TK, back.weights_TK, shared_TD, residual_TD)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.dispatchers.base import Contiguous
+from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.parallel import Begun, Group
 
 
@@ -98,5 +98,5 @@ class AllToAllDispatcher:
             weights_TK=travelled.weights_TK,
         )
 
-    def combine_end(self, pending: _Returning) -> Tensor:
-        return self.ops.combine_rows(pending.rows.wait(), pending.row_TK, pending.weights_TK)
+    def combine_end(self, pending: _Returning) -> Returned:
+        return Returned(pending.rows.wait(), pending.row_TK, pending.weights_TK)

@@ -50,8 +50,19 @@ Dispatched = Contiguous | Masked
 class adds, and what the `begin` halves return."""
 
 
+@attrs.frozen
+class Returned:
+    """What experts returned for the tokens of this rank, in the form that `kernels.fused.CombineExperts` sums: the
+    result of token t is sum_k weights_TK[t, k] * y_SD[row_TK[t, k]], where a row of -1 is none. Without these two, y_SD
+    is that sum, [T, D]."""
+
+    y_SD: Tensor
+    row_TK: Tensor | None = None
+    weights_TK: Tensor | None = None
+
+
 class TokenDispatcher(Protocol):
-    """The seam: it sends each token to its experts and sums what they return."""
+    """The seam: it sends each token to its experts and brings back what they return."""
 
     @property
     def max_live(self) -> int | None:
@@ -77,8 +88,8 @@ class TokenDispatcher(Protocol):
     def combine_begin(self, y: Tensor, dispatched: Any) -> Any:
         """Start sending results back: one for each dispatched row, of the same shape and dtype."""
 
-    def combine_end(self, pending: Any) -> Tensor:
-        """Return sum_k weight_k * y_k per token, in the order of `dispatch_begin`: float32 [T, D]. No expert adds 0."""
+    def combine_end(self, pending: Any) -> Returned:
+        """Return the results of all tokens, in the order and dtype of `dispatch_begin`. No expert adds 0."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +100,7 @@ class _Sorted(Contiguous):
 
 @attrs.frozen
 class LocalDispatcher:
-    """The dispatcher for one rank: it sorts the rows and un-sorts the sum."""
+    """The dispatcher for one rank: it sorts the rows."""
 
     num_experts: int
     ops: Ops
@@ -106,8 +117,8 @@ class LocalDispatcher:
     def dispatch_end(self, pending: _Sorted) -> _Sorted:
         return pending
 
-    def combine_begin(self, y: Tensor, dispatched: _Sorted) -> Tensor:
-        return self.ops.combine_rows(y, dispatched.row_TK, dispatched.weights_TK)
+    def combine_begin(self, y: Tensor, dispatched: _Sorted) -> Returned:
+        return Returned(y, dispatched.row_TK, dispatched.weights_TK)
 
-    def combine_end(self, pending: Tensor) -> Tensor:
+    def combine_end(self, pending: Returned) -> Returned:
         return pending

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kernels.ops import Ops
-from pdinfer.moe.dispatchers.base import Contiguous, Masked
+from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.parallel import Group
 
@@ -198,9 +198,9 @@ class DeepEPNormal:
         y_TD, _, event = self.buffer.combine(sum_ND, dispatched.handle, config=self.combine_chunks, async_finish=True)
         return _Returning(y_TD=y_TD, event=event, kept=sum_ND)
 
-    def combine_end(self, pending: _Returning) -> Tensor:
+    def combine_end(self, pending: _Returning) -> Returned:
         pending.event.current_stream_wait()
-        return pending.y_TD.float()
+        return Returned(pending.y_TD)
 
 
 @attrs.frozen(kw_only=True)
@@ -300,11 +300,10 @@ class DeepEPLowLatency:
         )
         return _Hooked(result=y_TD, hook=hook, kept=(y, dispatched))
 
-    def combine_end(self, pending: _Hooked) -> Tensor:
+    def combine_end(self, pending: _Hooked) -> Returned:
         pending.hook()
         self.live -= 1
-        y_TD: Tensor = pending.result
-        return y_TD.float()
+        return Returned(pending.result)
 
 
 def import_deep_ep(method: str) -> Any:
