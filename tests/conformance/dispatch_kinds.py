@@ -18,7 +18,7 @@ from tests.conformance import fake_deep_ep
 from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma
 
-NORMAL_WIDTH, LOW_LATENCY_WIDTH = 16, 2048
+NORMAL_WIDTH, NORMAL_FP8_WIDTH, LOW_LATENCY_WIDTH = 16, 256, 2048
 
 
 def local(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
@@ -84,6 +84,10 @@ def normal(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
     return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS)
 
 
+def normal_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
+    return DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH), OPS)
+
+
 def normal_tuned(group: Group, experts_per_rank: int, top_k: int) -> DeepEPNormal:
     config = DeepEPConfig.from_dict({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}})
     dispatcher = DeepEPNormal.connect(group, sizes(group, experts_per_rank, top_k, NORMAL_WIDTH), OPS, config)
@@ -96,14 +100,20 @@ def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLat
     return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
 
 
+ROUGH = gamma(4, torch.bfloat16)
 KINDS = {
     "local": Kind(local),
+    "local-fp8": Kind(local, width=130, fp8=True, carries_fp8=True),
     "one_call": Kind(one_call),
     "all_to_all": Kind(all_to_all),
     "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=gamma(3, torch.bfloat16)),
-    "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, gamma(4, torch.bfloat16)),
-    "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, gamma(4, torch.bfloat16)),
-    "deep_ep-low_latency": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, gamma(4, torch.bfloat16)),
+    "all_to_all-fp8": Kind(all_to_all, width=130, fp8=True),
+    "deep_ep-normal": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH),
+    "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, ROUGH),
+    "deep_ep-normal-fp8": Kind(normal_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
+    "deep_ep-normal-cut-blocks": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH, fp8=True),
+    "deep_ep-low_latency": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, ROUGH),
+    "deep_ep-low_latency-fp8": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
 }
 EXACT = ("local", "all_to_all", "all_to_all-bfloat16")
 

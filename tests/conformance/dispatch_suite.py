@@ -1,17 +1,20 @@
 """What every token dispatcher must do, as functions that run on each rank of a group.
 
 Expert p multiplies a row by p + 2 and the last element of every row names its token, so that a row given to another
-expert, token or rank shows. Cases are drawn from a seed that all ranks share: each knows what the others send.
+expert, token or rank shows. Elements are exact in FP8. Cases are drawn from a seed that all ranks share: each knows
+what the others send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.moe.dispatchers import Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
@@ -25,12 +28,15 @@ GARBAGE = float("nan")
 
 @attrs.frozen
 class Kind:
-    """A kind of dispatcher: how to make one, for which sizes, and how exact its sums are."""
+    """A kind of dispatcher: how to make one, for which sizes, and how exact its sums are. With `fp8` rows come in both
+    forms, and `carries_fp8` is the one that arrives."""
 
     make: Callable[[Group, int, int], TokenDispatcher]  # (group, experts per rank, top_k)
     width: int = 3
     dtype: torch.dtype = torch.float32
     tolerance: float = gamma(8)
+    fp8: bool = False
+    carries_fp8: bool = False
 
 
 @attrs.frozen
@@ -73,7 +79,7 @@ class World:
         num_experts = self.experts_per_rank * self.group.size
         ids_TK = torch.rand(count, num_experts, generator=generator).argsort(-1)[:, : self.top_k].contiguous()
         x_TD = torch.randint(-8, 9, (count, self.kind.width), generator=generator).float()
-        x_TD[:, -1] = first + torch.arange(count) + 1
+        x_TD[:, -1] = name_of(first + torch.arange(count))
         weights_TK = torch.rand(ids_TK.shape, generator=generator)
         # a token of padding has no expert, and others may lack one; what belongs to none means nothing
         padding_T = torch.rand(count, generator=generator) < 0.25
@@ -83,10 +89,17 @@ class World:
             x_TD.to(self.kind.dtype), ids_TK.masked_fill(none_TK, -1), weights_TK.masked_fill(none_TK, GARBAGE)
         )
 
+    def begin(self, routed: Routed) -> Any:
+        """Start dispatching, in the form that the experts of this kind read."""
+        x_TD: Tensor | Rounded = routed.x_TD
+        if self.kind.fp8:
+            x_TD = Rounded(routed.x_TD, OPS.quantize_fp8(routed.x_TD, ue8m0=True))
+        return self.dispatcher.dispatch_begin(x_TD, routed.ids_TK, routed.weights_TK)
+
     def run_experts(self, dispatched: Dispatched) -> Tensor:
         factor_E = torch.arange(self.experts_per_rank).float() + 2 + self.group.rank * self.experts_per_rank
         if isinstance(dispatched, Masked):
-            y_END = torch.full_like(dispatched.x_END, GARBAGE)
+            y_END = dispatched.x_END.new_empty(dispatched.x_END.shape).fill_(GARBAGE)
             for expert, rows in enumerate(rows_by_expert(dispatched)):
                 y_END[expert, : len(rows)] = rows * factor_E[expert]
             assert dispatched.weights_EN is None
@@ -94,8 +107,8 @@ class World:
         factor_S = factor_E.repeat_interleave(dispatched.counts_E)
         if dispatched.weights_S is not None:
             factor_S = factor_S * dispatched.weights_S[: len(factor_S)]
-        y_SD = torch.full_like(dispatched.x_SD, GARBAGE)
-        y_SD[: len(factor_S)] = dispatched.x_SD[: len(factor_S)] * factor_S[:, None]
+        y_SD = dispatched.x_SD.new_empty(dispatched.x_SD.shape).fill_(GARBAGE)
+        y_SD[: len(factor_S)] = floats_of(dispatched.x_SD[: len(factor_S)]) * factor_S[:, None]
         return y_SD
 
     def check_sum(self, returned: Returned, routed: Routed) -> None:
@@ -114,11 +127,20 @@ def summed(returned: Returned) -> Tensor:
 
 
 def rows_by_expert(dispatched: Dispatched) -> list[Tensor]:
-    """Return the rows of each expert of this rank."""
+    """Return the rows of each expert of this rank, as floats."""
     counts = dispatched.counts_E.tolist()
     if isinstance(dispatched, Masked):
-        return [rows[:count] for rows, count in zip(dispatched.x_END, counts, strict=True)]
-    return list(dispatched.x_SD[: sum(counts)].split(counts))
+        return [floats_of(dispatched.x_END[expert, :count]) for expert, count in enumerate(counts)]
+    return list(floats_of(dispatched.x_SD[: sum(counts)]).split(counts))
+
+
+def floats_of(rows: Tensor | FP8Rows) -> Tensor:
+    return rows.floats() if isinstance(rows, FP8Rows) else rows
+
+
+def name_of(token_T: Tensor) -> Tensor:
+    """Return a number for each token, of its own and with no more digits than FP8 has."""
+    return ((8 + token_T % 8) * 2 ** (token_T // 8)).float()
 
 
 def experts_get_their_tokens(kind: Kind, group: Group, seed: int) -> None:
@@ -126,8 +148,13 @@ def experts_get_their_tokens(kind: Kind, group: Group, seed: int) -> None:
     world = World.draw(kind, group, generator)
     batches = world.batch(generator)
     mine = batches[group.rank]
-    pending = world.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK)
+    pending = world.begin(mine)
     dispatched = world.dispatcher.dispatch_end(pending)
+    arrived = dispatched.x_END if isinstance(dispatched, Masked) else dispatched.x_SD
+    assert isinstance(arrived, FP8Rows) == kind.carries_fp8
+    if isinstance(arrived, FP8Rows):
+        assert arrived.layout == ("mn-major-tma" if isinstance(dispatched, Masked) else "row")
+        assert (arrived.scales_TN.mT if isinstance(dispatched, Masked) else arrived.scales_TN).is_contiguous()
     by_expert = rows_by_expert(dispatched)
     assert len(by_expert) == world.experts_per_rank
     for expert, rows in enumerate(by_expert, start=group.rank * world.experts_per_rank):
@@ -143,7 +170,7 @@ def results_are_weighted_sums(kind: Kind, group: Group, seed: int) -> None:
     dispatcher = world.dispatcher
     for _ in range(2):  # a dispatcher is used again and again
         mine = world.batch(generator)[group.rank]
-        dispatched = dispatcher.dispatch_end(dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK))
+        dispatched = dispatcher.dispatch_end(world.begin(mine))
         world.check_sum(
             dispatcher.combine_end(dispatcher.combine_begin(world.run_experts(dispatched), dispatched)), mine
         )
@@ -154,8 +181,8 @@ def two_batches_can_be_under_way(kind: Kind, group: Group, seed: int) -> None:
     world = World.draw(kind, group, generator)
     dispatcher = world.dispatcher
     first, second = world.batch(generator)[group.rank], world.batch(generator)[group.rank]
-    begun_first = dispatcher.dispatch_begin(first.x_TD, first.ids_TK, first.weights_TK)
-    begun_second = dispatcher.dispatch_begin(second.x_TD, second.ids_TK, second.weights_TK)
+    begun_first = world.begin(first)
+    begun_second = world.begin(second)
     there_first = dispatcher.dispatch_end(begun_first)
     back_first = dispatcher.combine_begin(world.run_experts(there_first), there_first)
     there_second = dispatcher.dispatch_end(begun_second)
@@ -168,7 +195,7 @@ def nobody_has_a_token(kind: Kind, group: Group, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     world = World.draw(kind, group, generator)
     mine = world.routed(0, first=0, generator=generator)
-    dispatched = world.dispatcher.dispatch_end(world.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK))
+    dispatched = world.dispatcher.dispatch_end(world.begin(mine))
     assert [len(rows) for rows in rows_by_expert(dispatched)] == [0] * world.experts_per_rank
     returning = world.dispatcher.combine_begin(world.run_experts(dispatched), dispatched)
     world.check_sum(world.dispatcher.combine_end(returning), mine)
@@ -187,9 +214,7 @@ def sums_are_those_of_one_rank(kind: Kind, group: Group, seed: int) -> None:
     )
     sums = []
     for each in (world, local):
-        dispatched = each.dispatcher.dispatch_end(
-            each.dispatcher.dispatch_begin(mine.x_TD, mine.ids_TK, mine.weights_TK)
-        )
+        dispatched = each.dispatcher.dispatch_end(each.begin(mine))
         returning = each.dispatcher.combine_begin(each.run_experts(dispatched), dispatched)
         sums.append(summed(each.dispatcher.combine_end(returning)))
     assert torch.equal(*sums)

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pdinfer.kernels.reference import quantize_fp8
+
 topk_idx_t = torch.int64
 
 
@@ -107,7 +109,7 @@ class Buffer:
 
     def dispatch(
         self,
-        x: Tensor,
+        x: Tensor | tuple[Tensor, Tensor],
         *,
         num_tokens_per_rank: Tensor,
         num_tokens_per_rdma_rank: Tensor | None,
@@ -119,7 +121,14 @@ class Buffer:
         async_finish: bool,
     ) -> tuple[Any, ...]:
         assert not self.low_latency_mode
-        assert (x.dtype, topk_weights.dtype) == (torch.bfloat16, torch.float32)
+        assert topk_weights.dtype == torch.float32
+        if isinstance(x, tuple):
+            x, scales = x
+            assert (x.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+            assert scales.shape == (len(x), x.shape[1] // 128)
+        else:
+            scales = None
+            assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert topk_weights.is_contiguous()
         assert topk_idx.shape == topk_weights.shape == (len(x), topk_idx.shape[1])
@@ -127,14 +136,18 @@ class Buffer:
         tokens = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.size)]
         per_rank = len(num_tokens_per_expert) // self.size
         received_x = self._exchange([x[at] for at in tokens])
+        received_scales = None if scales is None else self._exchange([scales[at] for at in tokens])
         ids = torch.cat(self._exchange([topk_idx[at] for at in tokens])) - self.rank * per_rank
         elsewhere = (ids < 0) | (ids >= per_rank)
         ids = ids.masked_fill(elsewhere, -1)
         weights = torch.cat(self._exchange([topk_weights[at] for at in tokens])).masked_fill(elsewhere, 0)
         counts = torch.bincount(ids[ids >= 0], minlength=per_rank).tolist()
-        shown, event = late(torch.cat(received_x), ids, weights)
         handle = (tokens, [len(rows) for rows in received_x], len(x))
-        return *shown, counts, handle, event
+        if received_scales is None:
+            shown, event = late(torch.cat(received_x), ids, weights)
+            return *shown, counts, handle, event
+        (numbers, into, ids, weights), event = late(torch.cat(received_x), torch.cat(received_scales), ids, weights)
+        return (numbers, into), ids, weights, counts, handle, event
 
     def combine(self, x: Tensor, handle: Any, *, config: Config, async_finish: bool) -> tuple[Tensor, None, Late]:
         tokens, received, num_tokens = handle
@@ -158,11 +171,13 @@ class Buffer:
         num_experts: int,
         *,
         use_fp8: bool,
+        round_scale: bool,
         return_recv_hook: bool,
     ) -> tuple[Any, ...]:
         assert self.low_latency_mode
         assert return_recv_hook
-        assert not use_fp8
+        assert use_fp8 or not round_scale
+        assert not use_fp8 or x.shape[1] % 512 == 0
         assert (x.dtype, topk_idx.dtype) == (torch.bfloat16, topk_idx_t)
         assert x.is_contiguous()
         assert x.shape[1] in (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -183,9 +198,14 @@ class Buffer:
             places.append((expert, int(counts[expert])))
             room[expert, counts[expert]] = row
             counts[expert] += 1
-        shown, event = late(room, counts)
         handle = (pairs, [len(part) for part in rows], places)
-        return *shown, handle, event, event.fill
+        if not use_fp8:
+            shown, event = late(room, counts)
+            return *shown, handle, event, event.fill
+        rounded = quantize_fp8(room, ue8m0=round_scale)
+        # scales of a group of channels are together
+        (numbers, scales, counts), event = late(rounded.numbers_TI, rounded.scales_TN.mT.contiguous(), counts)
+        return (numbers, scales.mT), counts, handle, event, event.fill
 
     def low_latency_combine(
         self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, handle: Any, *, return_recv_hook: bool
@@ -212,7 +232,8 @@ class Buffer:
         counts = torch.tensor([len(part) for part in parts])
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts, group=self.group)
-        sent = torch.cat(list(parts))
+        joined = torch.cat(list(parts))
+        sent = joined.view(torch.uint8) if joined.dtype == torch.float8_e4m3fn else joined
         received = sent.new_empty(int(theirs.sum()), *sent.shape[1:])
         dist.all_to_all_single(received, sent, theirs.tolist(), counts.tolist(), group=self.group)
-        return list(received.split(theirs.tolist()))
+        return list(received.view(joined.dtype).split(theirs.tolist()))

@@ -14,7 +14,7 @@ from pdinfer.config import ModelConfig, ScoringFunc, TopkMethod
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.weight_formats import Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
+from pdinfer.kernels.weight_formats import FP8Blocks, Weight, expert, from_bytes, num_bytes, tensors_of, to_bytes
 from pdinfer.layers import GatedMLP, WeightSource
 from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
@@ -65,7 +65,7 @@ class Experts:
 
     gate_up: Weight
     down: Weight
-    op: Callable[[Tensor, Tensor, Any, Any], Tensor]
+    op: Callable[[Any, Tensor, Any, Any], Tensor]
 
     @classmethod
     def build(cls, source: WeightSource, name: str, config: ModelConfig, ops: Ops, experts: Sequence[int]) -> Experts:
@@ -110,7 +110,7 @@ class Experts:
             from_bytes(view, part)
 
     def __call__(self, dispatched: Dispatched) -> Tensor:
-        """Return the result of each dispatched row, in the shape and dtype of the rows."""
+        """Return the result of each dispatched row, in the shape of the rows and the dtype of their floats."""
         if isinstance(dispatched, Masked):
             x, weights = dispatched.x_END, dispatched.weights_EN
         else:
@@ -195,7 +195,8 @@ class MoE:
         if self.replicas is not None:
             ids_TK = self.replicas(ids_TK)
         mark(trace, "experts")
-        return self.dispatcher.dispatch_begin(floats_TD, ids_TK, weights_TK)
+        reads_fp8 = isinstance(self.experts.gate_up, FP8Blocks)
+        return self.dispatcher.dispatch_begin(x_TD if reads_fp8 else floats_TD, ids_TK, weights_TK)
 
     def _run(self, x_TD: Tensor | Rounded, pending: Any) -> tuple[Any, Tensor | None]:
         dispatched = self.dispatcher.dispatch_end(pending)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load, save_file
@@ -17,10 +18,11 @@ from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.kernels import DeviceSpec, OpSpec, ResolvedOps, resolve_ops, torch_ops
-from pdinfer.kernels.activations import Rounding
+from pdinfer.kernels.activations import Rounded, Rounding
 from pdinfer.model import load as loading
 from pdinfer.model.load import load_model
 from pdinfer.model.model import Model
+from pdinfer.moe.dispatchers import LocalDispatcher
 from pdinfer.testing import tiny_config_dict, write_checkpoint
 
 # No size is a multiple of 128, and several are larger, so blocks are cut at every edge.
@@ -161,6 +163,25 @@ def test_products_behind_a_norm_share_one_rounding(
     assert calls[:10] == attention + mlp
     of_latents = model.blocks[0].attention.rounding  # type: ignore[attr-defined]
     assert of_latents is (Rounding.FP8 if scale_fmt is None else Rounding.FP8_UE8M0)
+
+
+@every_scheme
+def test_experts_in_fp8_are_sent_rounded_rows(scheme: dict[str, Any], floats: Path, tmp_path: Path) -> None:
+    quantize_checkpoint(floats, tmp_path / "q", **scheme)
+    sent: list[type] = []
+
+    @attrs.frozen
+    class Noted(LocalDispatcher):
+        def dispatch_begin(self, x_TD: Any, ids_TK: Tensor, weights_TK: Tensor) -> Any:
+            sent.append(type(x_TD))
+            return super().dispatch_begin(x_TD, ids_TK, weights_TK)
+
+    model = load_model(tmp_path / "q", dtype=torch.float32, weights="stored")
+    ops, x = model.resolved.ops, torch.randn(4, 150, generator=torch.Generator().manual_seed(0))
+    layer = attrs.evolve(model.moe_layers()[0], dispatcher=Noted(model.config.n_routed_experts, ops))
+    both = Rounded(x, ops.quantize_fp8(x, ue8m0=model.config.scale_fmt == "ue8m0"))
+    assert torch.equal(layer(both), layer(x))
+    assert sent == [Rounded if scheme["scheme"] == "fp8" else Tensor, Tensor]
 
 
 @every_scheme

@@ -8,6 +8,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.parallel import Begun, Group
@@ -60,7 +61,8 @@ class AllToAllDispatcher:
     max_tokens: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = False
 
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Travelling:
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Travelling:
+        x_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
         num_ranks, num_experts = self.group.size, self.experts_per_rank
         sent_P, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, num_ranks * num_experts)
         received_P = self.group.all_to_all(sent_P, [num_experts] * num_ranks, [num_experts] * num_ranks)

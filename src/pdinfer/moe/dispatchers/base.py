@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from torch import Tensor
 
+from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
 
 
@@ -27,7 +28,7 @@ class Contiguous:
     that when it combines.
     """
 
-    x_SD: Tensor
+    x_SD: Tensor | FP8Rows
     counts_E: Tensor
     weights_S: Tensor | None = None
 
@@ -40,7 +41,7 @@ class Masked:
     anything. `weights_EN` is as in `Contiguous`.
     """
 
-    x_END: Tensor
+    x_END: Tensor | FP8Rows
     counts_E: Tensor
     weights_EN: Tensor | None = None
 
@@ -76,17 +77,18 @@ class TokenDispatcher(Protocol):
     def graph_safe(self) -> bool:
         """Whether all four halves can be captured in a CUDA graph: none of them waits for the device."""
 
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> Any:
         """Start sending rows: token t to the physical experts `ids_TK[t]` (int64, all different, or -1 for none).
 
-        The tensors must not change until `combine_end`.
+        For experts in FP8 the rows come in both forms, and the dispatcher sends the one that it can. The tensors must
+        not change until `combine_end`.
         """
 
     def dispatch_end(self, pending: Any) -> Dispatched:
         """Return the rows that came for the experts of this rank."""
 
     def combine_begin(self, y: Tensor, dispatched: Any) -> Any:
-        """Start sending results back: one for each dispatched row, of the same shape and dtype."""
+        """Start sending results back: one for each dispatched row, of the same shape, in the dtype of the floats."""
 
     def combine_end(self, pending: Any) -> Returned:
         """Return the results of all tokens, in the order and dtype of `dispatch_begin`. No expert adds 0."""
@@ -108,10 +110,11 @@ class LocalDispatcher:
     max_tokens: ClassVar[int | None] = None
     graph_safe: ClassVar[bool] = True
 
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sorted:
         counts_E, token_of_row_S, row_TK = self.ops.group_rows(ids_TK, self.num_experts)
+        rows = x_TD.rows if isinstance(x_TD, Rounded) else x_TD
         return _Sorted(
-            x_SD=x_TD.index_select(0, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK
+            x_SD=rows.index_select(0, token_of_row_S), counts_E=counts_E, row_TK=row_TK, weights_TK=weights_TK
         )
 
     def dispatch_end(self, pending: _Sorted) -> _Sorted:

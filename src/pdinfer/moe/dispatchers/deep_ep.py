@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
+from pdinfer.kernels.weight_formats import BLOCK
 from pdinfer.moe.dispatchers.base import Contiguous, Masked, Returned
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
 from pdinfer.parallel import Group
@@ -95,9 +97,10 @@ class ExpertSizes:
 
 @attrs.frozen(kw_only=True)
 class _Sent:
-    """Rows in transit. `kept` must stay alive until what is `received` has arrived."""
+    """Rows in transit, in the form of `sent`. `kept` must stay alive until what is `received` has arrived."""
 
     received: tuple[Any, ...]
+    sent: Tensor | FP8Rows
     kept: tuple[Tensor, ...]
 
 
@@ -164,11 +167,16 @@ class DeepEPNormal:
             combine_chunks=chunks[1],
         )
 
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Sent:
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Sent:
+        sent: Tensor | FP8Rows
+        if isinstance(x_TD, Rounded):  # scales travel one per 128 channels, without a smaller last block
+            sent = x_TD.floats_TI if self.sizes.hidden_size % BLOCK else x_TD.rows
+        else:
+            sent = x_TD
         ids_TK = ids_TK.to(self.index_dtype)
         per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(ids_TK, self.sizes.num_experts)
         received = self.buffer.dispatch(
-            x_TD,
+            sent if isinstance(sent, Tensor) else (sent.numbers_TI, sent.scales_TN),
             num_tokens_per_rank=per_rank,
             num_tokens_per_rdma_rank=per_node,
             is_token_in_rank=is_in_rank,
@@ -178,11 +186,13 @@ class DeepEPNormal:
             config=self.dispatch_chunks,
             async_finish=True,
         )
-        return _Sent(received=received, kept=(x_TD, ids_TK, weights_TK))
+        return _Sent(received=received, sent=sent, kept=(ids_TK, weights_TK))
 
     def dispatch_end(self, pending: _Sent) -> _Received:
         x_ND, ids_NK, weights_NK, counts, handle, event = pending.received
         event.current_stream_wait()
+        if isinstance(pending.sent, FP8Rows):
+            x_ND = attrs.evolve(pending.sent, numbers_TI=x_ND[0], scales_TN=x_ND[1], layout="row")
         # an expert of another rank is -1
         counts_E, token_of_row_S, row_NK = self.ops.group_rows(ids_NK.to(torch.int64), self.sizes.experts_per_rank)
         return _Received(
@@ -223,8 +233,8 @@ class _Hooked:
 class DeepEPLowLatency:
     """The dispatcher for few tokens: at most `num_max_tokens` per rank and step.
 
-    Every (token, expert) pair travels as a row, into memory reserved for it. Its result returns in bfloat16 and is
-    weighted on the token's rank.
+    Every (token, expert) pair travels as a row, into memory reserved for it; for experts in FP8 the kernel rounds it
+    on the way. Its result returns in bfloat16 and is weighted on the token's rank.
     """
 
     buffer: Any
@@ -271,7 +281,7 @@ class DeepEPLowLatency:
         )
         return cls(buffer=buffer, sizes=sizes, num_max_tokens=num_max_tokens, index_dtype=library.topk_idx_t)
 
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
+    def dispatch_begin(self, x_TD: Tensor | Rounded, ids_TK: Tensor, weights_TK: Tensor) -> _Hooked:
         if len(x_TD) > self.num_max_tokens:
             raise ConfigError(
                 f"a step has {len(x_TD)} tokens on this rank and num_max_dispatch_tokens_per_rank is "
@@ -283,9 +293,20 @@ class DeepEPLowLatency:
             )
         self.live += 1
         ids_TK = ids_TK.to(self.index_dtype)
+        rounded = x_TD.rows if isinstance(x_TD, Rounded) else None
+        x_TD = x_TD.floats_TI if isinstance(x_TD, Rounded) else x_TD
         x_END, counts_E, handle, _, hook = self.buffer.low_latency_dispatch(
-            x_TD, ids_TK, self.num_max_tokens, self.sizes.num_experts, use_fp8=False, return_recv_hook=True
+            x_TD,
+            ids_TK,
+            self.num_max_tokens,
+            self.sizes.num_experts,
+            use_fp8=rounded is not None,
+            round_scale=rounded is not None and rounded.ue8m0,
+            return_recv_hook=True,
         )
+        if rounded is not None:
+            numbers, scales = x_END
+            x_END = FP8Rows(numbers, scales, "mn-major-tma", dtype=x_TD.dtype, ue8m0=rounded.ue8m0)
         room = _Room(x_END=x_END, counts_E=counts_E, handle=handle, ids_TK=ids_TK, weights_TK=weights_TK)
         return _Hooked(result=room, hook=hook, kept=x_TD)
 
