@@ -89,7 +89,7 @@ def _settled(pool: pd.PagePool, channel: KVChannel, grant: PageGrant) -> tuple[H
 
 
 def _digest(pool: pd.PagePool, pages: tuple[int, ...]) -> bytes:
-    spans = pool.layout.spans(pool.num_pages, layers=LAYERS, tokens=range(12), pages=pages, first_token=0)
+    spans = pool.layout.spans(pool.memory_pages, layers=LAYERS, tokens=range(12), pages=pages, first_token=0)
     return hashlib.sha256(b"".join(pool.memory.read(spans))).digest()
 
 
@@ -128,7 +128,7 @@ class Victim:
         began = time.monotonic()
         pool = self.honest.pool
         for offset, length in pool.layout.spans(
-            pool.num_pages, layers=LAYERS, tokens=range(12), pages=self.pages, first_token=0
+            pool.memory_pages, layers=LAYERS, tokens=range(12), pages=self.pages, first_token=0
         ):
             pool.memory.buffer[offset : offset + length].random_(1, 255)
         self._control.send(self.honest.address)

@@ -127,7 +127,7 @@ class Bench:
     def contents(self, channel: pd.KVChannel, pages: Sequence[int]) -> bytes:
         pool = channel.pool
         spans = pool.layout.spans(
-            pool.num_pages, layers=pool.layout.layers, tokens=range(NUM_TOKENS), pages=pages, first_token=0
+            pool.memory_pages, layers=pool.layout.layers, tokens=range(NUM_TOKENS), pages=pages, first_token=0
         )
         return b"".join(pool.memory.read(spans))
 

@@ -74,8 +74,10 @@ def record(key: bytes | None) -> dict[str, list[str]]:
     prefill.tick()
     decode.tick()
     pages = prefill.pool.own(2)
-    buffer = prefill.pool.memory.buffer
-    buffer.copy_(torch.arange(len(buffer)) % 251)
+    counted = torch.arange(prefill.pool.num_pages * prefill.pool.layout.page_bytes) % 251
+    # behind the pages of each layer lies the scratch page, of which nothing is sent
+    for region, part in zip(prefill.pool.memory.buffer.chunk(len(LAYERS)), counted.chunk(len(LAYERS)), strict=True):
+        region[: len(part)] = part
     for room in (b"room that lands.", b"room that aborts"):
         grant = _expect(decode, prefill, room)
         prefill.accept(grant)

@@ -6,6 +6,56 @@ from tests.planted.mutant import Mutant
 
 MUTANTS = [
     Mutant(
+        "dead tokens are written over the first page of their row",
+        "src/pdinfer/model/batch.py",
+        "*[scratch_page * page_size] * num_dead]",
+        "*[row.pages[0] * page_size] * num_dead]",
+        "tests/unit/execution/test_runner.py::test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone",
+    ),
+    Mutant(
+        "dead tokens go to experts",
+        "src/pdinfer/model/model.py",
+        "trace, batch.live_T)",
+        "trace)",
+        "tests/unit/execution/test_runner.py::test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone",
+    ),
+    Mutant(
+        "dead tokens go to the experts of the layer that drafts",
+        "src/pdinfer/model/mtp.py",
+        "trace, batch.live_T)",
+        "trace)",
+        "tests/unit/execution/test_runner.py::test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone",
+    ),
+    Mutant(
+        "a row that is filled up does not count its dead tokens in its context",
+        "src/pdinfer/model/batch.py",
+        "context_lens = tuple(row.start + count for row, count in zip(rows, query_lens, strict=True))",
+        "context_lens = tuple(row.stop for row in rows)",
+        "tests/unit/model/test_batch.py::test_rows_of_a_decode_step_are_filled_up_to_the_longest "
+        "tests/e2e/test_speculation.py",
+    ),
+    Mutant(
+        "a pool gives out its scratch page",
+        "src/pdinfer/kv/pool.py",
+        "return self.num_pages + 1",
+        "return self.num_pages",
+        "tests/unit/kv/test_pool.py",
+    ),
+    Mutant(
+        "bytes arrive as if a pool had no scratch page",
+        "src/pdinfer/kv/channel/receiver.py",
+        "self._pool.memory_pages, layers",
+        "self._pool.num_pages, layers",
+        "tests/unit/kv/channel/test_channel.py",
+    ),
+    Mutant(
+        "bytes are sent as if a pool had no scratch page",
+        "src/pdinfer/kv/channel/sender.py",
+        "self._pool.memory_pages, layers",
+        "self._pool.num_pages, layers",
+        "tests/unit/kv/channel/test_channel.py",
+    ),
+    Mutant(
         "a page's key lacks the token behind it",
         "src/pdinfer/kv/prefix.py",
         "self.page_size, self.page_size + self.lookahead",

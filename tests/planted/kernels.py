@@ -43,18 +43,11 @@ MUTANTS = [
         f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
-        "padding rows write what they hold",
-        "src/pdinfer/model/batch.py",
-        "return tuple(part.where(self.live_T[:, None], part[:1]) for part in parts)",
-        "return parts",
-        f"{UROWS}::test_padding_rows_are_not_live_and_repeat_what_the_first_row_writes",
-    ),
-    Mutant(
-        "padding rows are turned by a position of their own",
+        "padding rows write where they stand",
         ROWS,
-        "positions_B.where(live_B, positions_B[:1])",
-        "positions_B.where(live_B, 0)",
-        "tests/device/test_graphs.py::test_captured_steps_give_the_tokens_of_others[plain]",
+        "            slots_B = slots_B.where(live_B, self._scratch_slot)\n",
+        "            pass\n",
+        f"{UROWS}::test_padding_rows_are_not_live_and_write_to_the_scratch_page",
     ),
     Mutant(
         "random tokens are drawn by a greedy captured step",

@@ -43,7 +43,7 @@ class ModelBrain:
         memory = pool.memory
         assert isinstance(memory, PageMemory)
         (token_bytes,) = {component.token_bytes for component in pool.layout.components}
-        region = pool.num_pages * pool.layout.page_size * token_bytes
+        region = pool.memory_pages * pool.layout.page_size * token_bytes
         landing = memory.landing
 
         def watched(spans):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.execution.sampling import Draw, Drawn, sample
-from pdinfer.kv.view import DTYPES, KVView
+from pdinfer.kv.view import DTYPES, KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
 from pdinfer.model.mtp import MTP
@@ -77,13 +77,13 @@ class Drafter:
     cache entries are not written yet.
     """
 
-    def __init__(self, model: Model, mtp: MTP, view: KVView, page_size: int, trace: Trace | None = None) -> None:
+    def __init__(self, model: Model, mtp: MTP, memory: PageMemory, trace: Trace | None = None) -> None:
         self.sample: Sampler = sample
         self._device = model.device
         self._no_state_TD = model.embed_VD.new_empty(0, model.config.hidden_size)
         self._mtp = mtp
-        self._view = view
-        self._page_size = page_size
+        self._page_size, self._scratch_page = memory.layout.page_size, memory.scratch_page
+        self._view = KVView.of(memory)
         self._trace = trace
         self._num_passes = 0
 
@@ -135,8 +135,10 @@ class Drafter:
     def _run(self, state_TD: Tensor, rows: Sequence[Row]) -> Tensor:
         mark(self._trace, "batch")
         self._num_passes += 1
-        batch = Batch.build(rows, page_size=self._page_size, device=self._device, decode=True)
-        return self._mtp(state_TD, batch, self._view, self._trace)
+        batch = Batch.build(
+            rows, page_size=self._page_size, device=self._device, decode=True, scratch_page=self._scratch_page
+        )
+        return batch.live(self._mtp(batch.filled_up(state_TD), batch, self._view, self._trace))
 
 
 def num_passes(drafts: Sequence[Draft]) -> int:

@@ -3,7 +3,7 @@
 A captured step reads and writes the memory that it used when it was captured: the slots of `DecodeRows`, the weights
 and the pages stay where they are, and what differs from step to step lies there as data. A step takes the next larger
 size.
-Its padding rows go to no expert, write nothing of their own, and their tokens are not read.
+Its padding rows go to no expert, write to the scratch page, and their tokens are not read.
 """
 
 from __future__ import annotations

@@ -73,12 +73,18 @@ class ModelRunner:
         self._model = model
         self._memory = memory
         self._view = KVView.of(memory)
-        self._page_size = memory.layout.page_size
+        self._page_size, self._scratch_page = memory.layout.page_size, memory.scratch_page
         self._trace = trace
-        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, self._view, self._page_size, trace)
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, memory, trace)
         self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
-        self._rows = DecodeRows(CONTROLS, control_values, page_size=self._page_size, device=model.device)
+        self._rows = DecodeRows(
+            CONTROLS,
+            control_values,
+            page_size=self._page_size,
+            device=model.device,
+            scratch_page=memory.scratch_page,
+        )
         self._results = torch.empty(0, dtype=torch.int32)
         self.graphs = DecodeGraphs(model.device, partial(self._run_rows, padded=True), _no_graphs(model))
 
@@ -164,7 +170,7 @@ class ModelRunner:
         hidden_TD = model.forward(batch, self._view, self._trace)
         mark(self._trace, "head")
         self._end_step()
-        state_TD = model.norm(hidden_TD)
+        state_TD = model.norm(batch.live(hidden_TD))
         logits_TV = model.head(state_TD)
         mark(self._trace, "sample")
         drawn = iter(self._sample(logits_TV, draws))
@@ -245,6 +251,7 @@ class ModelRunner:
             device=self._model.device,
             decode=decode,
             cp=self._model.groups.cp,
+            scratch_page=self._scratch_page,
         )
 
 

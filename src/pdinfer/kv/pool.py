@@ -63,7 +63,7 @@ class PagePool(OfOneProcess):
         config = config or CacheConfig()
         self.layout = model.kv_layout(config)
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
-        self.memory = model.allocate_pages(self.layout, self.num_pages, config.memory)
+        self.memory = model.allocate_pages(self.layout, self.memory_pages, config.memory)
         self.prefix_cache = config.prefix_cache
         self._one_domain = config.trust_domain == "all"
         self._free = list(range(self.num_pages - 1, -1, -1))
@@ -73,6 +73,12 @@ class PagePool(OfOneProcess):
         self._index = PrefixIndex()
         self._num_granted = 0
         self._holders: list[Callable[[], Held]] = []
+
+    @property
+    def memory_pages(self) -> int:
+        """The pages of `memory`: those of the pool, and behind them the scratch page, which no request ever gets. What
+        steps compute only to have an even shape is written there."""
+        return self.num_pages + 1
 
     @property
     def num_free(self) -> int:

@@ -62,6 +62,11 @@ class PageMemory:
         borders = [self.layout.region_offset(part.name, part.layers[0], self.num_pages) for part in parts]
         return DeviceCopies(self.buffer, borders, ops)
 
+    @property
+    def scratch_page(self) -> int:
+        """The last page: a `PagePool` has it in its memory and gives it to no request."""
+        return self.num_pages - 1
+
     def pages(self, name: str, layer: int) -> Tensor:
         """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype."""
         component = next(c for c in self.layout.components if c.name == name)

@@ -54,13 +54,13 @@ class Batch:
     `sequence_T` is each token's row of the page table. `slots_A` are the slots (page * page_size + offset) that this
     step's latents are written to: those of the T tokens, and with `cp` those of the other ranks' tokens, in rank order.
     `page_table_BM` is padded with pages of the same row. `context_lens` counts the tokens that a sequence has after
-    this step. Lengths are also on the host, so that no kernel has to sync. In a step of `decode` every token is a
-    sequence of its own, T = B, which shares its pages with the tokens before it. `next_tokens` are the tokens after
-    each sequence of a prefill.
+    this step. Lengths are also on the host, for prefill, so that no kernel has to sync. `next_tokens` are the tokens
+    after each sequence of a prefill.
 
-    Tokens that are not `live_T` (bool; None when all are) only fill up a step of fixed size: no expert runs them, and
-    instead of their own latents the first token's are written once more, for its position and to its slot. The first
-    token is always live.
+    In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. A row with fewer is filled
+    up behind its last token with dead ones, which count in its context. A captured step may have dead rows too. What is computed of them means nothing, and
+    their latents go to a page that nobody reads. `live_rows_N` are the rows of the others and `live_T` says the same
+    token by token (bool); both are None where all tokens are live.
 
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
     every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.
@@ -80,6 +80,7 @@ class Batch:
     cp_counts: tuple[int, ...]
     row_ends: Sequence[int]
     live_T: Tensor | None = None
+    live_rows_N: Tensor | None = None
 
     @classmethod
     def build(
@@ -90,12 +91,12 @@ class Batch:
         device: torch.device,
         decode: bool,
         cp: Group = ALONE,
+        scratch_page: int = -1,
     ) -> Batch:
         """Build a batch of `rows`, which a prefill cuts over `cp`. Without rows it is an empty batch, which every layer
-        accepts."""
-        if decode:
-            rows = [Row((token,), at, row.pages) for row in rows for at, token in enumerate(row.tokens, row.start)]
-            cp = ALONE
+        accepts. Decode needs a `scratch_page` that no sequence has where its rows are of different lengths."""
+        num_queries = max((len(row.tokens) for row in rows), default=0) if decode else 0
+        cp = ALONE if decode else cp
         row_ends: Sequence[int] = range(len(rows))
         of_ranks: Sequence[Sequence[Row]] = ()
         if cp.size > 1:
@@ -106,27 +107,25 @@ class Batch:
         positions: list[int] = []
         sequences: list[int] = []
         slots: list[int] = []
+        live: list[int] = []
         for index, row in enumerate(rows):
-            tokens.extend(row.tokens)
-            span = range(row.start, row.start + len(row.tokens))
+            live.extend(range(len(tokens), len(tokens) + len(row.tokens)))
+            num_dead = max(0, num_queries - len(row.tokens))
+            tokens.extend([*row.tokens, *[0] * num_dead])
+            span = range(row.start, row.stop + num_dead)
             positions.extend(span)
             sequences.extend([index] * len(span))
-            slots.extend(row.slots(page_size))
+            slots.extend([*row.slots(page_size), *[scratch_page * page_size] * num_dead])
+        if len(live) == len(tokens):
+            live = []
         if of_ranks:
             slots = [slot for of_rank in of_ranks for row in of_rank for slot in row.slots(page_size)]
-        context_lens = tuple(row.start + len(row.tokens) for row in rows)
+        query_lens = tuple(max(len(row.tokens), num_queries) for row in rows)
+        context_lens = tuple(row.start + count for row, count in zip(rows, query_lens, strict=True))
         width = max((-(-context // page_size) for context in context_lens), default=0)
         table = [page for row in rows for page in _padded(row.pages, width)]
-        columns = (tokens, positions, sequences, slots, context_lens)
-        num_longs = sum(map(len, columns))
-        # one tensor, so that there is one copy to the device; the others are views of it
-        flat = torch.empty(2 * num_longs + len(table), dtype=torch.int32)
-        flat[: 2 * num_longs].view(torch.int64).numpy()[:] = [*chain.from_iterable(columns)]
-        flat[2 * num_longs :].numpy()[:] = table
-        longs, flat_table = flat.to(device, non_blocking=True).tensor_split((2 * num_longs,))
-        tokens_T, positions_T, sequence_T, slots_A, context_lens_B = longs.view(torch.int64).split_with_sizes(
-            [*map(len, columns)]
-        )
+        longs, flat_table = _moved((tokens, positions, sequences, slots, context_lens, live), table, device)
+        tokens_T, positions_T, sequence_T, slots_A, context_lens_B, live_rows_N = longs
         return cls(
             tokens_T=tokens_T,
             positions_T=positions_T,
@@ -134,13 +133,15 @@ class Batch:
             slots_A=slots_A,
             page_table_BM=flat_table.view(len(rows), width),
             context_lens_B=context_lens_B,
-            query_lens=tuple(len(row.tokens) for row in rows),
+            query_lens=query_lens,
             context_lens=context_lens,
             decode=decode,
             next_tokens=() if decode else tuple(row.next_token for row in rows),
             cp=cp,
             cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
             row_ends=row_ends,
+            live_T=tokens_T.new_zeros(len(tokens), dtype=torch.bool).index_fill_(0, live_rows_N, 1) if live else None,
+            live_rows_N=live_rows_N if live else None,
         )
 
     def shifted(self) -> Batch:
@@ -156,11 +157,19 @@ class Batch:
         num_sequences = len(self.context_lens_B)
         return x_T.view(num_sequences, len(x_T) // max(1, num_sequences), *x_T.shape[1:])
 
+    def live(self, x_TD: Tensor) -> Tensor:
+        """Return the rows of the live tokens [N, D] of a decode step."""
+        return x_TD if self.live_rows_N is None else x_TD.index_select(0, self.live_rows_N)
+
+    def filled_up(self, x_ND: Tensor) -> Tensor:
+        """Return rows of the live tokens of a decode step as [T, D], with zeros for dead ones."""
+        if self.live_rows_N is None:
+            return x_ND
+        return x_ND.new_zeros(len(self.tokens_T), x_ND.shape[1]).index_copy_(0, self.live_rows_N, x_ND)
+
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of
-        `slots_A`, where they are written. The tensors have one dtype and two axes. One collective."""
-        if self.live_T is not None:
-            return tuple(part.where(self.live_T[:, None], part[:1]) for part in parts)
+        `slots_A`. The tensors have one dtype and two axes. One collective."""
         if self.cp.size == 1:
             return parts
         gathered = self.cp.all_gather_rows(torch.cat(parts, 1), self.cp_counts)
@@ -178,6 +187,17 @@ class Batch:
     def last_rows(self) -> list[int]:
         """The row of each sequence's last token."""
         return [end - 1 for end in accumulate(self.query_lens)]
+
+
+def _moved(columns: Sequence[Sequence[int]], table: Sequence[int], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Return the columns on the device in int64, and the page table in int32: views of one tensor, so that there is one
+    copy."""
+    num_longs = sum(map(len, columns))
+    flat = torch.empty(2 * num_longs + len(table), dtype=torch.int32)
+    flat[: 2 * num_longs].view(torch.int64).numpy()[:] = [*chain.from_iterable(columns)]
+    flat[2 * num_longs :].numpy()[:] = table
+    longs, flat_table = flat.to(device, non_blocking=True).tensor_split((2 * num_longs,))
+    return [*torch.split(longs.view(torch.int64), [*map(len, columns)])], flat_table
 
 
 def _pieces(rows: Sequence[Row], cp_size: int) -> list[list[Row]]:

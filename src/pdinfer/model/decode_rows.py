@@ -46,7 +46,8 @@ class _Seat:
 class DecodeRows:
     """Slots for the sequences of one pool. `settings` names further columns and their dtypes (int32, int64 or float64);
     `values_of` makes the values of a sequence for them from its owner, which is the same object while it runs.
-    Slots and table widths grow as they are needed; `reserve` fixes the addresses of what fits."""
+    Rows without a sequence write to `scratch_page`. Slots and table widths grow as they are needed; `reserve` fixes
+    the addresses of what fits."""
 
     def __init__(
         self,
@@ -55,11 +56,13 @@ class DecodeRows:
         *,
         page_size: int,
         device: torch.device,
+        scratch_page: int,
     ) -> None:
         self._settings = settings
         self._values_of = values_of
         self._page_size = page_size
         self._device = device
+        self._scratch_slot = scratch_page * page_size
         self._capacity = self._width = 0
         self._seats: dict[int, tuple[int, _Seat]] = {}
         self._is_running = False
@@ -198,20 +201,19 @@ class DecodeRows:
         return self._columns["position"][:num_rows].long()
 
     def batch(self, num_rows: int, *, padded: bool = False) -> Batch:
-        """Return the batch of the first `num_rows` slots. When `padded`, some behind the first may be without a
-        sequence: these rows are not live."""
+        """Return the batch of the first `num_rows` slots. When `padded`, some at their end may be without a sequence:
+        these rows are not live."""
         table_BM = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
         tokens_B, positions_B = self._columns["token"][:num_rows].long(), self.positions(num_rows)
         sequence_B = torch.arange(num_rows, device=self._device)
         lens_B, live_B = positions_B + 1, None
         if padded:
             live_B = sequence_B < self._columns[_NUM_ROWS]
-            tokens_B, positions_B = tokens_B.where(live_B, 0), positions_B.where(live_B, positions_B[:1])
-            lens_B = lens_B.where(live_B, 1)
+            tokens_B, positions_B, lens_B = tokens_B * live_B, positions_B * live_B, lens_B.where(live_B, 1)
         pages_B1 = table_BM.gather(1, (positions_B // self._page_size)[:, None])
         slots_B = pages_B1[:, 0].long() * self._page_size + positions_B % self._page_size
         if live_B is not None:
-            slots_B = slots_B.where(live_B, slots_B[:1])
+            slots_B = slots_B.where(live_B, self._scratch_slot)
         return Batch(
             tokens_T=tokens_B,
             positions_T=positions_B,

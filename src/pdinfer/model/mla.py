@@ -147,7 +147,7 @@ class MLA:
         if batch.cp.size > 1 or norm.bias_D is not None:
             self.ops.store_latent(pages_PGW, batch.slots_A, *batch.gather(*self.latent(x_TD, angles)))
         else:
-            c_TC, k_TR = batch.gather(*self._latent_and_key(x_TD))
+            c_TC, k_TR = self._latent_and_key(x_TD)
             self.ops.norm_rotate_store(
                 c_TC, k_TR, norm.weight_D, norm.eps, *angles, pages_PGW, batch.slots_A, rounding=self.rounding
             )

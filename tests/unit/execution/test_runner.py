@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from pdinfer.execution.runner import ModelRunner, _accepted
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.model.batch import Row
 from pdinfer.model.load import load_model
-from pdinfer.testing import tiny_config_dict, write_checkpoint
+from pdinfer.testing import random_model, tiny_config, tiny_config_dict, write_checkpoint
 from pdinfer.types import SamplingParams
 
 SPOILT = 99
@@ -50,6 +51,42 @@ def test_drafts_count_up_to_the_first_that_is_wrong_or_an_error(
     also where the spoilt token happens to be the draft."""
     ours = drawn(tokens)
     assert _accepted(ours, proposed) == ours[:num_kept]
+
+
+def test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone() -> None:
+    """The second row has no page for what the first may draft. Its drafts beyond its own are written to the last page
+    of the memory, where nobody reads."""
+    experts = ExpertConfig(expert_distribution_recorder_mode="stat")
+    model = random_model(tiny_config("v3", num_nextn_predict_layers=1), mtp=True, experts=experts)
+    recorder = model.experts.recorder
+    assert recorder is not None
+    memory = model.allocate_pages(model.kv_layout(CacheConfig(page_size=4)), 6)
+    runner = ModelRunner(model, memory)
+    tokens, tables = ((3, 4, 5), (6, 7, 8)), ((1, 2), (4,))
+    for _ in runner.prefill([Row(prompt, 0, table) for prompt, table in zip(tokens, tables, strict=True)]):
+        pass
+    drafts = [runner.draft(state) for state in runner.states([0, 1])]
+    drafts[0].num_tokens = 3
+    draws = [Draw(sampling=SamplingParams(temperature=0.0), prompt=prompt, output=(7,)) for prompt in tokens]
+    before = memory.buffer.clone()
+    recorder.reset()
+    runner.decode([Row((7,), 3, table) for table in tables], draws, drafts)
+    changed = torch.zeros(6 * 4, dtype=torch.bool)
+    for layer in range(model.config.num_hidden_layers):
+        start = memory.layout.region_offset("latent", layer, 6)
+        region = slice(start, start + memory.pages("latent", layer).nbytes)
+        changed |= (before[region] != memory.buffer[region]).view(6 * 4, -1).any(-1)
+    assert changed.nonzero()[:, 0].tolist() == [1 * 4 + 3, 2 * 4, 2 * 4 + 1, 2 * 4 + 2, 4 * 4 + 3, 5 * 4]
+    # the model ran 4 + 1 tokens; the layer that drafts 1 + 1, and then 1 of the first row twice
+    num_layers = len(model.moe_layers()) - 1
+    assert recorder.counts().sum() == (5 * num_layers + 4) * model.config.num_experts_per_tok
+    recorder.reset()
+    # as after a step in which one draft of the first row was right: two entries of it are due and one of the second
+    for draft, states in zip(drafts, (2, 1), strict=True):
+        draft.num_tokens, draft.state = 0, torch.zeros(states, model.config.hidden_size)
+    draws[0] = attrs.evolve(draws[0], output=(7, 9))
+    runner.decode([Row((9,), 4, tables[0]), Row((7,), 3, tables[1])], draws, drafts)
+    assert recorder.counts().sum() == (2 * num_layers + 3) * model.config.num_experts_per_tok
 
 
 def test_every_kind_of_step_is_one_step_of_what_is_recorded(tmp_path: Path) -> None:

@@ -185,18 +185,18 @@ def test_check_notices_a_page_in_the_wrong_state() -> None:
 def test_the_model_says_how_many_pages_when_the_config_does_not() -> None:
     model = OneByteTokens()
     assert PagePool(model, CacheConfig(page_size=32, memory="shared")).num_free == 11
-    assert model.asked == "11 pages of 32 tokens in shared memory"
+    assert model.asked == "12 pages of 32 tokens in shared memory"
 
 
 def test_the_config_says_how_many_pages_when_it_can() -> None:
     model = OneByteTokens()
     assert PagePool(model, CacheConfig(page_size=32, num_pages=3)).num_free == 3
-    assert model.asked == "3 pages of 32 tokens in auto memory"
+    assert model.asked == "4 pages of 32 tokens in auto memory"
 
 
 def test_a_pool_of_a_real_model_holds_its_pages() -> None:
     pool = PagePool(random_model(), CacheConfig(page_size=16, num_pages=5))
-    assert pool.memory.num_bytes == 5 * pool.layout.page_bytes
+    assert pool.memory.num_bytes == (5 + 1) * pool.layout.page_bytes
 
 
 def test_accounts_are_made_anew_from_what_engines_hold() -> None:

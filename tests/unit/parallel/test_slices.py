@@ -179,7 +179,7 @@ def test_every_writer_pushes_its_slice_and_the_bytes_are_those_of_a_gather(
         writer.accept(grant)
         for push in plan.of(index):
             where = layout.spans(
-                writer.pool.num_pages, layers=push.layers, tokens=push.tokens, pages=source, first_token=0
+                writer.pool.memory_pages, layers=push.layers, tokens=push.tokens, pages=source, first_token=0
             )
             computed = truth[push.layers.start : push.layers.stop, push.tokens.start : push.tokens.stop].flatten()
             for (offset, length), part in zip(where, computed.split([length for _, length in where]), strict=True):
@@ -191,7 +191,7 @@ def test_every_writer_pushes_its_slice_and_the_bytes_are_those_of_a_gather(
         writer.finish(grant, handoff(grant, writer))
     assert [settled.status for settled in decode.poll()] == [HandoffStatus.LANDED] * cp_size
     there = decode.pool.layout.spans(
-        decode.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=tokens.start
+        decode.pool.memory_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=tokens.start
     )
     arrived = b"".join(decode.pool.memory.read(there))
     assert arrived == truth[:, tokens.start :].contiguous().numpy().tobytes()

@@ -87,7 +87,7 @@ class HandoffReceiver:
             raise TransferError("granted pages changed hands while their room was open")
         first, pages = grant.tokens.start, grant.pages
         return layout.spans(
-            self._pool.num_pages, layers=message.layers, tokens=message.tokens, pages=pages, first_token=first
+            self._pool.memory_pages, layers=message.layers, tokens=message.tokens, pages=pages, first_token=first
         )
 
     def placed(self, peer: Peer, frame: bytes, error: TransferError | None, now: float) -> None:

@@ -304,7 +304,7 @@ class HandoffSender:
         """Hand joined pushes to the transport, one write per destination."""
         for group in groups:
             source = self._pool.layout.spans(
-                self._pool.num_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
+                self._pool.memory_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
             )
             with self._changed:
                 self._totals.writes_sent += 1

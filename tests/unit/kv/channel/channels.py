@@ -131,7 +131,7 @@ class Case:
 
     def at(self, end: KVChannel, tokens: range, pages: tuple[int, ...], first_token: int) -> list[tuple[int, int]]:
         layout = end.pool.layout
-        return layout.spans(end.pool.num_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=first_token)
+        return layout.spans(end.pool.memory_pages, layers=LAYERS, tokens=tokens, pages=pages, first_token=first_token)
 
     def sent(self, prefill: KVChannel, tokens: range, pages: tuple[int, ...]) -> bytes:
         return b"".join(prefill.pool.memory.read(self.at(prefill, tokens, pages, 0)))
