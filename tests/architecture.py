@@ -222,7 +222,6 @@ MUTABLE_CALLS = frozenset(
 MAX_FILE_LINES = 400
 LONGER: dict[str, str] = {
     "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
-    "kernels.ops": "one list: every op and what it promises",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",

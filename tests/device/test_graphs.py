@@ -9,8 +9,11 @@ import pytest
 import torch
 
 import pdinfer as pd
+from pdinfer.execution.drafting import Draft
 from pdinfer.execution.graphs import DecodeGraphs, Output
-from pdinfer.execution.sampling import DrawKind
+from pdinfer.execution.runner import ModelRunner
+from pdinfer.execution.sampling import Draw, DrawKind
+from pdinfer.model.batch import Row
 from pdinfer.testing import FAMILIES
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.device.test_tokens import CPU, NUM_PAGES, PAGE_SIZE, WAYS
@@ -117,6 +120,19 @@ def test_a_captured_step_is_one_launch_and_one_wait(way: int) -> None:
             assert totals["pageable"] == totals["allocations"] == 0, watch.counts
 
 
+def test_rows_that_have_moved_are_not_run_as_captured() -> None:
+    """An engine reserves what it will ever need; a runner by itself may be asked for more."""
+    model = model_of(ModelKind(), DEVICE)
+    runner = ModelRunner(model, pd.PagePool(model, pd.CacheConfig(page_size=PAGE_SIZE, num_pages=32)).memory)
+    assert list(runner.capture([4], 4)) == [4]
+    rows = [Row((7,), 0, [page]) for page in range(20)]
+    draws = [Draw(sampling=pd.SamplingParams(temperature=0.0), prompt=(7,), output=())] * 20
+    together = runner.decode(rows, draws, [Draft()] * 20)
+    alone = [runner.decode(rows[at : at + 1], draws[:1], [Draft()])[0] for at in range(20)]
+    assert [new[0].token for new in alone] == [new[0].token for new in together]
+    assert "have moved" in runner.graphs.explain()
+
+
 def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
     logits_BV = torch.zeros(4, 7, device=DEVICE)
 
@@ -125,4 +141,4 @@ def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:
         return Output(torch.zeros(3, num_rows, dtype=torch.int32, device=DEVICE), logits_BV)
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        DecodeGraphs(DEVICE, run).capture(4)
+        DecodeGraphs(DEVICE, run).capture(4, 0)

@@ -14,8 +14,6 @@ A = "src/pdinfer/kernels/torch_attention.py"
 TE = "src/pdinfer/kernels/torch_experts.py"
 TP = "src/pdinfer/kernels/torch_products.py"
 W = "src/pdinfer/kernels/weight_formats.py"
-ROWS = "src/pdinfer/model/decode_rows.py"
-UROWS = "tests/unit/model/test_decode_rows.py"
 OPS = "tests/conformance/test_ops.py"
 FUSED = "tests/conformance/test_fused_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
@@ -28,48 +26,6 @@ PRODUCTS = "tests/unit/kernels/test_torch_products.py"
 EXPERTS = "tests/device/test_experts.py"
 
 MUTANTS = [
-    Mutant(
-        "a page that was given back and taken again is not sent",
-        ROWS,
-        "if first != seat.first or tail != seat.tail:",
-        "if first != seat.first or len(tail) != len(seat.tail):",
-        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
-    ),
-    Mutant(
-        "a step that was broken off is believed to have ended",
-        ROWS,
-        "        if self._is_running:\n            self._forget()\n",
-        "",
-        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
-    ),
-    Mutant(
-        "padding rows write where they stand",
-        ROWS,
-        "            slots_B = slots_B.where(live_B, self._scratch_slot)\n",
-        "            pass\n",
-        f"{UROWS}::test_padding_rows_are_not_live_and_write_to_the_scratch_page",
-    ),
-    Mutant(
-        "random tokens are drawn by a greedy captured step",
-        "src/pdinfer/execution/graphs.py",
-        "min(each for each in KINDS if each >= kind)",
-        "KINDS[0]",
-        "tests/device/test_graphs.py::test_captured_steps_give_the_tokens_of_others[plain]",
-    ),
-    Mutant(
-        "words on their way to the device are overwritten",
-        ROWS,
-        "            self._sent.synchronize()\n",
-        "            pass\n",
-        "tests/device/test_graphs.py::test_captured_steps_give_the_tokens_of_others[plain]",
-    ),
-    Mutant(
-        "known pages take the place of ours behind the runner's back",
-        "src/pdinfer/engine/page_tables.py",
-        "sequence.pages = [*kept, *sequence.pages[full:]]",
-        "sequence.pages[:full] = kept",
-        "tests/unit/engine/test_page_tables.py::test_known_pages_that_take_the_place_of_ours_make_a_new_table",
-    ),
     Mutant(
         "rows for a GPU's TMA keep that layout when they are gathered",
         "src/pdinfer/kernels/activations.py",

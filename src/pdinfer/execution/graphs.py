@@ -56,6 +56,7 @@ class DecodeGraphs:
         self._run = run
         self._captured: dict[tuple[int, DrawKind], _Captured] = {}
         self._pool: object = None
+        self._address = 0
 
     @classmethod
     def none(cls, refusal: str) -> DecodeGraphs:
@@ -71,9 +72,10 @@ class DecodeGraphs:
         """The numbers of rows that were captured, ascending."""
         return sorted({size for size, _ in self._captured})
 
-    def capture(self, size: int) -> None:
-        """Capture steps of `size` rows, the first of which holds a sequence. The largest size comes first, so that the
-        others find room in its memory."""
+    def capture(self, size: int, address: int) -> None:
+        """Capture steps of `size` rows that lie at `address`. The largest size comes first, so that the others find
+        room in its memory."""
+        self._address = address
         before = device_memory(self._device).in_use
         for kind in KINDS:
             self._run(size, kind)  # what a first use allocates, compiles or tunes cannot be captured
@@ -86,9 +88,12 @@ class DecodeGraphs:
     def _keep(self, outputs: list[Output], size: int, kind: DrawKind) -> None:
         outputs.append(self._run(size, kind))
 
-    def step(self, num_rows: int, kind: DrawKind) -> Output | None:
-        """Run a step of the first `num_rows` rows. Return None, having run nothing, when no captured size is as
-        large."""
+    def step(self, num_rows: int, kind: DrawKind, address: int) -> Output | None:
+        """Run a step of the first `num_rows` rows at `address`. Return None, having run nothing, when no captured size
+        is as large, or the rows have moved since."""
+        if self._captured and address != self._address:
+            self.num_steps["the rows of the batch have moved since they were captured"] += 1
+            return None
         size = next((size for size in self.sizes if size >= num_rows), None)
         if size is None:
             largest = max(self.sizes, default=0)

@@ -33,7 +33,7 @@ from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
 from pdinfer.trace import Trace, mark, span
-from pdinfer.types import NamedState, SamplingParams
+from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
 """Called before what was computed is read from its pool, which is then read behind it. None means that it is there."""
@@ -189,7 +189,7 @@ class ModelRunner:
         slots, num_rows = self._rows.place(rows, [draw.sampling for draw in draws]), len(rows)
         of_slot = [draw for _, draw in sorted(zip(slots, draws, strict=True), key=lambda pair: pair[0])]
         kind = max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
-        output = None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind)
+        output = None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind, self._rows.address)
         output = output or self._run_rows(num_rows, kind)
         self._end_step()
         mark(self._trace, "sample")
@@ -226,17 +226,17 @@ class ModelRunner:
             event.synchronize()
         return host_3B
 
-    def capture(self, sizes: Sequence[int], row: Row) -> Iterator[int]:
-        """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. `row` is
-        of one token, in pages that nobody reads. Yields nothing where steps cannot be captured."""
+    def capture(self, sizes: Sequence[int], most_rows: int) -> Iterator[int]:
+        """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps
+        will have at most `most_rows`. Yields nothing where steps cannot be captured."""
         if self.graphs.refusal is not None:
             return
         mark(self._trace, "capture")
         width = -(-self._model.config.max_position_embeddings // self._page_size)
-        self._rows.reserve(max(sizes, default=1), width)
-        self._rows.place([row], [SamplingParams(temperature=0.0)])
+        self._rows.reserve(max(most_rows, *sizes, 1), width)
+        self._rows.place([], [])
         for size in sorted(sizes, reverse=True):
-            self.graphs.capture(size)
+            self.graphs.capture(size, self._rows.address)
             yield size
 
     def _end_step(self) -> None:

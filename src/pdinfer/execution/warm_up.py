@@ -103,7 +103,7 @@ class WarmUpRun:
                 for at, row in enumerate(rows)
             ]
             if isinstance(self.runner, ModelRunner):
-                yield from self._capture(self.runner, rows[0])
+                yield from self._capture(self.runner)
             for size in batch_sizes(most):
                 started = self.clock()
                 self.runner.decode(rows[:size], draws[:size], [Draft() for _ in range(size)])
@@ -118,12 +118,12 @@ class WarmUpRun:
         finally:
             pool.release(pages)
 
-    def _capture(self, runner: ModelRunner, row: Row) -> Iterator[WarmUpStep]:
+    def _capture(self, runner: ModelRunner) -> Iterator[WarmUpStep]:
         sizes = self.config.graph_batch_sizes
         if sizes is None:
             sizes = tuple(batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES)))
         started = self.clock()
-        for size in runner.capture(sizes, row):
+        for size in runner.capture(sizes, self.config.max_running_requests):
             yield WarmUpStep(kind="capture", size=size, seconds=self.clock() - started)
             started = self.clock()
 

@@ -58,9 +58,9 @@ class Batch:
     after each sequence of a prefill.
 
     In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. A row with fewer is filled
-    up behind its last token with dead ones, which count in its context. A captured step may have dead rows too. What is computed of them means nothing, and
-    their latents go to a page that nobody reads. `live_rows_N` are the rows of the others and `live_T` says the same
-    token by token (bool); both are None where all tokens are live.
+    up behind its last token with dead ones, which count in its context; a captured step may have rows of dead ones
+    alone. What is computed of them means nothing, and their latents go to a page that nobody reads. `live_rows_N` are
+    the rows of the others and `live_T` says the same token by token (bool); both are None where all tokens are live.
 
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
     every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.

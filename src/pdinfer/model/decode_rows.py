@@ -97,6 +97,11 @@ class DecodeRows:
         self._seats.clear()
         self._changed.clear()
 
+    @property
+    def address(self) -> int:
+        """Where the slots lie. It changes when room is made for more."""
+        return self._block.data_ptr()
+
     # -- the host's side --------------------------------------------------------------------------------------------
 
     def place(self, rows: Sequence[Row], owners: Sequence[object]) -> list[int]:

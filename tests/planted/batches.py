@@ -1,0 +1,61 @@
+"""The decode batch on the device, and captured steps."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+ROWS = "src/pdinfer/model/decode_rows.py"
+UROWS = "tests/unit/model/test_decode_rows.py"
+GRAPHS = "tests/device/test_graphs.py"
+
+MUTANTS = [
+    Mutant(
+        "a page that was given back and taken again is not sent",
+        ROWS,
+        "if first != seat.first or tail != seat.tail:",
+        "if first != seat.first or len(tail) != len(seat.tail):",
+        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
+    ),
+    Mutant(
+        "a step that was broken off is believed to have ended",
+        ROWS,
+        "        if self._is_running:\n            self._forget()\n",
+        "",
+        f"{UROWS}::test_a_step_reads_its_rows_whatever_became_of_the_others",
+    ),
+    Mutant(
+        "padding rows write where they stand",
+        ROWS,
+        "            slots_B = slots_B.where(live_B, self._scratch_slot)\n",
+        "            pass\n",
+        f"{UROWS}::test_padding_rows_are_not_live_and_write_to_the_scratch_page",
+    ),
+    Mutant(
+        "random tokens are drawn by a greedy captured step",
+        "src/pdinfer/execution/graphs.py",
+        "min(each for each in KINDS if each >= kind)",
+        "KINDS[0]",
+        f"{GRAPHS}::test_captured_steps_give_the_tokens_of_others[plain]",
+    ),
+    Mutant(
+        "words on their way to the device are overwritten",
+        ROWS,
+        "            self._sent.synchronize()\n",
+        "            pass\n",
+        f"{GRAPHS}::test_captured_steps_give_the_tokens_of_others[plain]",
+    ),
+    Mutant(
+        "known pages take the place of ours behind the runner's back",
+        "src/pdinfer/engine/page_tables.py",
+        "sequence.pages = [*kept, *sequence.pages[full:]]",
+        "sequence.pages[:full] = kept",
+        "tests/unit/engine/test_page_tables.py::test_known_pages_that_take_the_place_of_ours_make_a_new_table",
+    ),
+    Mutant(
+        "captured steps read where the rows were before",
+        "src/pdinfer/execution/graphs.py",
+        "        if self._captured and address != self._address:\n",
+        "        if False:\n",
+        f"{GRAPHS}::test_rows_that_have_moved_are_not_run_as_captured",
+    ),
+]
