@@ -142,8 +142,9 @@ MUTANTS = [
     Mutant(
         "a follower's steps are not counted",
         "src/pdinfer/execution/runner.py",
-        "        self._model.forward(self._batch(rows, decode=True), self._view, self._trace)\n        self._end_step()\n",
-        "        self._model.forward(self._batch(rows, decode=True), self._view, self._trace)\n",
+        "            self._model.forward(self._batch(rows, decode=True), self._view, self._trace)\n"
+        "        self._end_step()\n",
+        "            self._model.forward(self._batch(rows, decode=True), self._view, self._trace)\n",
         "tests/unit/execution/test_runner.py::test_every_kind_of_step_is_one_step_of_what_is_recorded",
     ),
     Mutant(
