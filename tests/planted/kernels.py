@@ -192,14 +192,7 @@ MUTANTS = [
         "src/pdinfer/moe/dispatchers/deep_ep.py",
         '"mn-major-tma", dtype',
         "dtype",
-        "tests/conformance/test_dispatch.py::test_on_ranks",
-    ),
-    Mutant(
-        "rows of cut FP8 blocks travel with scales that DeepEP does not take",
-        "src/pdinfer/moe/dispatchers/deep_ep.py",
-        "x_TD.floats_TI if self.sizes.hidden_size % BLOCK else x_TD.rows",
-        "x_TD.rows",
-        "tests/conformance/test_dispatch.py::test_on_ranks",
+        "tests/unit/moe/test_deep_ep.py::test_rows_for_experts_in_fp8_are_rounded_by_the_kernel",
     ),
     Mutant(
         "two batches swap their residual streams",

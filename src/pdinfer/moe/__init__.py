@@ -17,7 +17,7 @@ from __future__ import annotations
 from pdinfer.moe.balance.deepseek import rebalance_experts
 from pdinfer.moe.balance.solver import solve_placement
 from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
-from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, TokenDispatcher
+from pdinfer.moe.dispatchers.base import Contiguous, Dispatched, LocalDispatcher, Masked, Returned, TokenDispatcher
 from pdinfer.moe.placement.difference import ExpertMove, MigrationPlan, plan_migration
 from pdinfer.moe.placement.files import ExpertLocation, read_expert_location, write_counts, write_placement
 from pdinfer.moe.placement.placement import DispatchRule, DispatchTable, ExpertPlacement, dispatch_table
@@ -36,6 +36,7 @@ __all__ = [
     "LocalDispatcher",
     "Masked",
     "MigrationPlan",
+    "Returned",
     "TokenDispatcher",
     "dispatch_table",
     "plan_migration",

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
@@ -71,6 +73,27 @@ def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
     dispatcher.live = 2
     with pytest.raises(ConfigError, match="holds 2 batches at once, a third was begun"):
         dispatcher.dispatch_begin(five[:1], torch.zeros(1, 8, dtype=torch.int64), torch.ones(1, 8))
+
+
+@pytest.mark.parametrize("ue8m0", [False, True])
+def test_rows_for_experts_in_fp8_are_rounded_by_the_kernel(ue8m0: bool) -> None:
+    """It stores the scales of a group of channels side by side."""
+    scales_EGN, asked = torch.rand(9, 7168 // 128, 128), []
+
+    def kernel(x_TD: torch.Tensor, *_: Any, **options: Any) -> tuple[Any, ...]:
+        asked.append((x_TD.dtype, options))
+        numbers_END = torch.zeros(9, 128, 7168, dtype=torch.float8_e4m3fn)
+        return (numbers_END, scales_EGN.mT), torch.zeros(9, dtype=torch.int32), None, None, lambda: None
+
+    buffer = SimpleNamespace(low_latency_dispatch=kernel)
+    dispatcher = DeepEPLowLatency(buffer=buffer, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    x_TD = torch.zeros(2, 7168, dtype=torch.bfloat16)
+    both = Rounded(x_TD, OPS.quantize_fp8(x_TD, ue8m0=ue8m0))
+    room = dispatcher.dispatch_end(dispatcher.dispatch_begin(both, torch.zeros(2, 8).long(), torch.ones(2, 8)))
+    assert asked == [(torch.bfloat16, {"use_fp8": True, "round_scale": ue8m0, "return_recv_hook": True})]
+    assert isinstance(room.x_END, FP8Rows)
+    assert (room.x_END.layout, room.x_END.dtype, room.x_END.ue8m0) == ("mn-major-tma", torch.bfloat16, ue8m0)
+    assert torch.equal(room.x_END.scales_TN, scales_EGN.mT)
 
 
 def test_a_batch_that_came_back_makes_room() -> None:
