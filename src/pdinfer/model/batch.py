@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,21 +104,7 @@ class Batch:
             of_ranks = _pieces(rows, cp.size)
             row_ends = [*_ends(of_ranks[0], rows)]
             rows = of_ranks[cp.rank]
-        tokens: list[int] = []
-        positions: list[int] = []
-        sequences: list[int] = []
-        slots: list[int] = []
-        live: list[int] = []
-        for index, row in enumerate(rows):
-            live.extend(range(len(tokens), len(tokens) + len(row.tokens)))
-            num_dead = max(0, num_queries - len(row.tokens))
-            tokens.extend([*row.tokens, *[0] * num_dead])
-            span = range(row.start, row.stop + num_dead)
-            positions.extend(span)
-            sequences.extend([index] * len(span))
-            slots.extend([*row.slots(page_size), *[scratch_page * page_size] * num_dead])
-        if len(live) == len(tokens):
-            live = []
+        tokens, positions, sequences, slots, live = _columns(rows, num_queries, page_size, scratch_page * page_size)
         if of_ranks:
             slots = [slot for of_rank in of_ranks for row in of_rank for slot in row.slots(page_size)]
         query_lens = tuple(max(len(row.tokens), num_queries) for row in rows)
@@ -189,15 +176,41 @@ class Batch:
         return [end - 1 for end in accumulate(self.query_lens)]
 
 
+def _columns(rows: Sequence[Row], num_queries: int, page_size: int, scratch_slot: int) -> tuple[list[int], ...]:
+    """Return the token, position, row and slot of each token, with dead tokens behind rows of fewer than `num_queries`,
+    and where the live ones are if there are dead ones."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    sequences: list[int] = []
+    slots: list[int] = []
+    live: list[int] = []
+    any_dead = any(len(row.tokens) < num_queries for row in rows)
+    for index, row in enumerate(rows):
+        if any_dead:
+            live.extend(range(len(tokens), len(tokens) + len(row.tokens)))
+        tokens.extend(row.tokens)
+        slots.extend(row.slots(page_size))
+        dead = range(len(row.tokens), num_queries)
+        if dead:
+            tokens.extend(0 for _ in dead)
+            slots.extend(scratch_slot for _ in dead)
+        span = range(row.start, row.stop + len(dead))
+        positions.extend(span)
+        sequences.extend([index] * len(span))
+    return tokens, positions, sequences, slots, live
+
+
 def _moved(columns: Sequence[Sequence[int]], table: Sequence[int], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Return the columns on the device in int64, and the page table in int32: views of one tensor, so that there is one
     copy."""
-    num_longs = sum(map(len, columns))
-    flat = torch.empty(2 * num_longs + len(table), dtype=torch.int32)
-    flat[: 2 * num_longs].view(torch.int64).numpy()[:] = [*chain.from_iterable(columns)]
-    flat[2 * num_longs :].numpy()[:] = table
-    longs, flat_table = flat.to(device, non_blocking=True).tensor_split((2 * num_longs,))
-    return [*torch.split(longs.view(torch.int64), [*map(len, columns)])], flat_table
+    sizes = [*map(len, columns)]
+    num_longs, table_words = sum(sizes), len(table) // 2 + 1
+    words = np.empty(num_longs + table_words, np.int64)
+    words[:num_longs] = [*chain.from_iterable(columns)]
+    words[num_longs:].view(np.int32)[: len(table)] = table
+    moved = torch.from_numpy(words).to(device, non_blocking=True)
+    *longs, rest = moved.split_with_sizes([*sizes, table_words])
+    return longs, rest.view(torch.int32)[: len(table)]
 
 
 def _pieces(rows: Sequence[Row], cp_size: int) -> list[list[Row]]:
