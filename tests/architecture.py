@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ranks", "schedule", "admission", "commands"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
-    "execution": (("warm_up",), ("runner",), ("drafting", "graphs"), ("sampling",)),
+    "execution": (("warm_up",), ("runner",), ("resident",), ("drafting", "graphs"), ("sampling",)),
     "model": (
         ("load",),
         ("load_plan",),

@@ -17,7 +17,7 @@ import torch
 from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 
 import pdinfer as pd
-from pdinfer.execution import runner
+from pdinfer.execution import resident
 from pdinfer.execution.runner import ModelRunner, Runner
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
@@ -76,7 +76,7 @@ def watch_compute() -> None:
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
-    runner.sample = STOPWATCH.computing(runner.sample)  # type: ignore[attr-defined]
+    resident.draw_tokens = STOPWATCH.computing(resident.draw_tokens)  # type: ignore[attr-defined]
 
 
 def greedy(count: int) -> pd.SamplingParams:

@@ -124,13 +124,13 @@ def test_rows_that_have_moved_are_not_run_as_captured() -> None:
     """An engine reserves what it will ever need; a runner by itself may be asked for more."""
     model = model_of(ModelKind(), DEVICE)
     runner = ModelRunner(model, pd.PagePool(model, pd.CacheConfig(page_size=PAGE_SIZE, num_pages=32)).memory)
-    assert list(runner.capture([4], 4)) == [4]
+    assert list(runner.resident.capture([4], 4)) == [4]
     rows = [Row((7,), 0, [page]) for page in range(20)]
     draws = [Draw(sampling=pd.SamplingParams(temperature=0.0), prompt=(7,), output=())] * 20
     together = runner.decode(rows, draws, [Draft()] * 20)
     alone = [runner.decode(rows[at : at + 1], draws[:1], [Draft()])[0] for at in range(20)]
     assert [new[0].token for new in alone] == [new[0].token for new in together]
-    assert "have moved" in runner.graphs.explain()
+    assert "have moved" in runner.resident.graphs.explain()
 
 
 def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:

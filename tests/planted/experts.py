@@ -8,8 +8,8 @@ MUTANTS = [
     Mutant(
         "dead tokens are written over the first page of their row",
         "src/pdinfer/model/batch.py",
-        "*[scratch_page * page_size] * num_dead]",
-        "*[row.pages[0] * page_size] * num_dead]",
+        "slots.extend(scratch_slot for _ in dead)",
+        "slots.extend(row.pages[0] * page_size for _ in dead)",
         "tests/unit/execution/test_runner.py::test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone",
     ),
     Mutant(
@@ -149,9 +149,9 @@ MUTANTS = [
     ),
     Mutant(
         "decode's steps are not counted",
-        "src/pdinfer/execution/runner.py",
-        "        output = output or self._run_rows(num_rows, kind)\n        self._end_step()\n",
-        "        output = output or self._run_rows(num_rows, kind)\n",
+        "src/pdinfer/execution/resident.py",
+        "        output = output or self._run(num_rows, kind)\n        self._end_step()\n",
+        "        output = output or self._run(num_rows, kind)\n",
         "tests/unit/moe/test_rebalancing.py::test_what_is_recorded_is_told_without_the_warm_up",
     ),
     Mutant(

@@ -123,7 +123,7 @@ class WarmUpRun:
         if sizes is None:
             sizes = tuple(batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES)))
         started = self.clock()
-        for size in runner.capture(sizes, self.config.max_running_requests):
+        for size in runner.resident.capture(sizes, self.config.max_running_requests):
             yield WarmUpStep(kind="capture", size=size, seconds=self.clock() - started)
             started = self.clock()
 
