@@ -300,6 +300,27 @@ MUTANTS = [
         f"{SPARSE}::test_index_topk_decode",
     ),
     Mutant(
+        "a recorded step reads everything because its own contexts were short",
+        "src/pdinfer/model/dsa.py",
+        '(not batch.decode or pages_PGY.device.type == "cpu") and max(',
+        "max(",
+        "tests/device/test_decode_attention.py",
+    ),
+    Mutant(
+        "a recorded step chooses among the positions that its own contexts had",
+        "src/pdinfer/model/dsa.py",
+        "        if batch.decode:\n            q_BQXY",
+        "        if not batch.context_lens:\n            q_BQXY",
+        "tests/device/test_decode_attention.py",
+    ),
+    Mutant(
+        "torch attention cuts the table to a length that it asks the device for",
+        A,
+        'if context_lens_B.device.type != "cpu":',
+        'if context_lens_B.device.type == "none":',
+        "tests/device/test_decode_attention.py",
+    ),
+    Mutant(
         "torch index_topk_decode takes any of equal scores",
         A,
         "(equal_TS.cumsum(-1, dtype=torch.int32) <= room_T1)",
