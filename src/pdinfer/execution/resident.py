@@ -81,8 +81,8 @@ class ResidentDecode:
         mark(self._trace, "head")
         logits_BV = self._model.head(self._model.norm(hidden_BD))
         mark(self._trace, "sample")
-        columns = {f"{name}_B": self._rows.setting(name, num_rows) for name in CONTROLS}
-        controls = Controls(position_B=self._rows.positions(num_rows) + 1, **columns)
+        columns = {f"{name}_B": self._rows.column(name, num_rows) for name in CONTROLS}
+        controls = Controls(position_B=batch.context_lens_B, **columns)
         packed_3B = draw_tokens(logits_BV, logits_BV, controls, kind)
         self._rows.advance(packed_3B[0])
         return Output(packed_3B, logits_BV)

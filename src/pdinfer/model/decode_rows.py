@@ -25,8 +25,8 @@ from pdinfer.process.streams import Event, record_event
 
 _WORDS = {torch.int32: 1, torch.int64: 2, torch.float64: 2}
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
-_OWN = {"token": torch.int32, "position": torch.int32}
-_TABLE, _NUM_ROWS = "table", "num_rows"
+_OWN = {"token": torch.int64, "position": torch.int64}
+_TABLE, _NUM_ROWS, _INDEX = "table", "num_rows", "index"
 
 
 @attrs.define(eq=False)
@@ -75,9 +75,9 @@ class DecodeRows:
         if num_rows <= self._capacity and width <= self._width:
             return
         self._capacity, self._width = max(num_rows, self._capacity), max(width, self._width)
-        wide = {name: dtype for name, dtype in self._settings.items() if _WORDS[dtype] == 2}
-        narrow = {name: dtype for name, dtype in self._settings.items() if _WORDS[dtype] == 1}
-        sizes = {name: (dtype, self._capacity) for name, dtype in {**wide, **narrow, **_OWN}.items()}
+        columns = {**self._settings, **_OWN}
+        wide_first = sorted(columns, key=lambda name: -_WORDS[columns[name]])
+        sizes = {name: (columns[name], self._capacity) for name in wide_first}
         sizes[_NUM_ROWS] = torch.int32, 1
         sizes[_TABLE] = torch.int32, self._capacity * self._width
         num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
@@ -94,6 +94,7 @@ class DecodeRows:
             self._values[name] = self._mirror[start:stop].view(_NUMPY[dtype])
             self._columns[name] = self._block[start:stop].view(dtype)
             start = stop
+        self._views: dict[int, dict[str, Tensor]] = {}
         self._seats.clear()
         self._changed.clear()
 
@@ -197,20 +198,15 @@ class DecodeRows:
 
     # -- the device's side: nothing here looks at a value -------------------------------------------------------------
 
-    def setting(self, name: str, num_rows: int) -> Tensor:
-        """Return a column of the first `num_rows` slots."""
-        return self._columns[name][:num_rows]
-
-    def positions(self, num_rows: int) -> Tensor:
-        """Return the position of the newest token in each of the first slots: int64."""
-        return self._columns["position"][:num_rows].long()
+    def column(self, name: str, num_rows: int) -> Tensor:
+        """Return a column of the first `num_rows` slots: a setting, "token" or "position" (of the newest token)."""
+        return self._first(num_rows)[name]
 
     def batch(self, num_rows: int, *, padded: bool = False) -> Batch:
         """Return the batch of the first `num_rows` slots. When `padded`, some at their end may be without a sequence:
         these rows are not live."""
-        table_BM = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
-        tokens_B, positions_B = self._columns["token"][:num_rows].long(), self.positions(num_rows)
-        sequence_B = torch.arange(num_rows, device=self._device)
+        first = self._first(num_rows)
+        tokens_B, positions_B, sequence_B, table_BM = (first[name] for name in ("token", "position", _INDEX, _TABLE))
         lens_B, live_B = positions_B + 1, None
         if padded:
             live_B = sequence_B < self._columns[_NUM_ROWS]
@@ -239,8 +235,23 @@ class DecodeRows:
 
     def advance(self, tokens_B: Tensor) -> None:
         """Make these the newest tokens of the first slots, each one position further on."""
-        self._columns["token"][: len(tokens_B)].copy_(tokens_B)
-        self._columns["position"][: len(tokens_B)].add_(1)
+        first = self._first(len(tokens_B))
+        first["token"].copy_(tokens_B)
+        first["position"].add_(1)
+
+    def _first(self, num_rows: int) -> dict[str, Tensor]:
+        """Return views of the first slots, made once for each number of them."""
+        views = self._views.get(num_rows)
+        if views is None:
+            views = {
+                name: column[:num_rows]
+                for name, column in self._columns.items()
+                if name in self._settings or name in _OWN
+            }
+            views[_TABLE] = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
+            views[_INDEX] = torch.arange(num_rows, device=self._device)
+            self._views[num_rows] = views
+        return views
 
 
 def _grown(needed: int, there: int) -> int:

@@ -60,7 +60,7 @@ def check(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) ->
         assert int(batch.context_lens_B[slot]) == len(one.tokens)
         assert batch.page_table_BM[slot, : page + 1].tolist() == one.pages[: page + 1]
         assert int(batch.slots_A[slot]) == one.pages[page] * PAGE_SIZE + offset
-        assert tuple(rows.setting(name, len(running))[slot].item() for name in SETTINGS) == one.owner.values
+        assert tuple(rows.column(name, len(running))[slot].item() for name in SETTINGS) == one.owner.values
     return batch
 
 
@@ -111,10 +111,10 @@ def test_padding_rows_are_not_live_and_write_to_the_scratch_page() -> None:
 def test_what_is_reserved_keeps_its_addresses() -> None:
     rows = rows_of()
     rows.reserve(16, 32)
-    before = rows.setting("seed", 16).data_ptr()
+    before = rows.column("seed", 16).data_ptr()
     many = [sequence(random.Random(seed), 100) for seed in range(16)]
     rows.place([one.row for one in many], [one.owner for one in many])
-    assert rows.setting("seed", 16).data_ptr() == before
+    assert rows.column("seed", 16).data_ptr() == before
 
 
 def test_two_rows_with_one_list_of_pages_are_refused() -> None:
