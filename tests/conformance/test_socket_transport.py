@@ -175,19 +175,6 @@ def test_a_changed_byte_is_found_and_the_link_goes_on(open_end: Callable[..., En
         assert not end.receiver.of("closed")
 
 
-def test_a_staged_memory_keeps_out_what_did_not_verify() -> None:
-    end = End(SocketTransport(), BytesMemory(64, staged=True), Recorder())
-    end.endpoints = end.transport.register(end.memory, end.receiver)
-    end.receiver.hooks["place"] = lambda _, __, size: [(0, size)]
-    message = bytearray(write_of(b"w", b"payload"))
-    message[-1] ^= 1
-    with dialled(end) as peer:
-        peer.sendall(message)
-        end.receiver.wait("placed")
-    end.transport.close()
-    assert not any(end.memory.data)
-
-
 @pytest.mark.parametrize("sent", [b"", MAGIC, frame_of(b"hello")[:-1], frame_of(b"hello"), frame_of(b"hello") + MAGIC])
 def test_a_slow_stranger_is_cut(open_end: Callable[..., End], sent: bytes) -> None:
     clock, limits = Clock(), Strangers(first_message_s=10.0, message_s=20.0)

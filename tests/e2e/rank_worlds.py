@@ -166,7 +166,7 @@ def serve_rank(
         miss_after(topology, 8.0)
     broken = Path(folder) / "broken"
     if [role, rank] == list(fault[:2]):
-        break_down(engine, fault[2], broken)
+        break_down(fault[2], broken)
     try:
         pd.remote.serve(engine, connection)
     except pd.RankLost as error:
@@ -226,18 +226,17 @@ def miss_after(topology: pd.Topology, seconds: float) -> None:
         dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
 
 
-def break_down(engine: pd.PrefillEngine | pd.DecodeEngine, how: str, broken: Path) -> None:
-    """Has the process break down in its second step of the model, and leave its number in a file."""
-    runner: Any = engine._model_runner
-    build, steps = runner._batch, []
+def break_down(how: str, broken: Path) -> None:
+    """Has this process break down in its second step of the model, and leave its number in a file."""
+    run, steps = pd.Model.stream_layers, []
 
-    def broken_batch(*arguments: Any, **named: Any) -> Any:
+    def broken_run(*arguments: Any, **named: Any) -> Any:
         steps.append(arguments)
         if len(steps) == 2:
             broken.write_text(str(os.getpid()))
             if how == "raise":
                 raise ZeroDivisionError("a test's fault")
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
-        return build(*arguments, **named)
+        return run(*arguments, **named)
 
-    runner._batch = broken_batch
+    pd.Model.stream_layers = broken_run  # type: ignore[method-assign]

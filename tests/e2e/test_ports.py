@@ -121,7 +121,7 @@ def test_a_policy_of_ones_own_sees_loads_and_may_say_wait() -> None:
         assert {(link.prefill, link.decode) for link in shape.links} == pairs
 
 
-@pytest.mark.parametrize("transport", ["loopback", "socket"])
+@pytest.mark.parametrize("transport", ["loopback", "tcp"])
 def test_a_policy_sees_how_fast_a_link_was(transport: str) -> None:
     speeds: list[float | None] = []
 
