@@ -53,6 +53,8 @@ STEPS = {
     "greedy": Step(PLAIN),
     "temperature, top-k, top-p": Step(PLAIN, FILTERED),
     "penalties, logit bias": Step(PLAIN, PENALISED),
+    "captured, 2 drafts, greedy": Step(DRAFTS, captured=True),
+    "captured, 2 drafts, temperature, top-k, top-p": Step(DRAFTS, FILTERED, captured=True),
     "2 drafts, greedy": Step(DRAFTS),
     "2 drafts, temperature, top-k, top-p": Step(DRAFTS, FILTERED),
     "v32, greedy": Step(ModelKind("v32", dtype="bfloat16")),

@@ -43,9 +43,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def serve_all(pairing: pd.Pairing, model: pd.Model, prompts: Sequence[tuple[int, ...]], count: int = 6) -> None:
-    """All at once; the tokens are those of the whole model."""
+    """All at once, each of another length so that any may be the first to leave; the tokens are those of the whole
+    model."""
     requests = [
-        pd.Request(request_id=f"r{number}", prompt=prompt, sampling=greedy(count, ignore_eos=True))
+        pd.Request(request_id=f"r{number}", prompt=prompt, sampling=greedy(count + 5 * number % 7, ignore_eos=True))
         for number, prompt in enumerate(prompts)
     ]
     for request in requests:

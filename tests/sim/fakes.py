@@ -245,7 +245,10 @@ class CellRunner(ModelRunner):
         pass
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
-        return Draft(state=len(states) or None)
+        return Draft(state=torch.empty(1, 0) if states else None)
+
+    def order(self, rows: Sequence[Row]) -> list[int]:
+        return [*range(len(rows))][::-1]
 
     def forward(self, rows: Sequence[Row]) -> None:
         draw = Draw(sampling=SamplingParams(), prompt=(), output=())
@@ -269,9 +272,9 @@ class CellRunner(ModelRunner):
         return self._attention.rank > 0
 
     def _turn(self, row: Row, draw: Draw, draft: Draft) -> list[Drawn]:
-        """Run one sequence's part of a step. A draft's `state` is how many of its newest positions lack their cell."""
-        if draft.state is not None:
-            self._catch_up(row, draft.state)
+        """Run one sequence's part of a step."""
+        if draft.is_able:
+            self._catch_up(row, draft.num_newest)
         drawn: list[Drawn] = []
         token = row.tokens[0]
         for start in range(row.start, row.start + draft.num_tokens + 1):
@@ -284,9 +287,9 @@ class CellRunner(ModelRunner):
                 output = [*draw.output, *(new.token for new in drawn)]
                 drawn += self._sample([(row.pages, start + 1)], [attrs.evolve(draw, output=output)])
                 token = drawn[-1].token
-            if draft.state is not None:
+            if draft.is_able:
                 self._write(ahead, [WRONG], DRAFT_LAYER)
-        draft.state = None if draft.state is None else len(drawn)
+        draft.num_newest = len(drawn) if draft.is_able else 0
         return drawn
 
     def _catch_up(self, row: Row, count: int) -> None:

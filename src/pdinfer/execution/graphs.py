@@ -27,10 +27,11 @@ KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
 
 @attrs.frozen
 class Output:
-    """What a step leaves on the device: what `draw_tokens` returns, and the raw logits [B, vocab]."""
+    """What a step leaves on the device. `words` int32 [3, B, Q] is what `draw_tokens` returns; steps that draft have a
+    fourth plane, how many tokens of each row count. `logits_TV` are the raw logits of the B * Q tokens."""
 
-    packed_3B: Tensor
-    logits_BV: Tensor
+    words: Tensor
+    logits_TV: Tensor
 
 
 @attrs.frozen
@@ -92,18 +93,22 @@ class DecodeGraphs:
         """Run a step of the first `num_rows` rows at `address`. Return None, having run nothing, when no captured size
         is as large, or the rows have moved since."""
         if self._captured and address != self._address:
-            self.num_steps["the rows of the batch have moved since they were captured"] += 1
+            self.passed("the rows of the batch have moved since they were captured")
             return None
         size = next((size for size in self.sizes if size >= num_rows), None)
         if size is None:
             largest = max(self.sizes, default=0)
-            self.num_steps[f"the largest captured number of sequences is {largest}"] += 1
+            self.passed(f"the largest captured number of sequences is {largest}")
             return None
         self.num_steps[""] += 1
         captured = self._captured[size, min(each for each in KINDS if each >= kind)]
         captured.graph.replay()
-        output = captured.output
-        return Output(output.packed_3B[:, :num_rows], output.logits_BV[:num_rows])
+        words = captured.output.words[:, :num_rows]
+        return Output(words, captured.output.logits_TV[: num_rows * words.shape[2]])
+
+    def passed(self, reason: str) -> None:
+        """Count a step that does not run captured."""
+        self.num_steps[reason] += 1
 
     def explain(self) -> str:
         """Return sentences on what was captured, its bytes, and why steps ran without a graph."""

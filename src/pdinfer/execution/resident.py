@@ -1,18 +1,18 @@
-"""Decode steps of one token per sequence, whose batch stays on the device.
+"""Decode steps, whose batch stays on the device.
 
-Rows go in only as far as they changed (`DecodeRows`); model, draw and advance queue work and wait for nothing; then the
-drawn tokens are read with one wait. On a device the work in between is one launch where it was captured (`graphs`).
+Rows go in only as far as they changed (`DecodeRows`); drafting, model, draw, acceptance and advance queue work and wait
+for nothing; then the drawn tokens are read with one wait. On a device the work in between is one launch where it was
+captured (`graphs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from pdinfer.execution.drafting import Sampler
+from pdinfer.execution.drafting import Draft, Drafter, HostDraws, Sampler, accepted
 from pdinfer.execution.graphs import DecodeGraphs, Output
 from pdinfer.execution.sampling import (
     CONTROLS,
@@ -27,11 +27,11 @@ from pdinfer.execution.sampling import (
 )
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Row
-from pdinfer.model.decode_rows import DecodeRows
+from pdinfer.model.decode_rows import MAX_NEWEST, NO_DRAFTS, DecodeRows, Drafting
 from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
-from pdinfer.trace import Trace, mark
+from pdinfer.trace import Trace, mark, span
 
 
 class ResidentDecode:
@@ -51,73 +51,204 @@ class ResidentDecode:
             device=model.device,
             scratch_page=memory.scratch_page,
         )
-        self._width = -(-model.config.max_position_embeddings // memory.layout.page_size)
+        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, memory, self._rows, trace)
+        self._num_drafts = 0
+        self._width = -(-(model.config.max_position_embeddings + MAX_NEWEST) // memory.layout.page_size)
         self._results = torch.empty(0, dtype=torch.int32)
-        self.graphs = DecodeGraphs(model.device, partial(self._run, padded=True), _refusal(model))
+        self.graphs = DecodeGraphs(model.device, self._run_captured, _refusal(model))
 
-    def decode(self, rows: Sequence[Row], draws: Sequence[Draw], sampler: Sampler) -> list[Drawn]:
-        """Run one token per row, and draw the next. Rows whose logits are changed go through `sampler`, and all rows do
-        where it is not `sample`."""
+    def order(self, rows: Sequence[Row]) -> list[int]:
+        """Return the order in which a step runs these rows, so that other ranks can run them alike."""
+        slots = self._rows.seat(rows)
+        return sorted(range(len(rows)), key=slots.__getitem__)
+
+    def decode(
+        self,
+        rows: Sequence[Row],
+        draws: Sequence[Draw],
+        drafts: Sequence[Draft],
+        sampler: Sampler,
+        *,
+        num_passes: int = 0,
+    ) -> list[list[Drawn]]:
+        """Run a step as `Runner.decode` says. Where rows have their logits changed, or `sampler` is not `sample`, it
+        draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
-        slots, num_rows = self._rows.place(rows, [draw.sampling for draw in draws]), len(rows)
-        of_slot = [draw for _, draw in sorted(zip(slots, draws, strict=True), key=lambda pair: pair[0])]
-        kind = max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
-        output = None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind, self._rows.address)
-        output = output or self._run(num_rows, kind)
-        self._end_step()
-        mark(self._trace, "sample")
-        if sampler is not sample or any(draw.changes_logits for draw in draws):
-            drawn = sampler(output.logits_BV, of_slot)
-        else:
-            drawn = read_drawn(self._read(output.packed_3B), output.logits_BV, of_slot, {})
-            self._rows.advanced([new.token for new in drawn])
+        slots = self._place(rows, draws, drafts)
+        in_order = [index for _, index in sorted(zip(slots, range(len(rows)), strict=True))]
+        draws = [draws[index] for index in in_order]
+        drafts = [drafts[index] for index in in_order]
+        on_host = sampler is not sample or any(draw.changes_logits for draw in draws)
+        drawn = (
+            self._decode(draws, sampler if on_host else None)
+            if self._drafter is None
+            else self._decode_drafts(draws, drafts, sampler if on_host else None, num_passes)
+        )
         mark(self._trace, "emit")
         return [drawn[slot] for slot in slots]
 
-    def _run(self, num_rows: int, kind: DrawKind, *, padded: bool = False) -> Output:
-        """Run the first rows that are on the device, and draw. Waits for nothing."""
-        batch = self._rows.batch(num_rows, padded=padded)
-        hidden_BD = self._model.forward(batch, self._view, self._trace)
-        mark(self._trace, "head")
-        logits_BV = self._model.head(self._model.norm(hidden_BD))
-        mark(self._trace, "sample")
-        columns = {f"{name}_B": self._rows.column(name, num_rows) for name in CONTROLS}
-        controls = Controls(position_B=batch.context_lens_B, **columns)
-        packed_3B = draw_tokens(logits_BV, logits_BV, controls, kind)
-        self._rows.advance(packed_3B[0])
-        return Output(packed_3B, logits_BV)
+    def _place(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[int]:
+        owners = [draw.sampling for draw in draws]
+        if self._drafter is None:
+            return self._rows.place(rows, owners)
+        if self._rows.is_broken_off:
+            self._drafter.forget()
+        self._drafter.seat(self._rows.seat(rows), drafts)
+        drafting = []
+        for draw, draft in zip(draws, drafts, strict=True):
+            if not draft.num_newest:
+                draft.num_tokens = 0
+            num_drafts = draft.num_tokens if draft.is_able else NO_DRAFTS
+            drafting.append(Drafting(draft.newest(draw.output), num_drafts))
+        return self._rows.place(rows, owners, drafting)
 
-    def _read(self, packed_3B: Tensor) -> Tensor:
+    def _decode(self, draws: Sequence[Draw], sampler: Sampler | None) -> list[list[Drawn]]:
+        """Run a step that drafts nothing."""
+        kind = _kind_of(draws)
+        output = self._captured(len(draws), kind) or self._run(len(draws), kind)
+        self._end_step()
+        mark(self._trace, "sample")
+        if sampler is not None:
+            return [[new] for new in sampler(output.logits_TV, draws)]
+        drawn = [[new] for new in read_drawn(self._read(output.words)[:, :, 0], output.logits_TV, draws, {})]
+        self._rows.advanced([[new.token] for (new,) in drawn])
+        return drawn
+
+    def _decode_drafts(
+        self, draws: Sequence[Draw], drafts: Sequence[Draft], sampler: Sampler | None, num_passes: int
+    ) -> list[list[Drawn]]:
+        """Run a step that drafts tokens and checks them."""
+        kind, num_drafts = _kind_of(draws), max((draft.num_tokens for draft in drafts), default=0)
+        num_newest = max((draft.num_newest for draft in drafts), default=0)
+        output = None
+        on_host = None if sampler is None else HostDraws(sampler, draws, [draft.num_tokens for draft in drafts])
+        if self.graphs.sizes and on_host is not None:
+            self.graphs.passed("the host draws, and drafts follow what it has drawn")
+        elif self.graphs.sizes and num_drafts > self._num_drafts:
+            self.graphs.passed(f"the largest captured number of drafts is {self._num_drafts}")
+        else:
+            output = self._captured(len(draws), kind)
+        if output is None:
+            output = self._run(
+                len(draws), kind, num_newest=num_newest, num_drafts=num_drafts, host=on_host, num_passes=num_passes
+            )
+        self._end_step()
+        mark(self._trace, "sample")
+        kept = self._read_drafts(output, draws) if on_host is None else on_host.kept
+        for draft, new in zip(drafts, kept, strict=True):
+            draft.num_newest = len(new) if draft.is_able else 0
+        self._rows.advanced([[new.token for new in row] for row in kept])
+        return kept
+
+    def _captured(self, num_rows: int, kind: DrawKind) -> Output | None:
+        return None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind, self._rows.address)
+
+    def _run_captured(self, num_rows: int, kind: DrawKind) -> Output:
+        num_newest = 0 if self._drafter is None else 1 + self._num_drafts
+        return self._run(num_rows, kind, num_newest=num_newest, num_drafts=self._num_drafts, padded=True)
+
+    def _run(
+        self,
+        num_rows: int,
+        kind: DrawKind,
+        *,
+        num_newest: int = 0,
+        num_drafts: int = 0,
+        num_passes: int = 0,
+        padded: bool = False,
+        host: HostDraws | None = None,
+    ) -> Output:
+        """Run the first rows that are on the device, and draw. Waits for nothing, unless the `host` draws."""
+        model, rows = self._model, self._rows
+        columns = {f"{name}_B": rows.column(name, num_rows) for name in CONTROLS}
+        controls = Controls(position_B=rows.column("position", num_rows) + 1, **columns)
+        drafted_BK = controls.position_B.new_empty(num_rows, 0)
+        if self._drafter is not None:
+
+            def draw(logits_BV: Tensor, step: int) -> Tensor:
+                if host is not None:
+                    return host.draft(logits_BV, step)
+                return draw_tokens(logits_BV, logits_BV, controls.later(step), kind)[0].long()
+
+            with span(self._trace, "draft"):
+                drafted_BK = self._drafter.propose(
+                    num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded
+                )
+            mark(self._trace, "batch")
+        if num_drafts:
+            tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
+            num_drafts_B = rows.column("num_drafts", num_rows)
+            batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0) + 1, padded=padded)
+            controls = controls.repeated(1 + num_drafts)
+        else:
+            batch = rows.batch(num_rows, padded=padded)
+        state_TD = model.norm(model.forward(batch, self._view, self._trace))
+        mark(self._trace, "head")
+        logits_TV = model.head(state_TD)
+        mark(self._trace, "sample")
+        if self._drafter is not None:
+            self._drafter.keep(state_TD, 1 + num_drafts)
+        if host is not None:
+            tokens_BQ, is_right_BQ = host.draw(logits_TV, 1 + num_drafts)
+            words = tokens_BQ.new_empty(0)
+        else:
+            words = draw_tokens(logits_TV, logits_TV, controls, kind).view(3, num_rows, 1 + num_drafts)
+            tokens_BQ, is_right_BQ = words[0], words[2].view(torch.float32).isfinite()
+        if self._drafter is None:
+            rows.advance(tokens_BQ[:, 0])
+        else:
+            count_B = accepted(tokens_BQ, is_right_BQ, drafted_BK, rows.column("num_drafts", num_rows))
+            rows.advance_by(tokens_BQ, count_B)
+            if host is None:
+                words = torch.cat((words, count_B.int()[None, :, None].expand(1, -1, 1 + num_drafts)))
+        return Output(words, logits_TV)
+
+    def _read_drafts(self, output: Output, draws: Sequence[Draw]) -> list[list[Drawn]]:
+        words = self._read(output.words)
+        num_queries = words.shape[2]
+        each = [draw for draw in draws for _ in range(num_queries)]
+        drawn = read_drawn(words[:3].reshape(3, -1), output.logits_TV, each, {})
+        counts = words[3, :, 0].tolist()
+        return [drawn[row * num_queries : row * num_queries + count] for row, count in enumerate(counts)]
+
+    def _read(self, words: Tensor) -> Tensor:
         """Return a result on the host: the one wait of a step."""
         if self._model.device.type == "cpu":
-            return packed_3B
-        if self._results.numel() < packed_3B.numel():
-            self._results = pinned_empty(8 * packed_3B.nbytes, self._model.device).view(torch.int32)
-        host_3B = self._results[: packed_3B.numel()].view(packed_3B.shape)
-        host_3B.copy_(packed_3B, non_blocking=True)
+            return words
+        if self._results.numel() < words.numel():
+            self._results = pinned_empty(8 * words.nbytes, self._model.device).view(torch.int32)
+        host = self._results[: words.numel()].view(words.shape)
+        host.copy_(words, non_blocking=True)
         if (event := record_event(self._model.device)) is not None:
             event.synchronize()
-        return host_3B
+        return host
 
-    def capture(self, sizes: Sequence[int], most_rows: int) -> Iterator[int]:
+    def capture(self, sizes: Sequence[int], most_rows: int, *, num_drafts: int = 0) -> Iterator[int]:
         """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps
-        will have at most `most_rows`. Yields nothing where steps cannot be captured."""
+        will have at most `most_rows`, and draft at most `num_drafts` tokens. Yields nothing where steps cannot be
+        captured."""
         if self.graphs.refusal is not None:
             return
         mark(self._trace, "capture")
-        self._rows.reserve(max(most_rows, *sizes, 1), self._width)
+        self._num_drafts = num_drafts
+        most_rows = max(most_rows, *sizes, 1)
+        self._rows.reserve(most_rows, self._width)
+        if self._drafter is not None:
+            self._drafter.reserve(most_rows)
         self._rows.place([], [])
         for size in sorted(sizes, reverse=True):
             self.graphs.capture(size, self._rows.address)
             yield size
 
 
+def _kind_of(draws: Sequence[Draw]) -> DrawKind:
+    return max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
+
+
 def _refusal(model: Model) -> str | None:
     """Return why steps of the model cannot be captured, or None."""
     if model.device.type == "cpu":
         return "a CPU launches nothing"
-    if model.mtp is not None:
-        return "steps that draft tokens are not captured yet"
     if model.groups.world.size > 1:
         return "steps of several ranks are not captured yet"
     if not model.experts.dispatcher.graph_safe:

@@ -6,11 +6,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import attrs
 import torch
 
 from pdinfer.errors import ConfigError
-from pdinfer.execution.drafting import Draft, Drafter, Sampler, after, pack_state, unpack_state
+from pdinfer.execution.drafting import Draft, Sampler, pack_state, unpack_state
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.resident import ResidentDecode
 from pdinfer.execution.sampling import (
@@ -22,7 +21,7 @@ from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.model import Model
-from pdinfer.trace import Trace, mark, span
+from pdinfer.trace import Trace, mark
 from pdinfer.types import NamedState
 
 Ready = Callable[[], None] | None
@@ -65,7 +64,6 @@ class ModelRunner:
         self._view = KVView.of(memory)
         self._page_size, self._scratch_page = memory.layout.page_size, memory.scratch_page
         self._trace = trace
-        self._drafter = None if model.mtp is None else Drafter(model, model.mtp, memory, trace)
         self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
         self.resident = ResidentDecode(model, memory, self._end_step, trace)
@@ -73,13 +71,11 @@ class ModelRunner:
     @property
     def drafts(self) -> bool:
         """Whether it drafts tokens."""
-        return self._drafter is not None
+        return self._model.mtp is not None
 
     def sample_with(self, sampler: Sampler) -> None:
         """Draw with `sampler` whatever `decode` draws, both drafts and tokens."""
         self._sample = sampler
-        if self._drafter is not None:
-            self._drafter.sample = sampler
 
     def idle(self) -> None:
         """Do nothing: there are no other ranks."""
@@ -114,7 +110,7 @@ class ModelRunner:
         return [(pack_state(self._last_BD[row]),) for row in rows]
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
-        if self._drafter is None:
+        if not self.drafts:
             return Draft()
         model = self._model
         return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
@@ -125,45 +121,16 @@ class ModelRunner:
             self._model.forward(self._batch(rows, decode=True), self._view, self._trace)
         self._end_step()
 
+    def order(self, rows: Sequence[Row]) -> list[int]:
+        """Return the order in which `decode` runs these rows, so that other ranks can run them alike."""
+        return self.resident.order(rows)
+
     def decode(
         self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], *, num_passes: int = 0
     ) -> list[list[Drawn]]:
         """Run a step as `Runner.decode` says. The MTP layer runs at least `num_passes` times, as on other ranks."""
         with self._memory.step():
-            if self._drafter is None:
-                return [[new] for new in self.resident.decode(rows, draws, self._sample)]
-            return self._decode(rows, draws, drafts, num_passes)
-
-    def _decode(
-        self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft], num_passes: int
-    ) -> list[list[Drawn]]:
-        model = self._model
-        proposed: list[list[int]] = [[] for _ in rows]
-        if self._drafter is not None:
-            with span(self._trace, "draft"):
-                proposed = self._drafter.propose(rows, draws, drafts, num_passes)
-        mark(self._trace, "batch")
-        if any(proposed):
-            rows = [attrs.evolve(row, tokens=[*row.tokens, *more]) for row, more in zip(rows, proposed, strict=True)]
-            draws = [
-                after(draw, more[:n]) for draw, more in zip(draws, proposed, strict=True) for n in range(len(more) + 1)
-            ]
-        batch = self._batch(rows, decode=True)
-        hidden_TD = model.forward(batch, self._view, self._trace)
-        mark(self._trace, "head")
-        self._end_step()
-        state_TD = model.norm(batch.live(hidden_TD))
-        logits_TV = model.head(state_TD)
-        mark(self._trace, "sample")
-        drawn = iter(self._sample(logits_TV, draws))
-        mark(self._trace, "emit")
-        kept = [_accepted([next(drawn) for _ in range(len(more) + 1)], more) for more in proposed]
-        first = 0
-        for draft, more, new in zip(drafts, proposed, kept, strict=True):
-            if draft.state is not None:
-                draft.state = state_TD[first : first + len(new)]
-            first += len(more) + 1
-        return kept
+            return self.resident.decode(rows, draws, drafts, self._sample, num_passes=num_passes)
 
     def _end_step(self) -> None:
         """Close a step of the recorder, after all layers have run once. Syncs nothing."""
@@ -197,14 +164,6 @@ def using_threads(num_threads: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _accepted(drawn: list[Drawn], proposed: Sequence[int]) -> list[Drawn]:
-    """Return the tokens that were drawn after tokens of the model's own. None follows an error."""
-    right = 0
-    while right < len(proposed) and drawn[right].error is None and drawn[right].token == proposed[right]:
-        right += 1
-    return drawn[: right + 1]
 
 
 def graphs_of(runner: Runner) -> DecodeGraphs:

@@ -119,6 +119,18 @@ class Controls:
     seed_B: Tensor
     position_B: Tensor
 
+    def later(self, num_tokens: int) -> Controls:
+        """Return the parameters for the tokens so much further on."""
+        return attrs.evolve(self, position_B=self.position_B + num_tokens) if num_tokens else self
+
+    def repeated(self, num_queries: int) -> Controls:
+        """Return the parameters of Q tokens per row that follow each other, row by row."""
+        columns = {field.name: getattr(self, field.name) for field in attrs.fields(Controls)}
+        each = {name: column_B.repeat_interleave(num_queries) for name, column_B in columns.items()}
+        steps_Q = torch.arange(num_queries, device=self.position_B.device)
+        each["position_B"] = (self.position_B[:, None] + steps_Q).view(-1)
+        return Controls(**each)
+
     @classmethod
     def of(cls, draws: Sequence[Draw], device: torch.device) -> Controls:
         """Return the parameters of these draws."""

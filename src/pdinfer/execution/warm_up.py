@@ -123,7 +123,8 @@ class WarmUpRun:
         if sizes is None:
             sizes = tuple(batch_sizes(min(self.config.max_running_requests, MAX_CAPTURED_SEQUENCES)))
         started = self.clock()
-        for size in runner.resident.capture(sizes, self.config.max_running_requests):
+        most, num_drafts = self.config.max_running_requests, self.config.num_draft_tokens
+        for size in runner.resident.capture(sizes, most, num_drafts=num_drafts):
             yield WarmUpStep(kind="capture", size=size, seconds=self.clock() - started)
             started = self.clock()
 

@@ -25,8 +25,26 @@ from pdinfer.process.streams import Event, record_event
 
 _WORDS = {torch.int32: 1, torch.int64: 2, torch.float64: 2}
 _NUMPY = {torch.int32: np.int32, torch.int64: np.int64, torch.float64: np.float64}
-_OWN = {"token": torch.int64, "position": torch.int64}
-_TABLE, _NUM_ROWS, _INDEX = "table", "num_rows", "index"
+_OWN = {"token": torch.int64, "position": torch.int64, "num_newest": torch.int64, "num_drafts": torch.int64}
+_NEWEST, _TABLE, _NUM_ROWS, _INDEX = "newest", "table", "num_rows", "index"
+
+MAX_NEWEST = 4
+"""The maximum number of tokens that one step gives a sequence: the next one, and drafts."""
+
+NO_DRAFTS = -1
+"""In place of a number of drafts: nothing is ever drafted for the sequence."""
+
+
+@attrs.frozen
+class Drafting:
+    """What a step drafts for one sequence. `newest` are its tokens, the last one included, whose entries in the cache
+    of the layer that drafts are due. `num_drafts` is how many tokens are drafted, or NO_DRAFTS."""
+
+    newest: Sequence[int] = ()
+    num_drafts: int = NO_DRAFTS
+
+
+_NOTHING = Drafting()
 
 
 @attrs.define(eq=False)
@@ -37,6 +55,8 @@ class _Seat:
     owner: object = None
     token: int = -1
     position: int = -1
+    newest: Sequence[int] = ()
+    num_drafts: int | None = None
     first: int = 0
     """The pages before this one are known and stay."""
     tail: Sequence[int] = ()
@@ -65,6 +85,7 @@ class DecodeRows:
         self._scratch_slot = scratch_page * page_size
         self._capacity = self._width = 0
         self._seats: dict[int, tuple[int, _Seat]] = {}
+        self._aranges: dict[int, Tensor] = {}
         self._is_running = False
         self._changed: list[tuple[int, int]] = []
         self._staging = torch.empty(0, dtype=torch.int32)
@@ -78,6 +99,7 @@ class DecodeRows:
         columns = {**self._settings, **_OWN}
         wide_first = sorted(columns, key=lambda name: -_WORDS[columns[name]])
         sizes = {name: (columns[name], self._capacity) for name in wide_first}
+        sizes = {_NEWEST: (torch.int64, self._capacity * MAX_NEWEST), **sizes}
         sizes[_NUM_ROWS] = torch.int32, 1
         sizes[_TABLE] = torch.int32, self._capacity * self._width
         num_words = sum(_WORDS[dtype] * count for dtype, count in sizes.values())
@@ -105,36 +127,49 @@ class DecodeRows:
 
     # -- the host's side --------------------------------------------------------------------------------------------
 
-    def place(self, rows: Sequence[Row], owners: Sequence[object]) -> list[int]:
-        """Give every row of one token a slot below their number, and send what the device does not know yet. Return the
-        slots. A step that begins here ends with `advanced`; one that was broken off is sent anew."""
-        num_pages = [max(len(row.pages), row.start // self._page_size + 1) for row in rows]
+    def seat(self, rows: Sequence[Row]) -> list[int]:
+        """Give every row of one token a slot below their number, and return the slots. Sends nothing."""
+        last = MAX_NEWEST - 1  # drafts that are not live have positions, too
+        num_pages = [max(len(row.pages), (row.start + last) // self._page_size + 1) for row in rows]
         self.reserve(_grown(len(rows), self._capacity), _grown(max(num_pages, default=1), self._width))
-        if self._is_running:
-            self._forget()
         keys = [id(row.pages) for row in rows]
         if len(self._seats) != len(rows) or not all(key in self._seats for key in keys):
             self._seat(keys, rows)
+        return [self._seats[key][0] for key in keys]
+
+    @property
+    def is_broken_off(self) -> bool:
+        """Whether the last step did not end, so that nobody knows which tokens are the newest on the device."""
+        return self._is_running
+
+    def place(
+        self, rows: Sequence[Row], owners: Sequence[object], drafting: Sequence[Drafting] | None = None
+    ) -> list[int]:
+        """Seat the rows, and send what the device does not know yet. Return the slots. A step that begins here ends
+        with `advanced`; what one changed that was broken off is sent anew."""
+        slots = self.seat(rows)
+        if self._is_running:
+            self._forget()
         if self._values[_NUM_ROWS][0] != len(rows):
             self._set(_NUM_ROWS, 0, len(rows))
-        slots = []
-        for key, row, owner in zip(keys, rows, owners, strict=True):
-            slot, seat = self._seats[key]
-            self._send(slot, seat, row, owner)
-            slots.append(slot)
+        told = drafting or [_NOTHING] * len(rows)
+        for slot, row, owner, draft in zip(slots, rows, owners, told, strict=True):
+            self._send(slot, self._seats[id(row.pages)][1], row, owner, draft)
         self._flush()
         self._is_running = True
         return slots
 
-    def advanced(self, tokens: Sequence[int]) -> None:
+    def advanced(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note that `advance` made these the newest tokens of the slots."""
         for slot, seat in self._seats.values():
-            seat.token, seat.position = tokens[slot], seat.position + 1
-            self._values["token"][slot], self._values["position"][slot] = seat.token, seat.position
+            new = tokens[slot]
+            seat.token, seat.position = new[-1], seat.position + len(new)
+            if seat.num_drafts != NO_DRAFTS:
+                seat.newest = new
         self._is_running = False
 
     def _forget(self) -> None:
-        """Forget which token is the newest of every slot."""
+        """Forget which tokens are the newest of every slot."""
         for _, seat in self._seats.values():
             seat.position = -1
 
@@ -150,12 +185,15 @@ class DecodeRows:
                 kept[key] = next(free), _Seat(row.pages)
         self._seats = kept
 
-    def _send(self, slot: int, seat: _Seat, row: Row, owner: object) -> None:
+    def _send(self, slot: int, seat: _Seat, row: Row, owner: object, drafting: Drafting) -> None:
         (token,) = row.tokens
-        if seat.token != token or seat.position != row.start:
+        moved = seat.token != token or seat.position != row.start
+        if moved:
             self._set("token", slot, token)
             self._set("position", slot, row.start)
             seat.token, seat.position = token, row.start
+        if drafting is not _NOTHING:
+            self._send_drafting(slot, seat, drafting, moved)
         if seat.owner is not owner:
             for name, value in zip(self._settings, self._values_of(owner), strict=True):
                 self._set(name, slot, value)
@@ -169,6 +207,16 @@ class DecodeRows:
             self._values[_TABLE][at : at + len(tail)] = tail
             self._mark(self._starts[_TABLE] + at, len(tail))
         seat.first, seat.tail = now, tail[now - first :]
+
+    def _send_drafting(self, slot: int, seat: _Seat, drafting: Drafting, moved: bool) -> None:
+        if moved or seat.newest != drafting.newest:
+            for at, newest in enumerate(drafting.newest):
+                self._set(_NEWEST, slot * MAX_NEWEST + at, newest)
+            self._set("num_newest", slot, len(drafting.newest))
+            seat.newest = drafting.newest
+        if seat.num_drafts != drafting.num_drafts:
+            self._set("num_drafts", slot, drafting.num_drafts)
+            seat.num_drafts = drafting.num_drafts
 
     def _set(self, name: str, slot: int, value: float) -> None:
         self._values[name][slot] = value
@@ -199,38 +247,59 @@ class DecodeRows:
     # -- the device's side: nothing here looks at a value -------------------------------------------------------------
 
     def column(self, name: str, num_rows: int) -> Tensor:
-        """Return a column of the first `num_rows` slots: a setting, "token" or "position" (of the newest token)."""
+        """Return a column of the first `num_rows` slots: a setting; "token" or "position" (of the newest token); or
+        "newest" [B, MAX_NEWEST], "num_newest" or "num_drafts" of `Drafting`."""
         return self._first(num_rows)[name]
 
-    def batch(self, num_rows: int, *, padded: bool = False) -> Batch:
-        """Return the batch of the first `num_rows` slots. When `padded`, some at their end may be without a sequence:
-        these rows are not live."""
+    def batch(
+        self,
+        num_rows: int,
+        tokens_BQ: Tensor | None = None,
+        *,
+        first_B: Tensor | None = None,
+        num_live_B: Tensor | None = None,
+        padded: bool = False,
+    ) -> Batch:
+        """Return a batch of the first `num_rows` slots, by default their newest tokens. Otherwise sequence b has the Q
+        `tokens_BQ` from position `first_B[b]`, of which the first `num_live_B[b]` are live. When `padded`, some slots
+        at the end may be without a sequence: their rows are not live."""
         first = self._first(num_rows)
-        tokens_B, positions_B, sequence_B, table_BM = (first[name] for name in ("token", "position", _INDEX, _TABLE))
-        lens_B, live_B = positions_B + 1, None
+        sequence_T, table_BM = first[_INDEX], first[_TABLE]
+        tokens_T = first["token"] if tokens_BQ is None else tokens_BQ.reshape(-1)
+        first_B = first["position"] if first_B is None else first_B
+        live_T = None if num_live_B is None else num_live_B > 0
         if padded:
-            live_B = sequence_B < self._columns[_NUM_ROWS]
-            tokens_B, positions_B, lens_B = tokens_B * live_B, positions_B * live_B, lens_B.where(live_B, 1)
-        pages_B1 = table_BM.gather(1, (positions_B // self._page_size)[:, None])
-        slots_B = pages_B1[:, 0].long() * self._page_size + positions_B % self._page_size
-        if live_B is not None:
-            slots_B = slots_B.where(live_B, self._scratch_slot)
+            live_B = sequence_T < self._columns[_NUM_ROWS]
+            live_T = live_B if live_T is None else live_T & live_B
+            first_B = first_B * live_B
+        positions_T, num_queries = first_B, 1
+        if tokens_BQ is not None and tokens_BQ.shape[1] > 1:
+            num_queries = tokens_BQ.shape[1]
+            steps_Q = self._arange(num_queries)
+            positions_T = (first_B[:, None] + steps_Q).view(-1)
+            sequence_T = self._arange(num_rows * num_queries) // num_queries
+            if num_live_B is not None and live_T is not None:
+                live_T = ((steps_Q < num_live_B[:, None]) & live_T[:, None]).view(-1)
+        page_of_T = positions_T // self._page_size
+        pages_BQ = table_BM.gather(1, page_of_T.view(num_rows, num_queries))
+        slots_T = pages_BQ.view(-1).long() * self._page_size + positions_T % self._page_size
+        context_lens_B = first_B + num_queries
         return Batch(
-            tokens_T=tokens_B,
-            positions_T=positions_B,
-            sequence_T=sequence_B,
-            slots_A=slots_B,
+            tokens_T=tokens_T,
+            positions_T=positions_T,
+            sequence_T=sequence_T,
+            slots_A=slots_T if live_T is None else slots_T.where(live_T, self._scratch_slot),
             page_table_BM=table_BM,
-            context_lens_B=lens_B,
+            context_lens_B=context_lens_B,
             query_lens=(),
             # of a device the host does not look: rows of a captured step are others by the time it runs
-            context_lens=tuple((self._values["position"][:num_rows] + 1).tolist()) if live_B is None else (),
+            context_lens=tuple(context_lens_B.tolist()) if self._device.type == "cpu" else (),
             decode=True,
             next_tokens=(),
             cp=ALONE,
             cp_counts=(),
             row_ends=(),
-            live_T=live_B,
+            live_T=live_T,
         )
 
     def advance(self, tokens_B: Tensor) -> None:
@@ -238,6 +307,22 @@ class DecodeRows:
         first = self._first(len(tokens_B))
         first["token"].copy_(tokens_B)
         first["position"].add_(1)
+
+    def advance_by(self, tokens_BQ: Tensor, counts_B: Tensor) -> None:
+        """Make the first `counts_B` of these the newest tokens of the first slots, as many positions further on."""
+        num_rows, num_queries = tokens_BQ.shape
+        first = self._first(num_rows)
+        first["token"].copy_(tokens_BQ.gather(1, counts_B[:, None] - 1)[:, 0])
+        first["position"].add_(counts_B)
+        first[_NEWEST][:, :num_queries].copy_(tokens_BQ)
+        first["num_newest"].copy_(counts_B * (first["num_drafts"] != NO_DRAFTS))
+
+    def _arange(self, count: int) -> Tensor:
+        """Return 0, 1, 2, …, made once for each number of them."""
+        made = self._aranges.get(count)
+        if made is None:
+            made = self._aranges[count] = torch.arange(count, device=self._device)
+        return made
 
     def _first(self, num_rows: int) -> dict[str, Tensor]:
         """Return views of the first slots, made once for each number of them."""
@@ -249,7 +334,8 @@ class DecodeRows:
                 if name in self._settings or name in _OWN
             }
             views[_TABLE] = self._columns[_TABLE].view(self._capacity, self._width)[:num_rows]
-            views[_INDEX] = torch.arange(num_rows, device=self._device)
+            views[_NEWEST] = self._columns[_NEWEST].view(self._capacity, MAX_NEWEST)[:num_rows]
+            views[_INDEX] = self._arange(num_rows)
             self._views[num_rows] = views
         return views
 

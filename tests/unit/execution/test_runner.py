@@ -10,8 +10,8 @@ import torch
 
 from pdinfer.config import CacheConfig, ExpertConfig
 from pdinfer.errors import PDInferError
-from pdinfer.execution.drafting import Draft
-from pdinfer.execution.runner import ModelRunner, _accepted
+from pdinfer.execution.drafting import Draft, HostDraws, accepted
+from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.model.batch import Row
 from pdinfer.model.load import load_model
@@ -48,9 +48,22 @@ def test_drafts_count_up_to_the_first_that_is_wrong_or_an_error(
     tokens: list[int], proposed: list[int], num_kept: int
 ) -> None:
     """An error is the request's only where it was drawn behind tokens of its own; what stands behind one is nothing,
-    also where the spoilt token happens to be the draft."""
+    also where the spoilt token happens to be the draft. On the device and on the host."""
     ours = drawn(tokens)
-    assert _accepted(ours, proposed) == ours[:num_kept]
+    is_right_BQ = torch.tensor([[one.error is None for one in ours]])
+    tokens_BQ = torch.tensor([[one.token for one in ours]])
+    drafted_BK = torch.tensor([proposed], dtype=torch.int64).view(1, -1)
+    count_B = torch.tensor([len(proposed)])
+    assert accepted(tokens_BQ, is_right_BQ, drafted_BK, count_B).tolist() == [num_kept]
+    assert accepted(tokens_BQ, is_right_BQ, drafted_BK, count_B - 1).tolist() == [min(num_kept, max(1, len(proposed)))]
+    queue = [*drawn(proposed), *ours]
+    draw = Draw(sampling=SamplingParams(), prompt=(1,), output=(2,))
+    host = HostDraws(lambda logits_BV, _: [queue.pop(0) for _ in logits_BV], [draw], [len(proposed)])
+    drafted = [host.draft(torch.zeros(1, 9), step).tolist() for step in range(len(proposed))]
+    assert drafted == [[token] for token in proposed]
+    tokens_BQ, is_right_BQ = host.draw(torch.zeros(len(tokens), 9), len(tokens))
+    assert host.kept == [ours[:num_kept]]
+    assert accepted(tokens_BQ, is_right_BQ, drafted_BK, count_B).tolist() == [num_kept]
 
 
 def test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone() -> None:
@@ -82,8 +95,7 @@ def test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone()
     assert recorder.counts().sum() == (5 * num_layers + 4) * model.config.num_experts_per_tok
     recorder.reset()
     # as after a step in which one draft of the first row was right: two entries of it are due and one of the second
-    for draft, states in zip(drafts, (2, 1), strict=True):
-        draft.num_tokens, draft.state = 0, torch.zeros(states, model.config.hidden_size)
+    drafts = [Draft(state=torch.zeros(states, model.config.hidden_size)) for states in (2, 1)]
     draws[0] = attrs.evolve(draws[0], output=(7, 9))
     runner.decode([Row((9,), 4, tables[0]), Row((7,), 3, tables[1])], draws, drafts)
     assert recorder.counts().sum() == (2 * num_layers + 3) * model.config.num_experts_per_tok

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.model.batch import Batch, Row
-from pdinfer.model.decode_rows import DecodeRows
+from pdinfer.model.decode_rows import MAX_NEWEST, NO_DRAFTS, DecodeRows, Drafting
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -33,6 +33,14 @@ class Running:
     tokens: list[int]
     pages: list[int]
     owner: Owner
+    num_drafts: int
+    num_newest: int = 1
+
+    @property
+    def drafting(self) -> Drafting:
+        if self.num_drafts == NO_DRAFTS:
+            return Drafting()
+        return Drafting(self.tokens[len(self.tokens) - self.num_newest :], self.num_drafts)
 
     @property
     def row(self) -> Row:
@@ -42,7 +50,8 @@ class Running:
 def sequence(chance: random.Random, num_tokens: int) -> Running:
     pages = [chance.randrange(1000) for _ in range(-(-num_tokens // PAGE_SIZE))]
     owner = Owner((chance.random(), chance.randrange(-(2**63), 2**63), chance.randrange(100)))
-    return Running([chance.randrange(50) for _ in range(num_tokens)], pages, owner)
+    num_drafts = chance.choice([NO_DRAFTS, 0, 2, 3])
+    return Running([chance.randrange(50) for _ in range(num_tokens)], pages, owner, num_drafts)
 
 
 def rows_of(device: torch.device = CPU) -> DecodeRows:
@@ -64,6 +73,33 @@ def check(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) ->
     return batch
 
 
+def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence[int]) -> None:
+    """Compare what the device drafts from with the newest tokens of the sequences, and a batch of their drafts."""
+    count = len(running)
+    position_B, num_drafts_B = rows.column("position", count), rows.column("num_drafts", count)
+    tokens_BQ = torch.arange(count * 3, device=position_B.device).view(count, 3)
+    batch = rows.batch(count, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0, max=2) + 1)
+    assert batch.tokens_T.tolist() == [*range(count * 3)]
+    assert batch.context_lens_B.tolist() == (position_B + 3).tolist()
+    assert batch.live_T is not None
+    for slot, one in zip(slots, running, strict=True):
+        newest = list(one.drafting.newest)
+        assert int(num_drafts_B[slot]) == one.num_drafts
+        assert int(rows.column("num_newest", count)[slot]) == len(newest)
+        assert rows.column("newest", count)[slot, : len(newest)].tolist() == newest
+        for at in range(3):
+            token, position = slot * 3 + at, len(one.tokens) - 1 + at
+            assert int(batch.positions_T[token]) == position
+            assert int(batch.sequence_T[token]) == slot
+            live = at <= one.num_drafts or not at
+            assert bool(batch.live_T[token]) is live
+            if live and position < len(one.pages) * PAGE_SIZE:
+                page = one.pages[position // PAGE_SIZE]
+                assert int(batch.slots_A[token]) == page * PAGE_SIZE + position % PAGE_SIZE
+            if not live:
+                assert int(batch.slots_A[token]) == 999 * PAGE_SIZE
+
+
 @pytest.mark.parametrize("device", [CPU], ids=str)
 @given(seed=st.integers(0, 10**6))
 def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.device, seed: int) -> None:
@@ -81,18 +117,29 @@ def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.devic
             if chance.random() < 0.1:  # a known page took the place of one of ours
                 one.pages = [*one.pages[:last], *one.pages[last:]]
                 one.pages[0] = chance.randrange(1000)
-        slots = rows.place([one.row for one in stepping], [one.owner for one in stepping])
+            if one.num_drafts > 0:  # fewer near its end
+                one.num_drafts = chance.choice([0, 2, 3])
+        drafting = [one.drafting for one in stepping]
+        slots = rows.place([one.row for one in stepping], [one.owner for one in stepping], drafting)
         check(rows, stepping, slots)
+        check_drafting(rows, stepping, slots)
         if chance.random() < 0.2:
             continue  # the step failed: nothing is drawn, or it was drawn elsewhere
-        tokens = [chance.randrange(50) for _ in stepping]
-        rows.advance(torch.tensor(tokens, dtype=torch.int32, device=device))
+        tokens = [[chance.randrange(50) for _ in range(chance.randint(1, MAX_NEWEST))] for _ in stepping]
+        if chance.random() < 0.3:  # a step that drafts nothing
+            tokens = [new[:1] for new in tokens]
+            rows.advance_by(torch.tensor(tokens, device=device).view(-1, 1), torch.ones(len(tokens), dtype=torch.int64))
+        else:
+            filled = [new + [0] * (MAX_NEWEST - len(new)) for new in tokens]
+            counts_B = torch.tensor([len(new) for new in tokens], dtype=torch.int64, device=device)
+            rows.advance_by(torch.tensor(filled, device=device).view(-1, MAX_NEWEST), counts_B)
         if chance.random() < 0.1:
             continue  # interrupted behind the device's work: the sequences have no new token
         rows.advanced(tokens)
         for slot, one in zip(slots, stepping, strict=True):
-            one.tokens.append(tokens[slot])
-            if len(one.tokens) > PAGE_SIZE * len(one.pages):
+            one.tokens += tokens[slot]
+            one.num_newest = len(tokens[slot])
+            while len(one.tokens) > PAGE_SIZE * len(one.pages):
                 one.pages.append(chance.randrange(1000))
 
 

@@ -16,13 +16,14 @@ import attrs
 from pdinfer.engine.ranks import messages as say
 from pdinfer.engine.ranks.lockstep import Agreement, Lockstep
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.execution.drafting import MAX_NEWEST, Draft, num_passes
+from pdinfer.execution.drafting import Draft, num_passes
 from pdinfer.execution.runner import ModelRunner, Ready
 from pdinfer.execution.sampling import Draw, Drawn
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.wire import PackedGrant, pack_ints
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.model.batch import Row
+from pdinfer.model.decode_rows import MAX_NEWEST
 from pdinfer.parallel.slices import even_slices
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, PeerAddress, PeerKey, peer_key
 
@@ -86,7 +87,7 @@ class RankRunner:
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
         draft = self._runner.draft(states)
-        if self._has_followers and draft.state is not None:
+        if self._has_followers and draft.is_able:
             number = self._numbers[draft] = self._num_drafts
             self._num_drafts += 1
             self._lockstep.tell(say.KeepDraft(number, list(states)))
@@ -94,6 +95,17 @@ class RankRunner:
         return draft
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
+        if self._has_followers:  # sums over ranks go row by row
+            in_order = self._runner.order(rows)
+            drawn = self._decode(
+                [rows[index] for index in in_order],
+                [draws[index] for index in in_order],
+                [drafts[index] for index in in_order],
+            )
+            return [new for _, new in sorted(zip(in_order, drawn, strict=True), key=lambda pair: pair[0])]
+        return self._decode(rows, draws, drafts)
+
+    def _decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         if self._has_followers:
             order = say.Decode([say.PackedRow.of(row) for row in rows])
             if self._runner.drafts:

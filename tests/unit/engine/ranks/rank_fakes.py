@@ -172,6 +172,8 @@ class FakeRunner:
 
     drafts: bool = False
     calls: list[tuple[Any, ...]] = attrs.field(factory=list)
+    in_order: Sequence[int] | None = None
+    """The order in which `decode` runs its rows, by default theirs."""
 
     def prefill(self, rows: Sequence[Row]) -> Iterator[tuple[int, Any]]:
         for layer in range(2):
@@ -186,4 +188,7 @@ class FakeRunner:
 
     def decode(self, rows: Sequence[Row], draws: Any, drafts: Sequence[Draft], *, num_passes: int) -> list[Any]:
         self.calls.append(("decode", list(rows), list(draws), list(drafts), num_passes))
-        return []
+        return [[row.tokens[0]] for row in rows]
+
+    def order(self, rows: Sequence[Row]) -> list[int]:
+        return list(self.in_order or range(len(rows)))

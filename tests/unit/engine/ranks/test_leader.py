@@ -236,6 +236,20 @@ def test_what_decode_runs_is_told_before_all_agree() -> None:
     assert [room for room, _ in leader.ends.poll_stops()] == [ROOM]
 
 
+def test_followers_run_rows_in_the_order_of_the_leader() -> None:
+    leader = Leader()
+    leader.lockstep.next = [agreement(num_rows=3)]
+    leader.runner.in_order = [1, 2, 0]
+    rows = [*ROWS, Row([9], 1, (6,))]
+    drawn = leader.runs.decode(rows, draws_of(1, 2, 3), [Draft() for _ in rows])
+    (order,) = leader.lockstep.take()
+    assert order == say.Decode([say.PackedRow.of(rows[index]) for index in (1, 2, 0)])
+    (_, ran, draws, _, _) = leader.runner.calls[-1]
+    assert ran == [rows[index] for index in (1, 2, 0)]
+    assert [len(draw.output) for draw in draws] == [2, 3, 1]
+    assert drawn == [[7], [8], [9]]  # in the order of the rows that were asked for
+
+
 def test_drafts_are_told_by_number_until_they_are_gone() -> None:
     leader = Leader(drafts=True)
     one, none, other = (leader.runs.draft(states) for states in ([STATE], [], [STATE]))
