@@ -50,6 +50,10 @@ import pytest
 def test_is_slow(n):
     time.sleep(0.3)
     print(f"ran {n}")
+
+@pytest.mark.full(minutes=1)
+def test_is_long():
+    print("ran too late")
 """
 
 
@@ -58,12 +62,13 @@ def test_what_no_time_was_left_for_is_counted(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
     (tmp_path / "test_many.py").write_text(MANY)
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
-    options = ["--turn", "1", "--minutes", "0.01"]
+    options = ["--turn", "1", "--minutes", "0.01", "-W", "ignore::pytest.PytestUnknownMarkWarning"]
     said = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     numbers = [int(number) for number in re.findall(r"ran (\d)", said)]
     assert numbers == list(range(6, 6 + len(numbers)))
     assert 1 <= len(numbers) < 4
-    assert f"{10 - len(numbers)} tests did not run for lack of time" in said
+    assert "too late" not in said
+    assert f"{11 - len(numbers)} tests did not run for lack of time" in said
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])

@@ -185,6 +185,6 @@ def test_no_corrupted_transfer_is_decoded(bench: Bench) -> None:
     corrupt(bench, SLICE)
 
 
-@pytest.mark.full
+@pytest.mark.full(minutes=4)
 def test_none_of_a_hundred_thousand_corrupted_transfers_is_decoded(bench: Bench) -> None:
     corrupt(bench, WHOLE)

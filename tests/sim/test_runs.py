@@ -45,7 +45,7 @@ def test_every_promise_holds(part):
     hold(range(part * RUNS // PARTS, (part + 1) * RUNS // PARTS))
 
 
-@pytest.mark.full
+@pytest.mark.full(minutes=4)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_promise_holds_and_everything_happens(part, tmp_path_factory, record_property, request):
     summary = hold(range(part * FULL_RUNS // PARTS, (part + 1) * FULL_RUNS // PARTS))

@@ -27,8 +27,8 @@ KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
 
 @attrs.frozen
 class Output:
-    """What a step leaves on the device. `words` int32 [3, B, Q] is what `draw_tokens` returns; steps that draft have a
-    fourth plane, how many tokens of each row count. `logits_TV` are the raw logits of the B * Q tokens."""
+    """What a step leaves on the device. `words` int32 [3, B, Q] is what `draw_tokens` returns, with padding rows; steps
+    that draft have a fourth plane, how many tokens of each row count. `logits_TV` are the raw logits of the tokens."""
 
     words: Tensor
     logits_TV: Tensor
@@ -103,7 +103,7 @@ class DecodeGraphs:
         self.num_steps[""] += 1
         captured = self._captured[size, min(each for each in KINDS if each >= kind)]
         captured.graph.replay()
-        words = captured.output.words[:, :num_rows]
+        words = captured.output.words
         return Output(words, captured.output.logits_TV[: num_rows * words.shape[2]])
 
     def passed(self, reason: str) -> None:

@@ -26,7 +26,7 @@ from pdinfer.execution.sampling import (
     sample,
 )
 from pdinfer.kv.view import KVView, PageMemory
-from pdinfer.model.batch import Row
+from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import MAX_NEWEST, NO_DRAFTS, DecodeRows, Drafting
 from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
@@ -79,11 +79,11 @@ class ResidentDecode:
         draws = [draws[index] for index in in_order]
         drafts = [drafts[index] for index in in_order]
         on_host = sampler is not sample or any(draw.changes_logits for draw in draws)
-        drawn = (
-            self._decode(draws, sampler if on_host else None)
-            if self._drafter is None
-            else self._decode_drafts(draws, drafts, sampler if on_host else None, num_passes)
-        )
+        host = sampler if on_host else None
+        if self._drafter is None:
+            drawn = self._decode(draws, host)
+        else:
+            drawn = self._decode_drafts(self._drafter, draws, drafts, host, num_passes)
         mark(self._trace, "emit")
         return [drawn[slot] for slot in slots]
 
@@ -110,12 +110,17 @@ class ResidentDecode:
         mark(self._trace, "sample")
         if sampler is not None:
             return [[new] for new in sampler(output.logits_TV, draws)]
-        drawn = [[new] for new in read_drawn(self._read(output.words)[:, :, 0], output.logits_TV, draws, {})]
+        drawn = [[new] for new in read_drawn(self._read(output.words, len(draws))[:, :, 0], output.logits_TV, draws, {})]
         self._rows.advanced([[new.token] for (new,) in drawn])
         return drawn
 
     def _decode_drafts(
-        self, draws: Sequence[Draw], drafts: Sequence[Draft], sampler: Sampler | None, num_passes: int
+        self,
+        drafter: Drafter,
+        draws: Sequence[Draw],
+        drafts: Sequence[Draft],
+        sampler: Sampler | None,
+        num_passes: int,
     ) -> list[list[Drawn]]:
         """Run a step that drafts tokens and checks them."""
         kind, num_drafts = _kind_of(draws), max((draft.num_tokens for draft in drafts), default=0)
@@ -129,8 +134,14 @@ class ResidentDecode:
         else:
             output = self._captured(len(draws), kind)
         if output is None:
-            output = self._run(
-                len(draws), kind, num_newest=num_newest, num_drafts=num_drafts, host=on_host, num_passes=num_passes
+            output = self._run_drafts(
+                drafter,
+                len(draws),
+                kind,
+                num_newest=num_newest,
+                num_drafts=num_drafts,
+                num_passes=num_passes,
+                host=on_host,
             )
         self._end_step()
         mark(self._trace, "sample")
@@ -144,84 +155,92 @@ class ResidentDecode:
         return None if self.graphs.refusal is not None else self.graphs.step(num_rows, kind, self._rows.address)
 
     def _run_captured(self, num_rows: int, kind: DrawKind) -> Output:
-        num_newest = 0 if self._drafter is None else 1 + self._num_drafts
-        return self._run(num_rows, kind, num_newest=num_newest, num_drafts=self._num_drafts, padded=True)
+        if self._drafter is None:
+            return self._run(num_rows, kind, padded=True)
+        num_drafts = self._num_drafts
+        return self._run_drafts(
+            self._drafter, num_rows, kind, num_newest=1 + num_drafts, num_drafts=num_drafts, padded=True
+        )
 
-    def _run(
+    def _run(self, num_rows: int, kind: DrawKind, *, padded: bool = False) -> Output:
+        """Run one token of each of the first rows on the device, and draw the next. Waits for nothing."""
+        batch = self._rows.batch(num_rows, padded=padded)
+        _, logits_BV = self._forward(batch)
+        words = draw_tokens(logits_BV, logits_BV, self._controls(num_rows, batch.context_lens_B), kind)
+        self._rows.advance(words[0])
+        return Output(words[:, :, None], logits_BV)
+
+    def _run_drafts(
         self,
+        drafter: Drafter,
         num_rows: int,
         kind: DrawKind,
         *,
-        num_newest: int = 0,
-        num_drafts: int = 0,
+        num_newest: int,
+        num_drafts: int,
         num_passes: int = 0,
         padded: bool = False,
         host: HostDraws | None = None,
     ) -> Output:
-        """Run the first rows that are on the device, and draw. Waits for nothing, unless the `host` draws."""
-        model, rows = self._model, self._rows
-        columns = {f"{name}_B": rows.column(name, num_rows) for name in CONTROLS}
-        controls = Controls(position_B=rows.column("position", num_rows) + 1, **columns)
-        drafted_BK = controls.position_B.new_empty(num_rows, 0)
-        if self._drafter is not None:
+        """Draft tokens after the first rows on the device, run them, and keep what is right. Waits for nothing, unless
+        the `host` draws; then what it keeps is there alone."""
+        rows, num_queries = self._rows, 1 + num_drafts
+        controls = self._controls(num_rows, rows.column("position", num_rows) + 1)
 
-            def draw(logits_BV: Tensor, step: int) -> Tensor:
-                if host is not None:
-                    return host.draft(logits_BV, step)
-                return draw_tokens(logits_BV, logits_BV, controls.later(step), kind)[0].long()
+        def draw(logits_BV: Tensor, step: int) -> Tensor:
+            if host is not None:
+                return host.draft(logits_BV, step)
+            return draw_tokens(logits_BV, logits_BV, controls.later(step), kind)[0].long()
 
-            with span(self._trace, "draft"):
-                drafted_BK = self._drafter.propose(
-                    num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded
-                )
-            mark(self._trace, "batch")
-        if num_drafts:
-            tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
-            num_drafts_B = rows.column("num_drafts", num_rows)
-            batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0) + 1, padded=padded)
-            controls = controls.repeated(1 + num_drafts)
-        else:
-            batch = rows.batch(num_rows, padded=padded)
-        state_TD = model.norm(model.forward(batch, self._view, self._trace))
-        mark(self._trace, "head")
-        logits_TV = model.head(state_TD)
-        mark(self._trace, "sample")
-        if self._drafter is not None:
-            self._drafter.keep(state_TD, 1 + num_drafts)
+        with span(self._trace, "draft"):
+            drafted_BK = drafter.propose(num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded)
+        mark(self._trace, "batch")
+        num_drafts_B = rows.column("num_drafts", num_rows)
+        tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
+        batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0) + 1, padded=padded)
+        state_TD, logits_TV = self._forward(batch)
+        drafter.keep(state_TD, num_queries)
         if host is not None:
-            tokens_BQ, is_right_BQ = host.draw(logits_TV, 1 + num_drafts)
-            words = tokens_BQ.new_empty(0)
-        else:
-            words = draw_tokens(logits_TV, logits_TV, controls, kind).view(3, num_rows, 1 + num_drafts)
-            tokens_BQ, is_right_BQ = words[0], words[2].view(torch.float32).isfinite()
-        if self._drafter is None:
-            rows.advance(tokens_BQ[:, 0])
-        else:
-            count_B = accepted(tokens_BQ, is_right_BQ, drafted_BK, rows.column("num_drafts", num_rows))
-            rows.advance_by(tokens_BQ, count_B)
-            if host is None:
-                words = torch.cat((words, count_B.int()[None, :, None].expand(1, -1, 1 + num_drafts)))
-        return Output(words, logits_TV)
+            drawn_BQ, is_right_BQ = host.draw(logits_TV, num_queries)
+            rows.advance_by(drawn_BQ, accepted(drawn_BQ, is_right_BQ, drafted_BK, num_drafts_B))
+            return Output(drawn_BQ.new_empty(0), logits_TV)
+        words = draw_tokens(logits_TV, logits_TV, controls.repeated(num_queries), kind).view(3, num_rows, num_queries)
+        is_right_BQ = words[2].view(torch.float32).isfinite()
+        count_B = accepted(words[0], is_right_BQ, drafted_BK, num_drafts_B)
+        rows.advance_by(words[0], count_B)
+        return Output(torch.cat((words, count_B.int()[None, :, None].expand(1, -1, num_queries))), logits_TV)
+
+    def _controls(self, num_rows: int, position_B: Tensor) -> Controls:
+        columns = {f"{name}_B": self._rows.column(name, num_rows) for name in CONTROLS}
+        return Controls(position_B=position_B, **columns)
+
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return the states of all tokens, after the final norm, and their logits."""
+        state_TD = self._model.norm(self._model.forward(batch, self._view, self._trace))
+        mark(self._trace, "head")
+        logits_TV = self._model.head(state_TD)
+        mark(self._trace, "sample")
+        return state_TD, logits_TV
 
     def _read_drafts(self, output: Output, draws: Sequence[Draw]) -> list[list[Drawn]]:
-        words = self._read(output.words)
+        words = self._read(output.words, len(draws))
         num_queries = words.shape[2]
         each = [draw for draw in draws for _ in range(num_queries)]
         drawn = read_drawn(words[:3].reshape(3, -1), output.logits_TV, each, {})
         counts = words[3, :, 0].tolist()
         return [drawn[row * num_queries : row * num_queries + count] for row, count in enumerate(counts)]
 
-    def _read(self, words: Tensor) -> Tensor:
-        """Return a result on the host: the one wait of a step."""
+    def _read(self, words: Tensor, num_rows: int) -> Tensor:
+        """Return the result of the first rows on the host: the one wait of a step."""
         if self._model.device.type == "cpu":
-            return words
+            return words[:, :num_rows]
         if self._results.numel() < words.numel():
             self._results = pinned_empty(8 * words.nbytes, self._model.device).view(torch.int32)
         host = self._results[: words.numel()].view(words.shape)
         host.copy_(words, non_blocking=True)
         if (event := record_event(self._model.device)) is not None:
             event.synchronize()
-        return host
+        return host[:, :num_rows]
 
     def capture(self, sizes: Sequence[int], most_rows: int, *, num_drafts: int = 0) -> Iterator[int]:
         """Capture decode steps of these numbers of rows, the largest first, and yield each once that is done. Steps
