@@ -245,7 +245,7 @@ class CellRunner(ModelRunner):
         pass
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
-        return Draft(state=torch.empty(1, 0) if states else None)
+        return Draft.of(torch.empty(1, 0) if states else None)
 
     def order(self, rows: Sequence[Row]) -> list[int]:
         return [*range(len(rows))][::-1]
@@ -273,7 +273,7 @@ class CellRunner(ModelRunner):
 
     def _turn(self, row: Row, draw: Draw, draft: Draft) -> list[Drawn]:
         """Run one sequence's part of a step."""
-        if draft.is_able:
+        if draft.num_newest:
             self._catch_up(row, draft.num_newest)
         drawn: list[Drawn] = []
         token = row.tokens[0]
@@ -287,9 +287,9 @@ class CellRunner(ModelRunner):
                 output = [*draw.output, *(new.token for new in drawn)]
                 drawn += self._sample([(row.pages, start + 1)], [attrs.evolve(draw, output=output)])
                 token = drawn[-1].token
-            if draft.is_able:
+            if draft.num_newest:
                 self._write(ahead, [WRONG], DRAFT_LAYER)
-        draft.num_newest = len(drawn) if draft.is_able else 0
+        draft.num_newest = len(drawn) if draft.num_newest else 0
         return drawn
 
     def _catch_up(self, row: Row, count: int) -> None:

@@ -358,7 +358,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if sequence.draft.num_tokens:
             for counts in (sequence.drafted, self._drafted):
                 counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
-        if drawn[0].error is None and (sequence.draft.is_able or not self.config.num_draft_tokens):
+        if drawn[0].error is None and (sequence.draft.num_newest or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
         if all(self._append(sequence, new) for new in drawn):
             self._tables.trim(sequence)

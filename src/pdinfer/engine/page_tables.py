@@ -148,7 +148,7 @@ class PageTables:
 
     def extend_for_drafts(self, sequence: Sequence) -> int:
         """Return how many tokens may be drafted after the next one: those that could be used and have a slot."""
-        if not sequence.draft.is_able:
+        if not sequence.draft.num_newest:
             return 0
         wanted = min(self._num_draft_tokens, sequence.max_tokens - sequence.num_tokens - 1)
         return next((count for count in range(wanted) if not self.extend(sequence, count + 1)), wanted)

@@ -39,18 +39,19 @@ DrawDrafts = Callable[[Tensor, int], Tensor]
 
 @attrs.define(eq=False)
 class Draft:
-    """The part of one sequence in drafting. `num_tokens` is how many tokens may be proposed in this step; the runner
-    makes it 0 where it proposes none. `state` [1..4, D] are the model's states at the newest positions, which the
-    runner takes while the sequence runs."""
+    """The part of one sequence in drafting. `num_tokens` is how many tokens may be proposed in this step. `state`
+    [1..4, D] are the model's states at the newest positions, which the runner takes while the sequence runs."""
 
     num_tokens: int = 0
     state: Tensor | None = None
-    is_able: bool = attrs.field(init=False, default=attrs.Factory(lambda self: self.state is not None, takes_self=True))
-    """Whether tokens can be proposed: not when the hand-off brought no state to begin with."""
-    num_newest: int = attrs.field(
-        init=False, default=attrs.Factory(lambda self: 0 if self.state is None else len(self.state), takes_self=True)
-    )
-    """How many positions are the newest ones."""
+    num_newest: int = 0
+    """How many the newest positions are; 0 when nothing can be proposed, because the hand-off brought no state to begin
+    with, or because a step was broken off, so that nobody knows of which positions the states are."""
+
+    @classmethod
+    def of(cls, state_ND: Tensor | None) -> Draft:
+        """Return a draft that begins with these states of the newest positions, if there are any."""
+        return cls() if state_ND is None else cls(state=state_ND, num_newest=len(state_ND))
 
     def newest(self, output: Sequence[int]) -> list[int]:
         """Return the tokens behind the newest positions, from those of the sequence."""
@@ -108,7 +109,7 @@ class Drafter:
     def seat(self, slots: Sequence[int], drafts: Sequence[Draft]) -> None:
         """Bring the states of these sequences to their slots. Those of others that are left return to their drafts."""
         self.reserve(len(slots))
-        seats = {draft: slot for slot, draft in zip(slots, drafts, strict=True) if draft.is_able}
+        seats = {draft: slot for slot, draft in zip(slots, drafts, strict=True) if draft.num_newest}
         arriving = [(slot, draft) for draft, slot in seats.items() if self._slots.get(draft) != slot]
         left = [(slot, draft) for draft, slot in self._slots.items() if seats.get(draft) != slot]
         for slot, draft in left:  # all of them before any slot is taken anew
@@ -120,7 +121,7 @@ class Drafter:
             draft.state, self._slots[draft] = None, slot
 
     def forget(self) -> None:
-        """Drop the states: nobody knows of which step they are. The next one brings new ones."""
+        """Drop all states that are in slots: nobody knows of which positions they are."""
         for draft in self._slots:
             draft.num_newest = 0
 
@@ -237,7 +238,7 @@ def _some(logits_TV: Tensor, rows: Sequence[int]) -> Tensor:
 
 def num_passes(drafts: Sequence[Draft]) -> int:
     """Return how often the layer runs at most for these drafts. A draft of no tokens needs one run for the cache."""
-    return max((max(1, draft.num_tokens) for draft in drafts if draft.is_able), default=0)
+    return max((max(1, draft.num_tokens) for draft in drafts if draft.num_newest), default=0)
 
 
 def after(draw: Draw, tokens: Sequence[int]) -> Draw:

@@ -27,7 +27,7 @@ from pdinfer.execution.sampling import (
 )
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
-from pdinfer.model.decode_rows import MAX_NEWEST, NO_DRAFTS, DecodeRows, Drafting
+from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
 from pdinfer.model.model import Model
 from pdinfer.process.memory import pinned_empty
 from pdinfer.process.streams import record_event
@@ -98,8 +98,7 @@ class ResidentDecode:
         for draw, draft in zip(draws, drafts, strict=True):
             if not draft.num_newest:
                 draft.num_tokens = 0
-            num_drafts = draft.num_tokens if draft.is_able else NO_DRAFTS
-            drafting.append(Drafting(draft.newest(draw.output), num_drafts))
+            drafting.append(Drafting(draft.newest(draw.output), draft.num_tokens))
         return self._rows.place(rows, owners, drafting)
 
     def _decode(self, draws: Sequence[Draw], sampler: Sampler | None) -> list[list[Drawn]]:
@@ -110,7 +109,9 @@ class ResidentDecode:
         mark(self._trace, "sample")
         if sampler is not None:
             return [[new] for new in sampler(output.logits_TV, draws)]
-        drawn = [[new] for new in read_drawn(self._read(output.words, len(draws))[:, :, 0], output.logits_TV, draws, {})]
+        drawn = [
+            [new] for new in read_drawn(self._read(output.words, len(draws))[:, :, 0], output.logits_TV, draws, {})
+        ]
         self._rows.advanced([[new.token] for (new,) in drawn])
         return drawn
 
@@ -147,7 +148,7 @@ class ResidentDecode:
         mark(self._trace, "sample")
         kept = self._read_drafts(output, draws) if on_host is None else on_host.kept
         for draft, new in zip(drafts, kept, strict=True):
-            draft.num_newest = len(new) if draft.is_able else 0
+            draft.num_newest = len(new) if draft.num_newest else 0
         self._rows.advanced([[new.token for new in row] for row in kept])
         return kept
 
@@ -197,7 +198,7 @@ class ResidentDecode:
         mark(self._trace, "batch")
         num_drafts_B = rows.column("num_drafts", num_rows)
         tokens_BQ = torch.cat((rows.column("token", num_rows)[:, None], drafted_BK), 1)
-        batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0) + 1, padded=padded)
+        batch = rows.batch(num_rows, tokens_BQ, num_live_B=num_drafts_B + 1, padded=padded)
         state_TD, logits_TV = self._forward(batch)
         drafter.keep(state_TD, num_queries)
         if host is not None:

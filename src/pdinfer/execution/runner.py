@@ -113,7 +113,7 @@ class ModelRunner:
         if not self.drafts:
             return Draft()
         model = self._model
-        return Draft(state=unpack_state(states, model.config.hidden_size, model.dtype, model.device))
+        return Draft.of(unpack_state(states, model.config.hidden_size, model.dtype, model.device))
 
     def forward(self, rows: Sequence[Row]) -> None:
         """Run the part of `decode` that writes to the pages when nothing is drafted."""

@@ -31,17 +31,14 @@ _NEWEST, _TABLE, _NUM_ROWS, _INDEX = "newest", "table", "num_rows", "index"
 MAX_NEWEST = 4
 """The maximum number of tokens that one step gives a sequence: the next one, and drafts."""
 
-NO_DRAFTS = -1
-"""In place of a number of drafts: nothing is ever drafted for the sequence."""
-
 
 @attrs.frozen
 class Drafting:
     """What a step drafts for one sequence. `newest` are its tokens, the last one included, whose entries in the cache
-    of the layer that drafts are due. `num_drafts` is how many tokens are drafted, or NO_DRAFTS."""
+    of the layer that drafts are due; without any, nothing is drafted. `num_drafts` is how many tokens are drafted."""
 
     newest: Sequence[int] = ()
-    num_drafts: int = NO_DRAFTS
+    num_drafts: int = 0
 
 
 _NOTHING = Drafting()
@@ -164,7 +161,7 @@ class DecodeRows:
         for slot, seat in self._seats.values():
             new = tokens[slot]
             seat.token, seat.position = new[-1], seat.position + len(new)
-            if seat.num_drafts != NO_DRAFTS:
+            if seat.newest:
                 seat.newest = new
         self._is_running = False
 
@@ -315,7 +312,7 @@ class DecodeRows:
         first["token"].copy_(tokens_BQ.gather(1, counts_B[:, None] - 1)[:, 0])
         first["position"].add_(counts_B)
         first[_NEWEST][:, :num_queries].copy_(tokens_BQ)
-        first["num_newest"].copy_(counts_B * (first["num_drafts"] != NO_DRAFTS))
+        first["num_newest"].copy_(counts_B * (first["num_newest"] > 0))
 
     def _arange(self, count: int) -> Tensor:
         """Return 0, 1, 2, …, made once for each number of them."""

@@ -108,7 +108,7 @@ def running(pool: PagePool, num_tokens: int, *, max_tokens: int = 64, protected:
         pages=held,
         spare=spare,
         protected=protected,
-        draft=Draft(state=torch.zeros(1, 4)),
+        draft=Draft.of(torch.zeros(1, 4)),
     )
 
 

@@ -27,8 +27,8 @@ STATE = torch.zeros(1, 4)
         ([], 0),
         ([Draft()], 0),
         ([Draft(num_tokens=3)], 0),
-        ([Draft(state=STATE)], 1),  # nothing may be drafted, but an entry of the layer's cache is due
-        ([Draft(num_tokens=1, state=STATE), Draft(num_tokens=3, state=STATE), Draft()], 3),
+        ([Draft.of(STATE)], 1),  # nothing may be drafted, but an entry of the layer's cache is due
+        ([Draft(num_tokens=1, state=STATE, num_newest=1), Draft(num_tokens=3, state=STATE, num_newest=1), Draft()], 3),
     ],
 )
 def test_a_step_needs_as_many_passes_as_its_longest_draft(drafts: list[Draft], passes: int) -> None:

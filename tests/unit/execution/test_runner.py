@@ -95,7 +95,7 @@ def test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone()
     assert recorder.counts().sum() == (5 * num_layers + 4) * model.config.num_experts_per_tok
     recorder.reset()
     # as after a step in which one draft of the first row was right: two entries of it are due and one of the second
-    drafts = [Draft(state=torch.zeros(states, model.config.hidden_size)) for states in (2, 1)]
+    drafts = [Draft.of(torch.zeros(states, model.config.hidden_size)) for states in (2, 1)]
     draws[0] = attrs.evolve(draws[0], output=(7, 9))
     runner.decode([Row((9,), 4, tables[0]), Row((7,), 3, tables[1])], draws, drafts)
     assert recorder.counts().sum() == (2 * num_layers + 3) * model.config.num_experts_per_tok

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdinfer.model.batch import Batch, Row
-from pdinfer.model.decode_rows import MAX_NEWEST, NO_DRAFTS, DecodeRows, Drafting
+from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
 
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
@@ -34,13 +34,12 @@ class Running:
     pages: list[int]
     owner: Owner
     num_drafts: int
-    num_newest: int = 1
+    num_newest: int
 
     @property
     def drafting(self) -> Drafting:
-        if self.num_drafts == NO_DRAFTS:
-            return Drafting()
-        return Drafting(self.tokens[len(self.tokens) - self.num_newest :], self.num_drafts)
+        newest = self.tokens[len(self.tokens) - self.num_newest :] if self.num_newest else []
+        return Drafting(newest, self.num_drafts)
 
     @property
     def row(self) -> Row:
@@ -50,8 +49,8 @@ class Running:
 def sequence(chance: random.Random, num_tokens: int) -> Running:
     pages = [chance.randrange(1000) for _ in range(-(-num_tokens // PAGE_SIZE))]
     owner = Owner((chance.random(), chance.randrange(-(2**63), 2**63), chance.randrange(100)))
-    num_drafts = chance.choice([NO_DRAFTS, 0, 2, 3])
-    return Running([chance.randrange(50) for _ in range(num_tokens)], pages, owner, num_drafts)
+    num_drafts, num_newest = chance.choice([(0, 0), (0, 1), (2, 1), (3, 1)])
+    return Running([chance.randrange(50) for _ in range(num_tokens)], pages, owner, num_drafts, num_newest)
 
 
 def rows_of(device: torch.device = CPU) -> DecodeRows:
@@ -78,7 +77,7 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
     count = len(running)
     position_B, num_drafts_B = rows.column("position", count), rows.column("num_drafts", count)
     tokens_BQ = torch.arange(count * 3, device=position_B.device).view(count, 3)
-    batch = rows.batch(count, tokens_BQ, num_live_B=num_drafts_B.clamp(min=0, max=2) + 1)
+    batch = rows.batch(count, tokens_BQ, num_live_B=num_drafts_B + 1)
     assert batch.tokens_T.tolist() == [*range(count * 3)]
     assert batch.context_lens_B.tolist() == (position_B + 3).tolist()
     assert batch.live_T is not None
@@ -91,7 +90,7 @@ def check_drafting(rows: DecodeRows, running: Sequence[Running], slots: Sequence
             token, position = slot * 3 + at, len(one.tokens) - 1 + at
             assert int(batch.positions_T[token]) == position
             assert int(batch.sequence_T[token]) == slot
-            live = at <= one.num_drafts or not at
+            live = at <= one.num_drafts
             assert bool(batch.live_T[token]) is live
             if live and position < len(one.pages) * PAGE_SIZE:
                 page = one.pages[position // PAGE_SIZE]
@@ -138,7 +137,7 @@ def test_a_step_reads_its_rows_whatever_became_of_the_others(device: torch.devic
         rows.advanced(tokens)
         for slot, one in zip(slots, stepping, strict=True):
             one.tokens += tokens[slot]
-            one.num_newest = len(tokens[slot])
+            one.num_newest = len(tokens[slot]) if one.num_newest else 0
             while len(one.tokens) > PAGE_SIZE * len(one.pages):
                 one.pages.append(chance.randrange(1000))
 

@@ -87,7 +87,7 @@ class RankRunner:
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
         draft = self._runner.draft(states)
-        if self._has_followers and draft.is_able:
+        if self._has_followers and draft.num_newest:
             number = self._numbers[draft] = self._num_drafts
             self._num_drafts += 1
             self._lockstep.tell(say.KeepDraft(number, list(states)))

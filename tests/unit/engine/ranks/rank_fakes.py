@@ -184,7 +184,7 @@ class FakeRunner:
         self.calls.append(("forward", list(rows)))
 
     def draft(self, states: Sequence[NamedState]) -> Draft:
-        return Draft(state=torch.zeros(1, 2) if states else None)
+        return Draft.of(torch.zeros(1, 2) if states else None)
 
     def decode(self, rows: Sequence[Row], draws: Any, drafts: Sequence[Draft], *, num_passes: int) -> list[Any]:
         self.calls.append(("decode", list(rows), list(draws), list(drafts), num_passes))
