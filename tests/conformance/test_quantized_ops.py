@@ -183,7 +183,7 @@ def test_grouped_mlp_of_quantized_experts(
     if kind == "fp8":
         once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
         grouped = op_of(provider, "grouped_mlp_fp8", device)
-        assert torch.equal(grouped(once, torch.tensor(counts), gate_up, down), got)
+        assert torch.equal(grouped(once, torch.tensor(counts, device=device), gate_up, down), got)
 
 
 @for_every_provider

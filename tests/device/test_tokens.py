@@ -15,7 +15,7 @@ from pdinfer.testing import FAMILIES
 from tests.backends import need_mooncake
 from tests.device.models import PACKED, WIDE, ModelKind, model_of
 from tests.e2e.drafts import Streams, check_equal
-from tests.e2e.setups import by_request, collect, join, prompt_of
+from tests.e2e.setups import NEAR_TIE, by_request, collect, join, prompt_of
 from tests.simulated.device import DEVICE
 
 CPU = torch.device("cpu")
@@ -95,7 +95,9 @@ def expected(kind: ModelKind) -> Streams:
 
 def check(kind: ModelKind, transport: str) -> None:
     asked = requests(False) + requests(True)
-    check_equal(model_of(kind, CPU), asked, served(kind, transport, DEVICE), expected(kind))
+    # where a latent is rounded to the other neighbour in FP8, what is computed of it moves much further
+    within = 1e-2 if kind.kv_format == "fp8" else NEAR_TIE
+    check_equal(model_of(kind, CPU), asked, served(kind, transport, DEVICE), expected(kind), within=within)
 
 
 @pytest.mark.parametrize("transport", ["shared", "loopback", "tcp", "unix", "shm"])

@@ -16,22 +16,30 @@ ACCEPTANCE_FLOOR = 0.9
 Streams = dict[str, list[pd.TokenEvent]]
 
 
-def near_tie(model: pd.Model, request: pd.Request, before: list[int], one: int, other: int) -> bool:
-    """Whether a change of the logits within rounding can give either token."""
+def near_tie(model: pd.Model, request: pd.Request, before: list[int], one: int, other: int, within: float) -> bool:
+    """Whether a change of a logit `within` rounding can give either token."""
     draw = Draw(
         sampling=request.sampling, prompt=request.prompt, output=before, eos_token_ids=model.config.eos_token_ids
     )
     logits = model.logits([*request.prompt, *before])[-1:]
     for token in (one, other):
         leaning = logits.clone()
-        leaning[0, token] += NEAR_TIE
+        leaning[0, token] += within
         if sample(leaning, [draw])[0].token != token:
             return False
     return True
 
 
-def check_equal(model: pd.Model, asked: Sequence[pd.Request], with_drafts: Streams, without: Streams) -> None:
-    """Tokens, log-probabilities and ends; near ties are counted and end the comparison of their stream."""
+def check_equal(
+    model: pd.Model,
+    asked: Sequence[pd.Request],
+    with_drafts: Streams,
+    without: Streams,
+    *,
+    within: float = NEAR_TIE,
+) -> None:
+    """Tokens, log-probabilities and ends. Logits differ `within` this much by rounding; near ties are counted and end
+    the comparison of their stream."""
     near_ties = num_tokens = 0
     for request in asked:
         ours, theirs = (streams[request.request_id or ""] for streams in (with_drafts, without))
@@ -41,11 +49,11 @@ def check_equal(model: pd.Model, asked: Sequence[pd.Request], with_drafts: Strea
                 assert a.token is not None
                 assert b.token is not None
                 before = [event.token for event in ours[:index] if event.token is not None]
-                assert near_tie(model, request, before, a.token, b.token), (request.request_id, index, a, b)
+                assert near_tie(model, request, before, a.token, b.token, within), (request.request_id, index, a, b)
                 near_ties += 1
                 break
             assert a.finish_reason == b.finish_reason
-            assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
+            assert a.logprob == pytest.approx(b.logprob, abs=within)
             assert [token for token, _ in a.top_logprobs] == [token for token, _ in b.top_logprobs]
         else:
             assert len(ours) == len(theirs)

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "padding rows write where they stand",
         ROWS,
-        "            slots_B = slots_B.where(live_B, self._scratch_slot)\n",
-        "            pass\n",
+        "slots_A=slots_T if live_T is None else slots_T.where(live_T, self._scratch_slot),",
+        "slots_A=slots_T,",
         f"{UROWS}::test_padding_rows_are_not_live_and_write_to_the_scratch_page",
     ),
     Mutant(

@@ -609,9 +609,16 @@ MUTANTS = [
     ),
     Mutant(
         "drafts after an error count as accepted",
-        "src/pdinfer/execution/runner.py",
-        "drawn[right].error is None and ",
+        "src/pdinfer/execution/drafting.py",
+        " & is_right_BQ[:, :num_drafts]",
         "",
+        "tests/unit/execution/test_runner.py",
+    ),
+    Mutant(
+        "drafts that the host drew after an error count as accepted",
+        "src/pdinfer/execution/drafting.py",
+        "[one.error is None for one in new[:-1]]",
+        "[True for one in new[:-1]]",
         "tests/unit/execution/test_runner.py",
     ),
     Mutant(

@@ -84,8 +84,8 @@ MUTANTS = [
     Mutant(
         "decode steps beside arrivals",
         "src/pdinfer/execution/runner.py",
-        "        with self._memory.step():\n            if self._drafter is None:",
-        "        if True:\n            if self._drafter is None:",
+        "        with self._memory.step():\n            return self.resident",
+        "        if True:\n            return self.resident",
         TRANSFERS + "test_every_step_of_a_model_reads_and_writes_behind_arrivals",
     ),
     Mutant(

@@ -253,7 +253,8 @@ def page_locked(num_bytes: int) -> Tensor:
 
 def is_page_locked(tensor: Tensor) -> bool:
     """Return whether a host tensor lies in page-locked memory."""
-    return any(start <= tensor.data_ptr() < start + size for start, size in _PAGE_LOCKED.items())
+    there = list(_PAGE_LOCKED.items())  # other threads add to it
+    return any(start <= tensor.data_ptr() < start + size for start, size in there)
 
 
 def leaves(to: Tensor, values: Tensor, clock: Clock) -> None:
