@@ -178,8 +178,8 @@ def test_a_sequence_that_pauses_drafts_on_where_it_was(model: Model, proposed: l
     alone = [tokens for (tokens,) in proposed]
     one, other = two(model)
     proposed.clear()
-    step([one, other])
-    step([one])  # the other one found no page
+    step([other, one])
+    step([one])  # in the slot of the other one, which found no page
     step([other, one])
     step([other])
     step([one, other])
