@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.config import CacheConfig
 from pdinfer.kernels import reference, row_formats, torch_attention, torch_ops
-from pdinfer.kv.view import KVView
-from pdinfer.model.batch import Batch, Row
-from pdinfer.model.model import Model
-from pdinfer.testing import random_model, tiny_config
 from tests.simulated.capture import Capture
 
 SCALE = 0.25
@@ -66,46 +61,3 @@ def test_attention_is_recorded_and_run_again_on_other_lengths_and_pages(
         capture.replay()
         for got, expected in zip(results, attend(reference, now), strict=True):
             torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
-
-
-@pytest.mark.parametrize(("family", "more"), [("v3", {}), ("v32", {"index_topk": 17})])
-def test_the_layers_of_a_step_with_drafts_are_recorded_and_run_again(
-    device: torch.device, family: str, more: dict[str, int]
-) -> None:
-    """Rows have other tokens, positions, pages and numbers of drafts in each step. Where a part of a context is chosen,
-    that of the recorded step was short enough to be read whole. Experts stay out of it."""
-    config = tiny_config(family, first_k_dense_replace=tiny_config(family).num_hidden_layers, **more)
-    model, on_host = random_model(config, device=device), random_model(config)
-
-    def view(model: Model) -> tuple[KVView, int]:
-        memory = model.allocate_pages(model.kv_layout(CacheConfig(page_size=4)), 16)
-        memory.buffer.view(torch.float32).copy_(normal(memory.num_bytes // 4, seed=5))
-        return KVView.of(memory), memory.scratch_page
-
-    def batch(seed: int, where: torch.device) -> Batch:
-        pages = torch.randperm(15, generator=torch.Generator().manual_seed(seed)).tolist()
-        rows = [
-            Row([seed, 7, 9], 14 + seed % 3, pages[:5]),
-            Row([8, seed][: 1 + seed % 2], 13 - seed, pages[5:10]),
-            Row([5], 2, pages[10:11]),
-        ]
-        return Batch.build(rows, page_size=4, device=where, decode=True, scratch_page=15)
-
-    (pages, scratch_page), recorded = view(model), batch(3, device)
-    assert scratch_page == 15
-    with Capture() as capture:
-        hidden = model.forward(recorded, pages)
-    assert capture.illegal == []
-    for seed in (1, 2, 3):
-        now = batch(seed, torch.device("cpu"))
-        for name in ("tokens_T", "positions_T", "slots_A", "page_table_BM", "context_lens_B"):
-            getattr(recorded, name).copy_(getattr(now, name))
-        (fresh, _), (again, _) = view(on_host), view(model)
-        for layer, latents in pages.latents.items():
-            latents.copy_(again.latents[layer])
-        for layer, keys in pages.index_keys.items():
-            keys.copy_(again.index_keys[layer])
-        capture.replay()
-        expected = now.live(on_host.forward(now, fresh))
-        assert now.live_rows_N is not None
-        torch.testing.assert_close(hidden.cpu()[now.live_rows_N], expected, atol=1e-4, rtol=1e-4)

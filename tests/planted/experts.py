@@ -7,9 +7,9 @@ from tests.planted.mutant import Mutant
 MUTANTS = [
     Mutant(
         "dead tokens are written over the first page of their row",
-        "src/pdinfer/model/batch.py",
-        "slots.extend(scratch_slot for _ in dead)",
-        "slots.extend(row.pages[0] * page_size for _ in dead)",
+        "src/pdinfer/model/decode_rows.py",
+        "slots_T.where(live_T, self._scratch_slot)",
+        "slots_T.where(live_T, table_BM[0, 0].long() * self._page_size)",
         "tests/unit/execution/test_runner.py::test_a_row_with_few_drafts_beside_one_with_many_writes_its_own_slots_alone",
     ),
     Mutant(
@@ -28,11 +28,10 @@ MUTANTS = [
     ),
     Mutant(
         "a row that is filled up does not count its dead tokens in its context",
-        "src/pdinfer/model/batch.py",
-        "context_lens = tuple(row.start + count for row, count in zip(rows, query_lens, strict=True))",
-        "context_lens = tuple(row.stop for row in rows)",
-        "tests/unit/model/test_batch.py::test_rows_of_a_decode_step_are_filled_up_to_the_longest "
-        "tests/e2e/test_speculation.py",
+        "src/pdinfer/model/decode_rows.py",
+        "context_lens_B = first_B + num_queries",
+        "context_lens_B = first_B + 1",
+        "tests/unit/model/test_decode_rows.py::test_a_step_reads_its_rows_whatever_became_of_the_others",
     ),
     Mutant(
         "a pool gives out its scratch page",

@@ -62,7 +62,7 @@ class ModelRunner:
         self._model = model
         self._memory = memory
         self._view = KVView.of(memory)
-        self._page_size, self._scratch_page = memory.layout.page_size, memory.scratch_page
+        self._page_size = memory.layout.page_size
         self._trace = trace
         self._sample: Sampler = sample
         self._last_BD = torch.empty(0)
@@ -144,7 +144,6 @@ class ModelRunner:
             device=self._model.device,
             decode=decode,
             cp=self._model.groups.cp,
-            scratch_page=self._scratch_page,
         )
 
 

@@ -58,10 +58,10 @@ class Batch:
     this step. Lengths are also on the host, for prefill, so that no kernel has to sync. `next_tokens` are the tokens
     after each sequence of a prefill.
 
-    In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. A row with fewer is filled
-    up behind its last token with dead ones, which count in its context; a captured step may have rows of dead ones
-    alone. What is computed of them means nothing, and their latents go to a page that nobody reads. `live_rows_N` are
-    the rows of the others and `live_T` says the same token by token (bool); both are None where all tokens are live.
+    In a step of `decode` every sequence has the same number of tokens, Q: one, and drafts. Where it has fewer, those
+    behind its last one are dead; they count in its context, and a captured step may have sequences of dead ones alone.
+    What is computed of them means nothing, and their latents go to a page that nobody reads. `live_T` (bool) says which
+    tokens are not; it is None where all are live.
 
     `cp` are the ranks that run pieces of the same prompts, and `cp_counts` the tokens of each rank. The last piece of
     every prompt is on rank 0, where `row_ends` tells which sequences end a prompt.
@@ -81,7 +81,6 @@ class Batch:
     cp_counts: tuple[int, ...]
     row_ends: Sequence[int]
     live_T: Tensor | None = None
-    live_rows_N: Tensor | None = None
 
     @classmethod
     def build(
@@ -92,11 +91,9 @@ class Batch:
         device: torch.device,
         decode: bool,
         cp: Group = ALONE,
-        scratch_page: int = -1,
     ) -> Batch:
-        """Build a batch of `rows`, which a prefill cuts over `cp`. Without rows it is an empty batch, which every layer
-        accepts. Decode needs a `scratch_page` that no sequence has where its rows are of different lengths."""
-        num_queries = max((len(row.tokens) for row in rows), default=0) if decode else 0
+        """Build a batch of `rows`, which a prefill cuts over `cp`, and of which decode takes one token each. Without
+        rows it is an empty batch, which every layer accepts."""
         cp = ALONE if decode else cp
         row_ends: Sequence[int] = range(len(rows))
         of_ranks: Sequence[Sequence[Row]] = ()
@@ -104,15 +101,16 @@ class Batch:
             of_ranks = _pieces(rows, cp.size)
             row_ends = [*_ends(of_ranks[0], rows)]
             rows = of_ranks[cp.rank]
-        tokens, positions, sequences, slots, live = _columns(rows, num_queries, page_size, scratch_page * page_size)
-        if of_ranks:
-            slots = [slot for of_rank in of_ranks for row in of_rank for slot in row.slots(page_size)]
-        query_lens = tuple(max(len(row.tokens), num_queries) for row in rows)
-        context_lens = tuple(row.start + count for row, count in zip(rows, query_lens, strict=True))
+        tokens = [token for row in rows for token in row.tokens]
+        positions = [at for row in rows for at in range(row.start, row.stop)]
+        sequences = [index for index, row in enumerate(rows) for _ in row.tokens]
+        slots = [slot for of_rank in of_ranks or (rows,) for row in of_rank for slot in row.slots(page_size)]
+        query_lens = tuple(len(row.tokens) for row in rows)
+        context_lens = tuple(row.stop for row in rows)
         width = max((-(-context // page_size) for context in context_lens), default=0)
         table = [page for row in rows for page in _padded(row.pages, width)]
-        longs, flat_table = _moved((tokens, positions, sequences, slots, context_lens, live), table, device)
-        tokens_T, positions_T, sequence_T, slots_A, context_lens_B, live_rows_N = longs
+        longs, flat_table = _moved((tokens, positions, sequences, slots, context_lens), table, device)
+        tokens_T, positions_T, sequence_T, slots_A, context_lens_B = longs
         return cls(
             tokens_T=tokens_T,
             positions_T=positions_T,
@@ -127,8 +125,6 @@ class Batch:
             cp=cp,
             cp_counts=tuple(sum(len(row.tokens) for row in of_rank) for of_rank in of_ranks),
             row_ends=row_ends,
-            live_T=tokens_T.new_zeros(len(tokens), dtype=torch.bool).index_fill_(0, live_rows_N, 1) if live else None,
-            live_rows_N=live_rows_N if live else None,
         )
 
     def shifted(self) -> Batch:
@@ -143,16 +139,6 @@ class Batch:
         """Return a tensor of the tokens [T, ...] of a decode step as [B, Q, ...]."""
         num_sequences = len(self.context_lens_B)
         return x_T.view(num_sequences, len(x_T) // max(1, num_sequences), *x_T.shape[1:])
-
-    def live(self, x_TD: Tensor) -> Tensor:
-        """Return the rows of the live tokens [N, D] of a decode step."""
-        return x_TD if self.live_rows_N is None else x_TD.index_select(0, self.live_rows_N)
-
-    def filled_up(self, x_ND: Tensor) -> Tensor:
-        """Return rows of the live tokens of a decode step as [T, D], with zeros for dead ones."""
-        if self.live_rows_N is None:
-            return x_ND
-        return x_ND.new_zeros(len(self.tokens_T), x_ND.shape[1]).index_copy_(0, self.live_rows_N, x_ND)
 
     def gather(self, *parts: Tensor) -> tuple[Tensor, ...]:
         """Return tensors of this rank's tokens [T, ...] for the tokens of all ranks [A, ...], in the order of
@@ -174,30 +160,6 @@ class Batch:
     def last_rows(self) -> list[int]:
         """The row of each sequence's last token."""
         return [end - 1 for end in accumulate(self.query_lens)]
-
-
-def _columns(rows: Sequence[Row], num_queries: int, page_size: int, scratch_slot: int) -> tuple[list[int], ...]:
-    """Return the token, position, row and slot of each token, with dead tokens behind rows of fewer than `num_queries`,
-    and where the live ones are if there are dead ones."""
-    tokens: list[int] = []
-    positions: list[int] = []
-    sequences: list[int] = []
-    slots: list[int] = []
-    live: list[int] = []
-    any_dead = any(len(row.tokens) < num_queries for row in rows)
-    for index, row in enumerate(rows):
-        if any_dead:
-            live.extend(range(len(tokens), len(tokens) + len(row.tokens)))
-        tokens.extend(row.tokens)
-        slots.extend(row.slots(page_size))
-        dead = range(len(row.tokens), num_queries)
-        if dead:
-            tokens.extend(0 for _ in dead)
-            slots.extend(scratch_slot for _ in dead)
-        span = range(row.start, row.stop + len(dead))
-        positions.extend(span)
-        sequences.extend([index] * len(span))
-    return tokens, positions, sequences, slots, live
 
 
 def _moved(columns: Sequence[Sequence[int]], table: Sequence[int], device: torch.device) -> tuple[list[Tensor], Tensor]:

@@ -12,7 +12,6 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.parallel.groups import ALONE, Group
 
 CPU = torch.device("cpu")
-SCRATCH_PAGE = 10_000
 
 
 @st.composite
@@ -31,7 +30,7 @@ def steps(draw: st.DrawFn, *, longest: int = 50) -> tuple[int, list[Row]]:
 
 
 def build(page_size: int, rows: list[Row], *, decode: bool = False) -> Batch:
-    return Batch.build(rows, page_size=page_size, device=CPU, decode=decode, scratch_page=SCRATCH_PAGE)
+    return Batch.build(rows, page_size=page_size, device=CPU, decode=decode)
 
 
 @given(steps())
@@ -88,37 +87,7 @@ def test_one_token_each_makes_the_rows_the_sequences(step: tuple[int, list[Row]]
     assert batch.decode
     assert batch.last_rows == list(range(len(batch.query_lens)))
     assert torch.equal(batch.positions_T + 1, batch.context_lens_B)
-    assert batch.live_T is batch.live_rows_N is None
-
-
-@given(steps(longest=4))
-def test_rows_of_a_decode_step_are_filled_up_to_the_longest(step: tuple[int, list[Row]]) -> None:
-    """What is filled up has the positions behind the row, and one slot of a page that nobody has."""
-    page_size, rows = step
-    batch = build(page_size, rows, decode=True)
-    num_queries = max((len(row.tokens) for row in rows), default=0)
-    live = [at < len(row.tokens) for row in rows for at in range(num_queries)]
-    positions = [row.start + at for row in rows for at in range(num_queries)]
-    assert batch.query_lens == (num_queries,) * len(rows)
-    assert batch.context_lens_B.tolist() == list(batch.context_lens) == [row.start + num_queries for row in rows]
-    assert batch.positions_T.tolist() == positions
-    assert batch.sequence_T.tolist() == [row for row in range(len(rows)) for _ in range(num_queries)]
-    assert batch.by_sequence(batch.positions_T).tolist() == [
-        positions[at : at + num_queries] for at in range(0, len(positions), num_queries or 1)
-    ]
-    assert batch.page_table_BM.shape[1] * page_size >= max(batch.context_lens, default=0)
-    for row, pages in zip(rows, batch.page_table_BM.tolist(), strict=True):
-        assert set(pages) <= set(row.pages)
-    dead = [slot for slot, alive in zip(batch.slots_A.tolist(), live, strict=True) if not alive]
-    assert set(dead) <= {SCRATCH_PAGE * page_size}
-    wanted = build(page_size, rows)
-    for name in ("tokens_T", "slots_A", "positions_T"):
-        assert torch.equal(batch.live(getattr(batch, name)[:, None]), getattr(wanted, name)[:, None])
-    assert (batch.live_T is None) == (batch.live_rows_N is None) == all(live)
-    assert batch.live_T is None or batch.live_T.tolist() == live
-    filled = batch.filled_up(wanted.tokens_T[:, None])
-    assert torch.equal(batch.live(filled), wanted.tokens_T[:, None])
-    assert not filled[~torch.tensor(live, dtype=torch.bool)].any()
+    assert batch.live_T is None
 
 
 @given(steps())
