@@ -132,6 +132,40 @@ def test_a_captured_step_is_one_launch_and_one_wait(way: int, num_drafts: int) -
             assert totals["pageable"] == totals["allocations"] == 0, watch.counts
 
 
+@pytest.mark.parametrize("graph_batch_sizes", [(), None], ids=["eager", "captured"])
+def test_what_comes_while_a_step_runs_is_scheduled_meanwhile(graph_batch_sizes: tuple[int, ...] | None) -> None:
+    """A request that is cancelled then gets no token of the step, and another one is granted its pages in the same."""
+    model = model_of(ModelKind(), DEVICE)
+    pool = pd.PagePool(model, pd.CacheConfig(page_size=16, num_pages=64))
+    engine = pd.EngineConfig(max_running_requests=8, graph_batch_sizes=graph_batch_sizes)
+    with join(model, "shared", decode_pools=[pool], engine=engine) as setup:
+        (decode,) = setup.decodes
+        decode.warm_up()
+        sampling = pd.SamplingParams(max_new_tokens=30, ignore_eos=True, temperature=0.0)
+        for name in ("ends", "stays"):
+            setup.pairing.submit(pd.Request(request_id=name, prompt=prompt_of(9), sampling=sampling))
+        while decode.load().num_running_requests < 2:
+            setup.pairing.step()
+        resident: Any = decode._model_runner.resident
+        schedule, writers = resident.while_waiting, (setup.prefills[0].address,)
+
+        def meanwhile() -> None:
+            decode.cancel("ends")
+            decode.submit(pd.Request(request_id="new", prompt=prompt_of(5), sampling=sampling), writers=writers)
+            schedule()
+
+        resident.while_waiting = meanwhile
+        told = [(event.request_id, event) for event in decode.step() if isinstance(event, pd.TokenEvent)]
+        resident.while_waiting = schedule
+        assert decode.load().num_granted_requests == 1
+        ends = [event.finish_reason for name, event in told if name == "ends"]
+        assert ends == [pd.FinishReason.CANCELLED]
+        assert [event.finish_reason for name, event in told if name == "stays"] == [None]
+        more = [event for _ in range(3) for event in decode.step()]
+        assert not [event for event in more if getattr(event, "request_id", "") == "ends"]
+        decode.cancel("new")
+
+
 def test_rows_that_have_moved_are_not_run_as_captured() -> None:
     """An engine reserves what it will ever need; a runner by itself may be asked for more."""
     model = model_of(ModelKind(), DEVICE)

@@ -182,6 +182,20 @@ MUTANTS = [
         "tests/unit/execution/test_drafting.py::test_nothing_is_drafted_behind_a_step_that_was_broken_off",
     ),
     Mutant(
+        "a request that ended while its step ran gets the token",
+        "src/pdinfer/engine/decode.py",
+        "if self._sequences.get(sequence.request_id) is sequence:",
+        "if True:",
+        "tests/device/test_graphs.py::test_what_comes_while_a_step_runs_is_scheduled_meanwhile",
+    ),
+    Mutant(
+        "nothing is scheduled while a step runs",
+        "src/pdinfer/execution/resident.py",
+        "            self.while_waiting()\n",
+        "            pass\n",
+        "tests/device/test_graphs.py::test_what_comes_while_a_step_runs_is_scheduled_meanwhile",
+    ),
+    Mutant(
         "followers run rows in another order than their leader",
         "src/pdinfer/engine/ranks/leader.py",
         "in_order = self._runner.order(rows)",

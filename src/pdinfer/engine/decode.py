@@ -21,7 +21,7 @@ from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
-from pdinfer.execution.runner import graphs_of
+from pdinfer.execution.runner import ModelRunner, graphs_of
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
@@ -70,6 +70,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._arrivals = 0
         self._stalled = False
         self._drafted = DraftCounts()
+        if isinstance(self._model_runner, ModelRunner) and model.topology.world_size == 1:
+            self._model_runner.resident.while_waiting = self._schedule
 
     @property
     def num_unfinished(self) -> int:
@@ -98,12 +100,17 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     def _step(self) -> None:
         """Take what came, admit what landed, grant pages, and run one batch."""
         if not self._closed:
-            self._take_inbox()
-            self._expire()
-            self._land()
-            self._grant()
+            self._schedule()
             self._decode()
             self._tell_granted()
+
+    def _schedule(self) -> None:
+        """Do what needs no token of the step that runs, if one does: its sequences may end here, and others join the
+        next one."""
+        self._take_inbox()
+        self._expire()
+        self._land()
+        self._grant()
 
     def load(self) -> DecodeLoad:
         """Return what this engine holds. That includes requests that no step has seen yet."""
@@ -343,7 +350,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         num_tokens = sum(map(len, drawn))
         self._drafted.accept_length = num_tokens / len(batch)
         for sequence, new in zip(batch, drawn, strict=True):
-            self._take_tokens(sequence, new)
+            if self._sequences.get(sequence.request_id) is sequence:  # otherwise it ended while the step ran
+                self._take_tokens(sequence, new)
         self._worked(num_tokens, started)
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:

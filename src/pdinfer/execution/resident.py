@@ -55,6 +55,8 @@ class ResidentDecode:
         self._num_drafts = 0
         self._width = -(-(model.config.max_position_embeddings + MAX_NEWEST) // memory.layout.page_size)
         self._results = torch.empty(0, dtype=torch.int32)
+        self.while_waiting: Callable[[], None] | None = None
+        """What the host does while a device computes a step. It may change anything but the rows of the step."""
         self.graphs = DecodeGraphs(model.device, self._run_captured, _refusal(model))
 
     def order(self, rows: Sequence[Row]) -> list[int]:
@@ -239,7 +241,12 @@ class ResidentDecode:
             self._results = pinned_empty(8 * words.nbytes, self._model.device).view(torch.int32)
         host = self._results[: words.numel()].view(words.shape)
         host.copy_(words, non_blocking=True)
-        if (event := record_event(self._model.device)) is not None:
+        event = record_event(self._model.device)
+        if self.while_waiting is not None:
+            mark(self._trace, "schedule")
+            self.while_waiting()
+            mark(self._trace, "sample")
+        if event is not None:
             event.synchronize()
         return host[:, :num_rows]
 
