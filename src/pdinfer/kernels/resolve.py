@@ -41,9 +41,10 @@ class OpChoice:
 
 @attrs.frozen
 class ResolvedOps:
-    """The ops of one model and the reasons for them. `weights` tells in sentences what became of its quantized
-    weights."""
+    """The ops of one model and the reasons for them. `spec` is what they were chosen for, and `weights` tells in
+    sentences what became of its quantized weights."""
 
+    spec: OpSpec
     ops: Ops
     choices: tuple[OpChoice, ...]
     weights: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) 
         function, choice = _choose(op, spec, _wanted(op, forced))
         functions[op] = function
         choices.append(choice)
-    return ResolvedOps(Ops(**functions), tuple(choices))  # type: ignore[arg-type]
+    return ResolvedOps(spec, Ops(**functions), tuple(choices))  # type: ignore[arg-type]
 
 
 def _wanted(op: str, forced: str | Mapping[str, str] | None) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
 from pdinfer.checks import clip
-from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.files import AnyPath
 from pdinfer.kernels.ops import Ops
@@ -53,6 +53,7 @@ def load_model(
     experts: ExpertConfig | None = None,
     placement: ExpertPlacement | None = None,
     trusted_roots: Sequence[AnyPath] = (),
+    cache: CacheConfig | None = None,
 ) -> Model:
     """Load the model in the folder `checkpoint` (config.json and safetensors in Hugging Face layout) onto `device`.
 
@@ -62,10 +63,11 @@ def load_model(
     heads. "auto" keeps those whose ops run at speed on `device`. `explain_backends(model)` tells the outcome.
     `progress(done_bytes, total_bytes)` is called after every tensor. `providers` forces the op provider, for all ops or
     per op (see `explain_backends`). `check_finite` refuses NaN and infinity. `mtp` also loads the layer that drafts
-    tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of them calls this; `experts` says
-    how their experts are reached, and `placement` which rank holds which. A tensor that the model does not read is
-    refused, unless `unread` expects it. Links in the folder may end inside it, among the blobs of the hub cache whose
-    snapshot it is, and in `trusted_roots`.
+    tokens (`EngineConfig.num_draft_tokens`). With a `topology` of several ranks each of them calls this; `experts`
+    says how their experts are reached, and `placement` which rank holds which. With the `cache` of its pools, ops can
+    be taken that are made for one page size or format; others are then refused. A tensor that the model does not read
+    is refused, unless `unread` expects it. Links in the folder may end inside it, among the blobs of the hub cache
+    whose snapshot it is, and in `trusted_roots`.
 
     On CUDA, products are summed in float32 alone: torch's reduced-precision reductions are turned off for the process
     (docs/decisions/0025-products-on-a-card.md).
@@ -77,19 +79,14 @@ def load_model(
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
-    target = Target(
-        config=config,
-        topology=topology,
-        device=_checked_device(device),
-        dtype=_checked_dtype(config.dtype if dtype is None else dtype),
-        mtp=mtp,
-    )
+    device, dtype = _checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)
+    target = Target(config=config, topology=topology, device=device, dtype=dtype, mtp=mtp)
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
         placement = checked_placement(config, topology.ep_size, placement, experts, mtp=mtp)
         stored = StoredWeights.survey(files, ue8m0=config.scale_fmt == "ue8m0", check_finite=check_finite)
         formats = [FORMAT_OF_SCHEME[scheme] for scheme in stored.quantized_schemes]
-        spec = op_spec_of(config, topology, target.device, target.dtype, formats)
+        spec = op_spec_of(config, topology, target.device, target.dtype, formats, cache)
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
         kept = kept_schemes(weights, resolved)

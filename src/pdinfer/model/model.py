@@ -178,8 +178,15 @@ class Model:
         return batch, KVView.of(memory)
 
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
-        """Return the layout of a page of this model. See `kv_layout_of`."""
+        """Return the layout of a page of this model, see `kv_layout_of`. Raises ConfigError when the model was loaded
+        for another cache."""
         layout = kv_layout_of(self.config, self.dtype, cache, mtp=self.mtp is not None)
+        spec, asked = self.resolved.spec, (cache.page_size, kv_format_of(self.dtype, cache))
+        if spec.page_size is not None and asked != (spec.page_size, spec.kv_format):
+            raise ConfigError(
+                f"a pool with page_size {asked[0]} and {asked[1]} latents was asked for, and the model's ops were "
+                f"chosen for page_size {spec.page_size} and {spec.kv_format}: load it with the `cache` of its pools"
+            )
         return attrs.evolve(layout, weights_id=self.weights_id)
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> PageMemory:
@@ -229,9 +236,9 @@ def _in_order(state_TD: Tensor, batch: Batch) -> Tensor:
     return state_AD if batch.cp.size == 1 else state_AD[batch.slots_A.argsort()]
 
 
-def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
-    """Return the layout of a page of a model in `dtype`, of weights without an id. `kv_format` "auto" is that dtype;
-    "fp8" suits every dtype. Raises ConfigError for another dtype, and for sizes that "fp8" cannot pack."""
+def kv_format_of(dtype: torch.dtype, cache: CacheConfig) -> str:
+    """Return what a page of a model in `dtype` holds: "fp8", or the name of the dtype, which is what "auto" means.
+    Raises ConfigError for another dtype."""
     name = str(dtype).removeprefix("torch.")
     kv_format = name if cache.kv_format == "auto" else cache.kv_format
     if kv_format not in (name, FP8):
@@ -239,6 +246,13 @@ def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *,
             f'kv_format "{cache.kv_format}" was asked for and the model runs in {dtype}: load the model with that '
             'dtype, or leave kv_format "auto"'
         )
+    return kv_format
+
+
+def kv_layout_of(config: ModelConfig, dtype: torch.dtype, cache: CacheConfig, *, mtp: bool) -> KVLayout:
+    """Return the layout of a page of a model in `dtype`, of weights without an id. Raises ConfigError as `kv_format_of`
+    does, and for sizes that "fp8" cannot pack."""
+    kv_format = kv_format_of(dtype, cache)
     layers = config.num_hidden_layers
     components_of = attention_of(config).cache_components
     components = components_of(config, kv_format, range(layers))
@@ -253,8 +267,9 @@ def op_spec_of(
     device: str | torch.device | DeviceSpec,
     dtype: torch.dtype,
     weight_formats: Iterable[str] = (),
+    cache: CacheConfig | None = None,
 ) -> OpSpec:
-    """Return what the ops of a rank must run. Pools come later, so sizes and formats of pages are not known yet."""
+    """Return what the ops of a rank must run. Without a `cache` the size and format of pages are not known."""
     return OpSpec(
         device=device,
         dtype=dtype,
@@ -262,6 +277,8 @@ def op_spec_of(
         kv_lora_rank=config.kv_lora_rank,
         qk_rope_head_dim=config.qk_rope_head_dim,
         weight_formats=weight_formats,
+        page_size=None if cache is None else cache.page_size,
+        kv_format=None if cache is None else kv_format_of(dtype, cache),
     )
 
 

@@ -101,7 +101,7 @@ class Pairing(OfOneProcess):
         model = checkpoint_or_model
         if not isinstance(model, Model):
             mtp = engine is not None and engine.num_draft_tokens > 0
-            model = load_model(model, device=device, dtype=dtype, mtp=mtp)
+            model = load_model(model, device=device, dtype=dtype, mtp=mtp, cache=cache or CacheConfig())
         pool = PagePool(model, cache)
         prefill_end, decode_end = KVChannel.loopback(pool, pool)
         prefill = PrefillEngine(model, prefill_end, engine, logits_processors=logits_processors)

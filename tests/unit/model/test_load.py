@@ -16,10 +16,11 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.config import ModelConfig
+from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kv.pool import PagePool
 from pdinfer.model import load_plan
 from pdinfer.model.destinations import Destinations
 from pdinfer.model.load import load_model
@@ -359,6 +360,18 @@ def test_weights_takes_three_words(folder: Path) -> None:
         assert torch.equal(load_model(folder, weights=word).logits(TOKENS), expected)
     with pytest.raises(ConfigError, match=r'"auto", "stored" or "float", got \'packed\''):
         load_model(folder, weights="packed")
+
+
+def test_a_model_that_was_loaded_for_one_cache_refuses_others(folder: Path) -> None:
+    cache = CacheConfig(page_size=16, num_pages=4)
+    model = load_model(folder, dtype="float32", cache=cache)
+    assert (model.resolved.spec.page_size, model.resolved.spec.kv_format) == (16, "float32")
+    PagePool(model, cache)
+    with pytest.raises(ConfigError, match=r"page_size 64 and float32 latents .* chosen for page_size 16 and float32"):
+        PagePool(model)
+    anyhow = load_model(folder, dtype="float32")
+    assert anyhow.resolved.spec.page_size is anyhow.resolved.spec.kv_format is None
+    PagePool(anyhow, cache)
 
 
 def test_providers_are_forced(folder: Path) -> None:
