@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import pdinfer as pd
 from pdinfer.execution.drafting import Draft
 from pdinfer.execution.graphs import DecodeGraphs, Output
+from pdinfer.execution.resident import why_not_captured
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw, DrawKind
 from pdinfer.model.batch import Row
@@ -177,6 +179,27 @@ def test_rows_that_have_moved_are_not_run_as_captured() -> None:
     alone = [runner.decode(rows[at : at + 1], draws[:1], [Draft()])[0] for at in range(20)]
     assert [new[0].token for new in alone] == [new[0].token for new in together]
     assert "have moved" in runner.resident.graphs.explain()
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({}, None),
+        ({"world": 8}, None),  # data parallel attention beside experts that are shared
+        ({"device": "cpu"}, "a CPU launches nothing"),
+        ({"world": 2, "attention": 2}, "share a batch"),
+        ({"world": 2, "mtp": True}, "draft tokens"),
+        ({"graph_safe": False}, "waits for the device"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_captured_is_told(changed: dict[str, Any], told: str | None) -> None:
+    facts = {"device": "cuda", "world": 1, "attention": 1, "mtp": None, "graph_safe": True, **changed}
+    groups = SimpleNamespace(**{name: SimpleNamespace(size=facts[name]) for name in ("world", "attention")})
+    experts = SimpleNamespace(dispatcher=SimpleNamespace(graph_safe=facts["graph_safe"]))
+    model: Any = SimpleNamespace(device=torch.device(facts["device"]), groups=groups, mtp=facts["mtp"], experts=experts)
+    refusal = why_not_captured(model)
+    assert refusal is told is None or (refusal is not None and told is not None and told in refusal)
 
 
 def test_a_step_that_waits_for_the_device_cannot_be_captured() -> None:

@@ -57,7 +57,7 @@ class ResidentDecode:
         self._results = torch.empty(0, dtype=torch.int32)
         self.while_waiting: Callable[[], None] | None = None
         """What the host does while a device computes a step. It may change anything but the rows of the step."""
-        self.graphs = DecodeGraphs(model.device, self._run_captured, _refusal(model))
+        self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model))
 
     def order(self, rows: Sequence[Row]) -> list[int]:
         """Return the order in which a step runs these rows, so that other ranks can run them alike."""
@@ -272,12 +272,15 @@ def _kind_of(draws: Sequence[Draw]) -> DrawKind:
     return max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
 
 
-def _refusal(model: Model) -> str | None:
-    """Return why steps of the model cannot be captured, or None."""
+def why_not_captured(model: Model) -> str | None:
+    """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch each capture their
+    own: their dispatcher then takes part in every step with whatever rows there are."""
     if model.device.type == "cpu":
         return "a CPU launches nothing"
-    if model.groups.world.size > 1:
-        return "steps of several ranks are not captured yet"
+    if model.groups.attention.size > 1:
+        return "steps of ranks that share a batch are not captured yet"
+    if model.groups.world.size > 1 and model.mtp is not None:
+        return "ranks that draft tokens are not captured yet: each step has as many passes as the rank that needs most"
     if not model.experts.dispatcher.graph_safe:
         return f"the dispatcher {type(model.experts.dispatcher).__name__} waits for the device"
     return None
