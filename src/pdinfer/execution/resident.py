@@ -273,8 +273,8 @@ def _kind_of(draws: Sequence[Draw]) -> DrawKind:
 
 
 def why_not_captured(model: Model) -> str | None:
-    """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch each capture their
-    own: their dispatcher then takes part in every step with whatever rows there are."""
+    """Return why steps of the model cannot be captured, or None. Ranks that share experts but no batch capture each its
+    own: their dispatcher takes part in every step, with whatever rows there are."""
     if model.device.type == "cpu":
         return "a CPU launches nothing"
     if model.groups.attention.size > 1:
