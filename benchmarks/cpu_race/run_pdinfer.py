@@ -72,11 +72,12 @@ class TimedDecode(pd.DecodeEngine):
 
 
 def watch_compute() -> None:
-    """Measure the time of the model and the sampling ops."""
+    """Measure the time of the model and of sampling: the parameters, the ops, and reading what they drew."""
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
     resident.draw_tokens = STOPWATCH.computing(resident.draw_tokens)  # type: ignore[attr-defined]
+    resident.read_drawn = STOPWATCH.computing(resident.read_drawn)  # type: ignore[attr-defined]
 
 
 def greedy(count: int) -> pd.SamplingParams:
