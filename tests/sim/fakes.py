@@ -213,6 +213,7 @@ class CellRunner(ModelRunner):
         self._drawn: list[tuple[int, int]] = []
         self._told: Iterator[list[int]] = iter(())
         self._contexts: list[tuple[Sequence[int], int]] = []
+        self._work: Callable[[], None] | None = None
 
     @property
     def drafts(self) -> bool:
@@ -241,6 +242,9 @@ class CellRunner(ModelRunner):
         state = NamedState(name="to draft from", version=1, dtype="none", shape=(), data=b"")
         return [() if self._contexts[row][1] % 5 == 0 else (state,) for row in rows]
 
+    def do_while_waiting(self, work: Callable[[], None]) -> None:
+        self._work = work
+
     def idle(self) -> None:
         pass
 
@@ -262,6 +266,8 @@ class CellRunner(ModelRunner):
             self._told = iter(self._attention.broadcast(shared).tolist())
         self._drawn = []
         drawn = [self._turn(*one) for one in zip(rows, draws, drafts, strict=True)]
+        if self._work is not None:
+            self._work()
         if self._attention.size > 1 and not self._follows:
             shared[: len(self._drawn)] = torch.tensor(self._drawn)
             self._attention.broadcast(shared)

@@ -70,8 +70,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._arrivals = 0
         self._stalled = False
         self._drafted = DraftCounts()
-        if isinstance(self._model_runner, ModelRunner) and model.topology.world_size == 1:
-            self._model_runner.resident.while_waiting = self._schedule
+        if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
+            self._model_runner.do_while_waiting(self._schedule)
 
     @property
     def num_unfinished(self) -> int:

@@ -56,7 +56,7 @@ class ResidentDecode:
         self._width = -(-(model.config.max_position_embeddings + MAX_NEWEST) // memory.layout.page_size)
         self._results = torch.empty(0, dtype=torch.int32)
         self.while_waiting: Callable[[], None] | None = None
-        """What the host does while a device computes a step. It may change anything but the rows of the step."""
+        """See `ModelRunner.do_while_waiting`."""
         self.graphs = DecodeGraphs(model.device, self._run_captured, why_not_captured(model))
 
     def order(self, rows: Sequence[Row]) -> list[int]:

@@ -77,6 +77,10 @@ class ModelRunner:
         """Draw with `sampler` whatever `decode` draws, both drafts and tokens."""
         self._sample = sampler
 
+    def do_while_waiting(self, work: Callable[[], None]) -> None:
+        """Do this in `decode` while a device computes. It may change anything but the rows of the step."""
+        self.resident.while_waiting = work
+
     def idle(self) -> None:
         """Do nothing: there are no other ranks."""
 
