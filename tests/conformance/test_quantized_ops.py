@@ -149,6 +149,16 @@ def test_linear_int8_static(
     assert_within(got, scaled, gamma(2) * scaled.abs(), dtype)
 
 
+def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
+    """Compare what experts give together with what each gives alone. On a CPU these are the same products. Elsewhere
+    they may have other numbers of rows, so float32 sums differ in their last bits; where such a sum is rounded to the
+    next step of FP8 or INT8, one term of each result moves by up to a sixteenth of itself."""
+    if device == "cpu":
+        assert torch.equal(got, expected)
+    elif expected.numel():
+        assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
 @for_every_provider
 @pytest.mark.parametrize("form", ROWS)
 @pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0)], ids=str)
@@ -179,11 +189,11 @@ def test_grouped_mlp_of_quantized_experts(
     for index, rows in enumerate(torch.split(x.to(device), list(counts))):
         hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
         one_by_one.append(linear(hidden_rows, expert(down, index)))
-    assert torch.equal(got, torch.cat(one_by_one))
+    check_alike(got, torch.cat(one_by_one), device)
     if kind == "fp8":
         once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
         grouped = op_of(provider, "grouped_mlp_fp8", device)
-        assert torch.equal(grouped(once, torch.tensor(counts, device=device), gate_up, down), got)
+        check_alike(grouped(once, torch.tensor(counts, device=device), gate_up, down), got, device)
 
 
 @for_every_provider
