@@ -1,10 +1,40 @@
-"""Makes the simulated device for the tests that want it."""
+"""Makes the simulated device for the tests that want it, and Triton's interpreter compute as a GPU does."""
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+
 import pytest
 
+from pdinfer.kernels.ops import OP_NAMES
+from tests.conformance.interpreter import as_a_gpu
 from tests.simulated.device import set_up, why_not
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--most-cases", type=int, help="run so many cases of each test and op, the same each time")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not (most := config.getoption("--most-cases")):
+        return
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        params = (
+            item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        )
+        ops = [value for value in params if isinstance(value, str) and value in OP_NAMES]
+        cases[" ".join((item.nodeid.partition("[")[0], *ops))].append(item)
+    kept: set[pytest.Item] = set()
+    for all_ in cases.values():  # the last ones are the largest
+        count = min(most, len(all_))
+        kept |= {all_[-1 - at * len(all_) // count] for at in range(count)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +44,10 @@ def simulated(request: pytest.FixtureRequest) -> None:
         if reason := why_not():
             pytest.skip(reason)
         set_up()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interpreted() -> Iterator[None]:
+    """Where kernels are interpreted (test_triton_interpreter.py starts such runs), let them compute as on a GPU."""
+    with as_a_gpu() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext():
+        yield

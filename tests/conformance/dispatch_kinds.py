@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import ClassVar
 
-import attrs
 import torch
-from torch import Tensor
 
-from pdinfer.moe.dispatchers import AllToAllDispatcher, Contiguous, LocalDispatcher, Returned
+from pdinfer.moe.dispatchers import AllToAllDispatcher, LocalDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic
 from pdinfer.parallel import Group, Topology
 from tests.conformance import fake_deep_ep
-from tests.conformance.dispatch_suite import GARBAGE, MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
+from tests.conformance.dispatch_suite import MAX_TOKENS, OPS, SUITE, Kind, sums_are_those_of_one_rank
 from tests.rounding import gamma
 
 NORMAL_WIDTH, NORMAL_FP8_WIDTH, LOW_LATENCY_WIDTH = 16, 256, 2048
@@ -27,47 +25,6 @@ def local(group: Group, experts_per_rank: int, top_k: int) -> LocalDispatcher:
 
 def all_to_all(group: Group, experts_per_rank: int, top_k: int) -> AllToAllDispatcher:
     return AllToAllDispatcher(group, experts_per_rank, OPS)
-
-
-@attrs.frozen(kw_only=True)
-class _Expanded(Contiguous):
-    row_TK: Tensor
-
-
-@attrs.frozen
-class OneCall:
-    """A dispatcher in the manner of DeepEP's ElasticBuffer.
-
-    One call serves prefill and decode. Rows are expanded by expert, in room for more of them, and the sum is
-    unweighted, because the experts weight their results.
-    """
-
-    num_experts: int
-    max_live: ClassVar[int | None] = None
-    max_tokens: ClassVar[int | None] = None
-    graph_safe: ClassVar[bool] = True
-
-    def dispatch_begin(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Expanded:
-        counts_E, token_of_row_S, row_TK = OPS.group_rows(ids_TK, self.num_experts)
-        num_rows = int(counts_E.sum())
-        x_SD = x_TD.new_full((row_TK.numel() + 3, x_TD.shape[1]), GARBAGE)
-        x_SD[:num_rows] = x_TD[token_of_row_S[:num_rows]]
-        weights_S = weights_TK.new_full((len(x_SD),), GARBAGE)
-        weights_S[row_TK[row_TK >= 0]] = weights_TK[row_TK >= 0]
-        return _Expanded(x_SD=x_SD, counts_E=counts_E.to(torch.int32), weights_S=weights_S, row_TK=row_TK)
-
-    def dispatch_end(self, pending: _Expanded) -> _Expanded:
-        return pending
-
-    def combine_begin(self, y: Tensor, dispatched: _Expanded) -> Tensor:
-        return y[dispatched.row_TK].float().masked_fill(dispatched.row_TK[..., None] < 0, 0).sum(1)
-
-    def combine_end(self, pending: Tensor) -> Returned:
-        return Returned(pending)
-
-
-def one_call(group: Group, experts_per_rank: int, top_k: int) -> OneCall:
-    return OneCall(experts_per_rank)
 
 
 def sizes(group: Group, experts_per_rank: int, top_k: int, hidden_size: int) -> ExpertSizes:
@@ -100,11 +57,20 @@ def low_latency(group: Group, experts_per_rank: int, top_k: int) -> DeepEPLowLat
     return DeepEPLowLatency.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
 
 
+def elastic(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
+    of = sizes(group, experts_per_rank, top_k, NORMAL_WIDTH)
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+
+
+def elastic_fp8(group: Group, experts_per_rank: int, top_k: int) -> DeepEPElastic:
+    of = sizes(group, experts_per_rank, top_k, NORMAL_FP8_WIDTH)
+    return DeepEPElastic.connect(group, of, MAX_TOKENS, device=torch.device("cpu"))
+
+
 ROUGH = gamma(4, torch.bfloat16)
 KINDS = {
     "local": Kind(local),
     "local-fp8": Kind(local, width=130, fp8=True, carries_fp8=True),
-    "one_call": Kind(one_call),
     "all_to_all": Kind(all_to_all),
     "all_to_all-bfloat16": Kind(all_to_all, dtype=torch.bfloat16, tolerance=gamma(3, torch.bfloat16)),
     "all_to_all-fp8": Kind(all_to_all, width=130, fp8=True),
@@ -112,6 +78,9 @@ KINDS = {
     "deep_ep-normal-tuned": Kind(normal_tuned, NORMAL_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-normal-fp8": Kind(normal_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
     "deep_ep-normal-cut-blocks": Kind(normal, NORMAL_WIDTH, torch.bfloat16, ROUGH, fp8=True),
+    "deep_ep-elastic": Kind(elastic, NORMAL_WIDTH, torch.bfloat16, ROUGH),
+    "deep_ep-elastic-fp8": Kind(elastic_fp8, NORMAL_FP8_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
+    "deep_ep-elastic-cut-blocks": Kind(elastic, NORMAL_WIDTH, torch.bfloat16, ROUGH, fp8=True),
     "deep_ep-low_latency": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, ROUGH),
     "deep_ep-low_latency-fp8": Kind(low_latency, LOW_LATENCY_WIDTH, torch.bfloat16, ROUGH, fp8=True, carries_fp8=True),
 }

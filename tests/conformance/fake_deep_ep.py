@@ -1,4 +1,4 @@
-"""A stand-in for the library deep_ep on host tensors: its `Buffer` API with its checks of shapes and dtypes, over gloo.
+"""A stand-in for the library deep_ep on host tensors: both its APIs, with their checks of shapes and dtypes, over gloo.
 
 What a real one writes from a stream of its own is garbage here until the event was waited for or the hook was called.
 """
@@ -55,6 +55,18 @@ def late(*values: Tensor) -> tuple[list[Tensor], Late]:
             into.copy_(value)
 
     return shown, Late(fill)
+
+
+def exchange(group: dist.ProcessGroup, parts: Sequence[Tensor]) -> list[Tensor]:
+    """Send part r to rank r, and return what came from each."""
+    counts = torch.tensor([len(part) for part in parts])
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    joined = torch.cat(list(parts))
+    sent = joined.view(torch.uint8) if joined.dtype == torch.float8_e4m3fn else joined
+    received = sent.new_empty(int(theirs.sum()), *sent.shape[1:])
+    dist.all_to_all_single(received, sent, theirs.tolist(), counts.tolist(), group=group)
+    return list(received.view(joined.dtype).split(theirs.tolist()))
 
 
 class Buffer:
@@ -135,12 +147,12 @@ class Buffer:
         assert torch.equal(is_token_in_rank.sum(0), num_tokens_per_rank.long())
         tokens = [is_token_in_rank[:, rank].nonzero().flatten() for rank in range(self.size)]
         per_rank = len(num_tokens_per_expert) // self.size
-        received_x = self._exchange([x[at] for at in tokens])
-        received_scales = None if scales is None else self._exchange([scales[at] for at in tokens])
-        ids = torch.cat(self._exchange([topk_idx[at] for at in tokens])) - self.rank * per_rank
+        received_x = exchange(self.group, [x[at] for at in tokens])
+        received_scales = None if scales is None else exchange(self.group, [scales[at] for at in tokens])
+        ids = torch.cat(exchange(self.group, [topk_idx[at] for at in tokens])) - self.rank * per_rank
         elsewhere = (ids < 0) | (ids >= per_rank)
         ids = ids.masked_fill(elsewhere, -1)
-        weights = torch.cat(self._exchange([topk_weights[at] for at in tokens])).masked_fill(elsewhere, 0)
+        weights = torch.cat(exchange(self.group, [topk_weights[at] for at in tokens])).masked_fill(elsewhere, 0)
         counts = torch.bincount(ids[ids >= 0], minlength=per_rank).tolist()
         handle = (tokens, [len(rows) for rows in received_x], len(x))
         if received_scales is None:
@@ -154,7 +166,7 @@ class Buffer:
         assert x.dtype == torch.bfloat16
         assert x.is_contiguous()
         assert len(x) == sum(received)
-        back = self._exchange(list(x.split(received)))
+        back = exchange(self.group, list(x.split(received)))
         y = torch.zeros(num_tokens, x.shape[1])
         for at, rows in zip(tokens, back, strict=True):
             y[at] += rows.float()
@@ -189,8 +201,8 @@ class Buffer:
         self.live += 1
         assert self.live <= 2
         pairs = [(topk_idx // per_rank == rank).nonzero() for rank in range(self.size)]
-        rows = self._exchange([x[at[:, 0]] for at in pairs])
-        experts = self._exchange([topk_idx[at[:, 0], at[:, 1]] for at in pairs])
+        rows = exchange(self.group, [x[at[:, 0]] for at in pairs])
+        experts = exchange(self.group, [topk_idx[at[:, 0], at[:, 1]] for at in pairs])
         room = x.new_full((per_rank, num_max_dispatch_tokens_per_rank * self.size, x.shape[1]), float("nan"))
         counts = torch.zeros(per_rank, dtype=torch.int32)
         places = []
@@ -217,7 +229,7 @@ class Buffer:
         assert x.ndim == 3
         rows = x[[expert for expert, _ in places], [at for _, at in places]]
         y = torch.zeros(len(topk_idx), x.shape[2])
-        for at, part in zip(pairs, self._exchange(list(rows.split(received))), strict=True):
+        for at, part in zip(pairs, exchange(self.group, list(rows.split(received))), strict=True):
             y.index_add_(0, at[:, 0], part.float() * topk_weights[at[:, 0], at[:, 1], None])
         (shown,), event = late(y.to(torch.bfloat16))
 
@@ -227,13 +239,100 @@ class Buffer:
 
         return shown, event, hook
 
-    def _exchange(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Send part r to rank r, and return what came from each."""
-        counts = torch.tensor([len(part) for part in parts])
-        theirs = torch.empty_like(counts)
-        dist.all_to_all_single(theirs, counts, group=self.group)
-        joined = torch.cat(list(parts))
-        sent = joined.view(torch.uint8) if joined.dtype == torch.float8_e4m3fn else joined
-        received = sent.new_empty(int(theirs.sum()), *sent.shape[1:])
-        dist.all_to_all_single(received, sent, theirs.tolist(), counts.tolist(), group=self.group)
-        return list(received.view(joined.dtype).split(theirs.tolist()))
+
+class EPHandle:
+    """What a dispatch leaves for its combine. Of `counts` there is no copy on the host."""
+
+    def __init__(
+        self, counts: Tensor, slots: Tensor, received: list[int], tokens: list[Tensor], num_tokens: int
+    ) -> None:
+        self.num_unaligned_recv_tokens_per_expert = counts
+        self.num_recv_tokens_per_expert_list: list[int] = []
+        self.slots, self.received, self.tokens, self.num_tokens = slots, received, tokens, num_tokens
+
+
+class ElasticBuffer:
+    def __init__(
+        self, group: dist.ProcessGroup, *, num_max_tokens_per_rank: int = 0, hidden: int = 0, num_topk: int = 0
+    ) -> None:
+        assert min(num_max_tokens_per_rank, hidden) > 0
+        assert 0 <= num_topk <= 32
+        self.group, self.room, self.hidden, self.num_topk = group, num_max_tokens_per_rank, hidden, num_topk
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def dispatch(
+        self,
+        x: Tensor | tuple[Tensor, Tensor],
+        *,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        num_experts: int,
+        num_max_tokens_per_rank: int,
+        expert_alignment: int,
+        async_with_compute_stream: bool,
+        do_cpu_sync: bool,
+        do_expand: bool,
+    ) -> tuple[Any, ...]:
+        """The only layout is the expanded one, in memory for the worst case."""
+        assert async_with_compute_stream
+        assert do_expand
+        assert not do_cpu_sync
+        assert expert_alignment == 1
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        assert rows.is_contiguous()
+        assert rows.shape[1] * rows.itemsize % 16 == 0
+        assert rows.shape[1] <= self.hidden
+        assert len(rows) <= num_max_tokens_per_rank <= self.room
+        assert topk_idx.dtype == topk_idx_t
+        assert topk_weights.dtype == torch.float32
+        assert topk_idx.is_contiguous()
+        assert topk_weights.is_contiguous()
+        assert topk_idx.shape == topk_weights.shape == (len(rows), topk_idx.shape[1])
+        assert topk_idx.shape[1] <= self.num_topk
+        assert num_experts % self.size == 0
+        if scales is not None:
+            assert (rows.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+            assert scales.shape == (len(rows), rows.shape[1] // 128)
+        else:
+            assert rows.dtype == torch.bfloat16
+        per_rank, num_topk = num_experts // self.size, topk_idx.shape[1]
+        owner = topk_idx.div(per_rank, rounding_mode="floor")
+        tokens = [(owner == rank).any(-1).nonzero().flatten() for rank in range(self.size)]
+        parts = exchange(self.group, [rows[at] for at in tokens])
+        ids = torch.cat(exchange(self.group, [topk_idx[at] for at in tokens])) - self.rank * per_rank
+        weights = torch.cat(exchange(self.group, [topk_weights[at] for at in tokens]))
+        here = (ids >= 0) & (ids < per_rank)
+        arrival, choice = here.nonzero().unbind(1)
+        expert = ids[arrival, choice]
+        counts = torch.bincount(expert, minlength=per_rank).to(torch.int32)
+        order = expert.argsort(stable=True)
+        capacity = self.size * num_max_tokens_per_rank * min(num_topk, per_rank)
+
+        def expanded(values: Tensor) -> Tensor:
+            room = torch.full((capacity, *values.shape[1:]), float("nan")).to(values.dtype)
+            room[: len(order)] = values
+            return room
+
+        slots = torch.full(ids.shape, -1)
+        slots[arrival[order], choice[order]] = torch.arange(len(order))
+        handle_of = (slots, [len(part) for part in parts], tokens, len(rows))
+        outs = [expanded(torch.cat(parts)[arrival][order]), expanded(weights[arrival, choice][order]), counts]
+        if scales is not None:
+            received = torch.cat(exchange(self.group, [scales[at] for at in tokens]))
+            outs.append(expanded(received[arrival][order]))
+        shown, event = late(*outs)
+        recv_x = shown[0] if scales is None else (shown[0], shown[3])
+        return recv_x, None, shown[1], EPHandle(shown[2], *handle_of), event
+
+    def combine(self, x: Tensor, handle: EPHandle, *, async_with_compute_stream: bool) -> tuple[Tensor, None, Late]:
+        """A rank adds up its experts' results for a token, and the token's rank adds up those sums."""
+        assert async_with_compute_stream
+        assert x.dtype == torch.bfloat16
+        assert x.is_contiguous()
+        taken = x[handle.slots.clamp_min(0)].float().masked_fill(handle.slots[..., None] < 0, 0)
+        sums = taken.sum(1).to(torch.bfloat16)
+        y = torch.zeros(handle.num_tokens, x.shape[1])
+        for at, rows in zip(handle.tokens, exchange(self.group, list(sums.split(handle.received))), strict=True):
+            y[at] += rows.float()
+        (shown,), event = late(y.to(torch.bfloat16))
+        return shown, None, event

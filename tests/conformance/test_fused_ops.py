@@ -13,7 +13,7 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops, row_formats
 from pdinfer.kernels.activations import Rounding
-from tests.conformance.op_suite import assert_turned, draw, every_dtype, for_every_provider, op_of
+from tests.conformance.op_suite import assert_turned, draw, for_every_provider, op_of
 from tests.rounding import assert_within, error_of_norm, error_of_silu, gamma, rounded, unit
 
 
@@ -102,6 +102,18 @@ def test_gated_silu_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: b
     # e4m3 has three places after the point, and steps of 2^-9 near zero
     step = scales.repeat_interleave(128, -1)[:, :width] * 2**-10
     assert_within(got.floats(), exact, error + (exact.abs() + error) * 2**-4 + step, dtype)
+
+
+@for_every_provider
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+def test_what_is_rounded_is_an_activation_in_the_dtype_of_the_model(
+    provider: str, device: str, dtype: torch.dtype, ue8m0: bool
+) -> None:
+    op, activation = fused_of(provider, "gated_silu_fp8", device, dtype), op_of(provider, "gated_silu", device, dtype)
+    x = draw(5, 600).to(dtype).to(device)
+    got, expected = op(x, ue8m0=ue8m0), reference.quantize_fp8(activation(x), ue8m0=ue8m0)
+    assert torch.equal(got.scales_TN, expected.scales_TN)
+    assert torch.equal(got.numbers_TI.view(torch.uint8), expected.numbers_TI.view(torch.uint8))
 
 
 LATENT, TURNED, PAGE_SIZE = 128, 8, 3
@@ -230,16 +242,15 @@ def results(tokens: int, top_k: int, width: int, dtype: torch.dtype, device: str
     return y.to(device), row.to(device), weights.to(device), shared, residual
 
 
-@every_dtype
-def test_the_residual_is_added_to_what_was_rounded(dtype: torch.dtype) -> None:
+@for_every_provider
+def test_the_residual_is_added_to_what_was_rounded(provider: str, device: str, dtype: torch.dtype) -> None:
     """The layer's output has a dtype of its own; a sum that stayed in float32 would be another number."""
-    ops = ops_of(dtype)
-    y, row, weights, shared, residual = results(64, 3, 48, dtype, "cpu", "shared residual")
-    out = (ops.combine_rows(y, row, weights) + shared).to(dtype)
-    got = ops.combine_experts(y, row, weights, shared, residual)
-    assert torch.equal(got, residual + out)
-    at_once = (residual.float() + ops.combine_rows(y, row, weights) + shared).to(dtype)
-    assert not torch.equal(got, at_once)
+    op, combine = fused_of(provider, "combine_experts", device, dtype), op_of(provider, "combine_rows", device, dtype)
+    y, row, weights, shared, residual = results(64, 3, 48, dtype, device, "shared residual")
+    total = combine(y, row, weights) + shared
+    got = op(y, row, weights, shared, residual)
+    assert torch.equal(got, residual + total.to(dtype))
+    assert dtype == torch.float32 or not torch.equal(got, (residual + total).to(dtype))
 
 
 @for_every_provider

@@ -305,6 +305,26 @@ def test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it(
 @every_provider
 @every_dtype
 @every_bad
+@pytest.mark.parametrize("column", [0, 511, 512, 543])
+def test_a_wide_packed_row_that_is_not_finite_is_seen_by_all_who_read_it(
+    provider: str, dtype: torch.dtype, bad: float, column: int
+) -> None:
+    """The parts of these rows are aligned for TMA. The row is before or among the newest of its sequence."""
+    case = Cached(dtype, packed=True, latent=512)
+    queries = case.queries(3)
+    good = case.decode(provider, case.pages(), queries)
+    for row, position in ((0, 3), (1, 22)):
+        pages = case.pages(put(case.rows(), (case.slot(row, position), column), bad))
+        got = case.decode(provider, pages, queries)
+        lost = [reads in readers(case, case.slot(row, position)) for reads in range(3)]
+        assert (~got.isfinite()).any(-1).tolist() == [[reads] * case.heads for reads in lost]
+        kept = [row for row in range(3) if not lost[row]]
+        assert torch.equal(got[kept], good[kept])
+
+
+@every_provider
+@every_dtype
+@every_bad
 @every_form
 def test_a_query_that_is_not_finite_is_lost_alone(provider: str, dtype: torch.dtype, bad: float, form: str) -> None:
     case = Cached(dtype)

@@ -45,6 +45,14 @@ def test_rms_norm(provider: str, device: str, dtype: torch.dtype, rows: int, wid
 
 
 @for_every_provider
+def test_norms_take_a_part_of_wider_rows(provider: str, device: str, dtype: torch.dtype) -> None:
+    norm, weight = op_of(provider, "rms_norm", device, dtype), draw(48, seed=1).to(dtype).to(device)
+    wide = draw(5, 80).to(dtype).to(device)
+    for part in (wide[:, 7:55], wide[::2, :48]):
+        assert torch.equal(norm(part, weight, 1e-6), norm(part.contiguous(), weight, 1e-6))
+
+
+@for_every_provider
 @pytest.mark.parametrize(
     ("rows", "sizes"),
     [
@@ -87,6 +95,18 @@ def test_rotate(provider: str, device: str, dtype: torch.dtype, rows: int, heads
 def test_grouped_mlp(
     provider: str, device: str, dtype: torch.dtype, form: Rows, counts: tuple[int, ...], sizes: tuple[int, int]
 ) -> None:
+    check_grouped_mlp(provider, device, dtype, form, counts, sizes)
+
+
+@for_every_provider
+@pytest.mark.parametrize("form", ROWS)
+def test_grouped_mlp_of_many_rows(provider: str, device: str, dtype: torch.dtype, form: Rows) -> None:
+    check_grouped_mlp(provider, device, dtype, form, (70, 0, 150), (80, 152))
+
+
+def check_grouped_mlp(
+    provider: str, device: str, dtype: torch.dtype, form: Rows, counts: tuple[int, ...], sizes: tuple[int, int]
+) -> None:
     hidden, width = sizes
     x = draw(sum(counts), hidden).to(dtype)
     gate_up = (draw(len(counts), 2 * width, hidden, seed=1) * hidden**-0.5).to(dtype)
@@ -127,7 +147,7 @@ def assert_heads(got: Tensor, op: Any, x_THN: Tensor, weight: Tensor, dtype: tor
 
 @for_every_provider
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3), (7, 20, 8), (4, 16, 13)]
+    ("tokens", "experts", "top_k"), [(0, 3, 2), (1, 1, 1), (5, 4, 4), (33, 9, 3), (7, 20, 8), (4, 16, 13), (70, 20, 8)]
 )
 @pytest.mark.parametrize("none", [0.0, 0.3, 1.0])
 def test_rows_of_experts(

@@ -43,3 +43,17 @@ def test_rows_are_scattered_to_their_places(
     for row in range(7):
         expected = data[rows.index(row)].tolist() if row in rows else [77] * width
         assert pool[row].tolist() == expected
+
+
+@every_device
+@every_provider
+def test_rows_begin_at_any_byte(provider: str, device: str) -> None:
+    pool, data, rows = numbers(8, 16, torch.uint8, device), numbers(3, 16, torch.uint8, device) + 1, [4, 0, 2]
+    chosen = torch.tensor(rows, dtype=torch.int64, device=device)
+    odd, expected = pool.flatten()[3:-13].view(7, 16), pool.clone()
+    expected.flatten()[3:-13].view(7, 16)[rows] = data
+    op_of(provider, "scatter_pages", device)(odd, chosen, data)
+    assert torch.equal(pool, expected)
+    into = torch.zeros_like(data)
+    op_of(provider, "gather_pages", device)(odd, chosen, into)
+    assert torch.equal(into, data)

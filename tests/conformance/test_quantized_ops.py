@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import torch_products
+from pdinfer.kernels import reference, torch_products
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, expert, map_tensors
 from tests.conformance.op_suite import (
     ROWS,
     Rows,
     draw,
+    every_device,
     every_dtype,
+    every_provider,
     for_every_provider,
     for_tma,
     fp8_weight,
@@ -52,10 +54,27 @@ MATRICES = [(1, 1), (7, 13), (48, 97), (128, 256), (129, 300), (328, 136)]
 def test_linear_fp8(
     provider: str, device: str, dtype: torch.dtype, ue8m0: bool, rows: int, size: tuple[int, int], parts: int
 ) -> None:
-    x, weight = outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0)
+    check_linear_fp8(provider, device, outliers(rows, size[1]).to(dtype), fp8_weight(*size, parts=parts, ue8m0=ue8m0))
+
+
+MANY_ROWS = (30, 64, 150)
+"""Of these a kernel may make tiles of other sizes than of a few, of which the last one is not full."""
+
+
+@every_provider
+@every_device
+@pytest.mark.parametrize("rows", MANY_ROWS)
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+def test_linear_fp8_of_many_rows(provider: str, device: str, rows: int, ue8m0: bool) -> None:
+    x = outliers(rows, 272).to(torch.bfloat16)
+    check_linear_fp8(provider, device, x, fp8_weight(200, 272, parts=2, ue8m0=ue8m0))
+
+
+def check_linear_fp8(provider: str, device: str, x: Tensor, weight: FP8Blocks) -> None:
+    dtype = x.dtype
     linear, there = op_of(provider, "linear_fp8", device, dtype), map_tensors(weight, lambda part: part.to(device))
     got = linear(x.to(device), there)
-    rounded_once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=ue8m0)
+    rounded_once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=weight.ue8m0)
     for once in (rounded_once, for_tma(rounded_once)):
         assert torch.equal(linear(once, there), got)
     numbers, worth = by_hand_fp8(x, weight)
@@ -96,6 +115,20 @@ def test_quantize_fp8(provider: str, device: str, dtype: torch.dtype, ue8m0: boo
         assert (got.scales_TN.log2().frac() == 0).all()
 
 
+@for_every_provider
+def test_what_is_rounded_is_equal_on_every_device(provider: str, device: str, dtype: torch.dtype) -> None:
+    x = outliers(6, 300).to(dtype)
+    x[4], x[5, :128] = 0, torch.linspace(-448, 448, 128)  # at any scale, ties among them
+    names = ("quantize_fp8", "round_fp8", "round_int8")
+    quantize_fp8, round_fp8, round_int8 = (op_of(provider, name, device, dtype) for name in names)
+    for ue8m0 in (False, True):
+        expected, got = reference.quantize_fp8(x, ue8m0=ue8m0), quantize_fp8(x.to(device), ue8m0=ue8m0)
+        assert torch.equal(got.numbers_TI.cpu().view(torch.uint8), expected.numbers_TI.view(torch.uint8))
+        assert torch.equal(got.scales_TN.cpu(), expected.scales_TN)
+        assert torch.equal(round_fp8(x.to(device), ue8m0=ue8m0).cpu(), expected.floats())
+    assert torch.equal(round_int8(x.to(device)).cpu(), reference.round_int8(x))
+
+
 def by_hand_fp8(x: Tensor, weight: FP8Blocks) -> tuple[Tensor, Tensor]:
     """Return the values of activations and weights, element by element of the scales, in float64."""
     rows, columns = weight.numbers.shape
@@ -123,7 +156,18 @@ def rounded_by_hand(x: Tensor, ue8m0: bool) -> Tensor:
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize("size", MATRICES)
 def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, size: tuple[int, int]) -> None:
-    x, weight = outliers(rows, size[1]).to(dtype), int8_weight(*size)
+    check_linear_int8(provider, device, outliers(rows, size[1]).to(dtype), size)
+
+
+@every_provider
+@every_device
+@pytest.mark.parametrize("rows", MANY_ROWS)
+def test_linear_int8_of_many_rows(provider: str, device: str, rows: int) -> None:
+    check_linear_int8(provider, device, outliers(rows, 272).to(torch.bfloat16), (200, 272))
+
+
+def check_linear_int8(provider: str, device: str, x: Tensor, size: tuple[int, int]) -> None:
+    dtype, rows, weight = x.dtype, len(x), int8_weight(*size)
     got = op_of(provider, "linear_int8", device, dtype)(x.to(device), int8_weight(*size, device=device))
     # a float32 quotient decides what is rounded up; then sums are exact, and two scales multiply them
     scale = (x.float().abs().amax(-1, keepdim=True) if rows else x.float()[:, :1]).clamp(min=1e-10) / 127
@@ -165,6 +209,35 @@ def check_alike(got: Tensor, expected: Tensor, device: str) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1), (24, 16), (130, 168)], ids=str)
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_grouped_mlp_of_quantized_experts(
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    form: Rows,
+    counts: tuple[int, ...],
+    sizes: tuple[int, int],
+    kind: str,
+) -> None:
+    check_experts(provider, device, dtype, form, counts, sizes, kind)
+
+
+@every_provider
+@every_device
+@pytest.mark.parametrize(
+    ("form", "counts"),
+    [
+        (Rows(), (0, 20, 3, 40)),
+        (Rows(behind=5), (2, 131)),
+        (Rows(room=True), (40, 0, 7)),
+        (Rows(room=True), (130, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_grouped_mlp_of_many_rows(provider: str, device: str, form: Rows, counts: tuple[int, ...], kind: str) -> None:
+    check_experts(provider, device, torch.bfloat16, form, counts, (144, 272), kind)
+
+
+def check_experts(
     provider: str,
     device: str,
     dtype: torch.dtype,

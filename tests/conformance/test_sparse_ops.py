@@ -99,12 +99,35 @@ class PackedAttention(Attention):
 @for_every_provider
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize(("page_size", "count"), [*product((3, 16), (0, 5))])
+@pytest.mark.parametrize("dims", [(256, 6, 7, 9), (512, 8, 7, 9)], ids=["256", "512"])
 def test_attention_over_packed_pages(
-    provider: str, device: str, dtype: torch.dtype, name: str, page_size: int, count: int
+    provider: str,
+    device: str,
+    dtype: torch.dtype,
+    name: str,
+    page_size: int,
+    count: int,
+    dims: tuple[int, int, int, int],
 ) -> None:
+    """The parts of a row are aligned for TMA or not."""
     contexts = contexts_of(page_size, count)
-    case = PackedAttention(dtype, 3, page_size, contexts, query_lens_of(contexts), (256, 6, 7, 9))
+    case = PackedAttention(dtype, 3, page_size, contexts, query_lens_of(contexts), dims)
     case.check(name, provider, device)
+
+
+@for_every_provider
+@pytest.mark.parametrize("num_queries", [1, 4])
+def test_several_queries_over_packed_pages(provider: str, device: str, dtype: torch.dtype, num_queries: int) -> None:
+    """More rows than one tile has, and contexts in several parts. The last slots of a context may be unwritten."""
+    contexts = (150, 4, 33)
+    case = PackedAttention(dtype, 5, 16, contexts, (1,) * 3, (512, 8, 7, 9), num_queries, spare_columns=3)
+    case.check("mla_decode", provider, device)
+    unused, exact, error = case.pages, case.exact("mla_decode"), case.error("mla_decode")
+    for mine, context in zip(case.owned, contexts, strict=True):
+        unused[mine[(context - 1) // 16], (context - 1) % 16] = 0xFF
+    got = case.run("mla_decode", provider, device, unused)
+    assert_within(got[:, :-1], exact[:, :-1], error[:, :-1], dtype)
+    assert got[:, -1].isnan().all()
 
 
 @pytest.mark.parametrize("context_bytes", [1, 4 * 16 * 3 * 46 * 2])
@@ -310,6 +333,41 @@ def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: s
     assert op(*(x.to(device) for x in inputs), top_k=3).tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
 
 
+@every_provider
+@every_device
+def test_equal_scores_of_a_long_context_are_counted_from_its_start(provider: str, device: str) -> None:
+    """A few higher ones are taken wherever they are."""
+    best = [2098, 700, 1400]
+    pages = torch.ones(1, 2100, 2)
+    pages[0, best] = 2
+    inputs = [
+        x.to(device) for x in (torch.ones(1, 1, 2), torch.ones(1, 1), pages, torch.zeros(1, 1, dtype=torch.int32))
+    ]
+    expected = sorted({*range(1497 + 2), 2098})
+    got = op_of(provider, "index_topk", device)(*inputs, (1,), (2100,), top_k=1500)
+    assert got.tolist() == [expected]
+    lens = torch.tensor([2100], device=device)
+    got = op_of(provider, "index_topk_decode", device)(*(x[None] for x in inputs[:2]), *inputs[2:], lens, top_k=1500)
+    assert got.tolist() == [[expected]]
+
+
+@for_every_provider
+@every_page_format
+def test_scores_that_differ_in_float32_alone_are_told_apart(
+    provider: str, device: str, dtype: torch.dtype, packed: bool
+) -> None:
+    """The scores 63.94, 64.06 and 64.19 of one key each are one number in bfloat16. Turned keys are unit vectors."""
+    q, weights, table = torch.zeros(1, 1, 16, dtype=dtype), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32)
+    q[..., :3] = torch.tensor([256, 0.25, 0.5])
+    keys = row_formats.hadamard(torch.eye(16)[[2, 1, 0]]).to(dtype)
+    pages = row_formats.index_rows(keys, torch.uint8 if packed else dtype)[None]
+    q, weights, pages, table = (x.to(device) for x in (q, weights, pages, table))
+    assert op_of(provider, "index_topk", device)(q, weights, pages, table, (1,), (3,), top_k=1).tolist() == [[2]]
+    lens = torch.tensor([3], device=device)
+    choose = op_of(provider, "index_topk_decode", device)
+    assert choose(q[None], weights[None], pages, table, lens, top_k=1).tolist() == [[[2]]]
+
+
 # Attending to them
 
 
@@ -328,10 +386,14 @@ class Sparse:
     """How many positions each of six tokens reads: of the sequences 0, 1, 2, 2, 0, 2. None gives NaN."""
 
     sequences: tuple[int, ...] = (0, 1, 2, 2, 0, 2)
+    room: int = 8
+    """How many positions each token has room for."""
+    num_large: int = 0
+    """How many of the first elements of each row are 64 times as large, so that packed parts have other scales."""
 
     @property
     def selected(self) -> Tensor:
-        rows = torch.full((6, 8), -1)
+        rows = torch.full((6, self.room), -1)
         for token, (row, count) in enumerate(zip(self.sequences, self.counts, strict=True)):
             order = torch.randperm(self.contexts[row], generator=torch.Generator().manual_seed(token))
             rows[token, :count] = order[:count].sort().values
@@ -353,6 +415,7 @@ class Sparse:
             draw(context, self.latent + self.rope, seed=row).to(self.dtype) for row, context in enumerate(self.contexts)
         ]
         for mine, positions in zip(rows, read, strict=True):
+            mine[:, : self.num_large] *= 64
             mine[[at for at in range(len(mine)) if at not in positions]] = torch.nan
         return rows
 
@@ -372,7 +435,7 @@ class Sparse:
             decode=True,
         ).page_table_BM
         inputs = (*self.queries, pages, table, torch.tensor(self.sequences), self.selected)
-        return op_of(provider, "mla_sparse", device)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
+        return op_of(provider, "mla_sparse", device, self.dtype)(*(x.to(device) for x in inputs), scale=SCALE).cpu()
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Return the softmax over the chosen rows, token by token, in float64, and how far from it a result may be."""
@@ -407,10 +470,26 @@ def test_mla_sparse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", block_bytes)
-    case = Sparse(dtype, page_size, packed)
+    check_sparse(Sparse(dtype, page_size, packed), provider, device)
+
+
+def check_sparse(case: Sparse, provider: str, device: str) -> None:
     got, (exact, error) = case.run(provider, device), case.expected()
     some = [token for token, count in enumerate(case.counts) if count]
-    assert_within(got[some], exact[some], error[some], dtype)
+    assert_within(got[some], exact[some], error[some], case.dtype)
+
+
+@for_every_provider
+@every_page_format
+def test_many_chosen_positions_are_read_in_parts(provider: str, device: str, dtype: torch.dtype, packed: bool) -> None:
+    """Few tokens choose many positions each. Some have none in the later parts, and one has none at all."""
+    counts = (150, 1, 2, 200, 0, 130)
+    check_sparse(Sparse(dtype, 16, packed, contexts=(150, 1, 210), counts=counts, room=272), provider, device)
+
+
+@for_every_provider
+def test_each_part_of_a_chosen_row_has_a_scale_of_its_own(provider: str, device: str, dtype: torch.dtype) -> None:
+    check_sparse(Sparse(dtype, 16, packed=True, latent=384, num_large=128), provider, device)
 
 
 @for_every_provider

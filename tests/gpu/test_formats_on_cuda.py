@@ -18,8 +18,8 @@ import pytest
 import pdinfer as pd
 from pdinfer.kernels import DeviceSpec
 from pdinfer.testing import random_model, tiny_config
-from tests.e2e.setups import plain_reference, prompt_of
-from tests.gpu.serving import TRANSPORTS, Answers, joined, serve
+from tests.e2e.setups import prompt_of
+from tests.gpu.serving import TIE, TRANSPORTS, check, joined, requests, serve
 
 pytestmark = pytest.mark.gpu
 
@@ -29,23 +29,7 @@ sys.path.insert(0, str(CHECKPOINT.parent))
 from tiny_tasks import calc_prompt, copy_prompt, recall_prompt, text_prompt  # noqa: E402
 
 DEVICE = "cuda"
-TIE = {"exact": 1e-4, "packed": 0.05, "quantized": 0.2, "bfloat16": 0.5}
-"""Of logits up to 24. On a CPU, bfloat16 moves those of the trained model by 0.03 on average and by 1.5 where another
-expert is chosen; a rounding to FP8 or INT8 that falls to the other side moves them by 0.15."""
 HOPPER = 9
-
-
-def requests(prompts: list[tuple[int, ...]]) -> list[pd.Request]:
-    """Greedy and drawn."""
-    return [
-        pd.Request(
-            request_id=f"{number}/{temperature}",
-            prompt=prompt,
-            sampling=pd.SamplingParams(max_new_tokens=12, seed=number, ignore_eos=True, temperature=temperature),
-        )
-        for number, prompt in enumerate(prompts)
-        for temperature in (0.0, 0.7)
-    ]
 
 
 @functools.cache
@@ -53,23 +37,6 @@ def trained_requests() -> list[pd.Request]:
     rng = np.random.default_rng(3)
     kinds = (copy_prompt, lambda rng: recall_prompt(rng, 60), calc_prompt, text_prompt)
     return requests([tuple(kinds[number % 4](rng)[0]) for number in range(8)])
-
-
-def check(asked: list[pd.Request], answers: Answers, expected: Answers, exact: pd.Model, tie: float) -> None:
-    """Compare streams with those expected; `exact` says how close the two best were where they part."""
-    parted = []
-    for request in asked:
-        name = request.request_id or ""
-        (wanted,) = expected[name]
-        for tokens in answers[name]:
-            assert len(tokens) == len(wanted)
-            at = next((at for at, pair in enumerate(zip(tokens, wanted, strict=True)) if pair[0] != pair[1]), None)
-            if at is None:
-                continue
-            margin = plain_reference(exact, request, [token or 0 for token in wanted[: at + 1]]).margins[at]
-            assert margin < tie, f"{name}: token {at} is {tokens[at]}, not {wanted[at]} (margin {margin})"
-            parted.append(f"{name} at {at}: margin {margin:.1e}")
-    assert len(parted) <= sum(map(len, answers.values())) // 5, parted
 
 
 @functools.cache

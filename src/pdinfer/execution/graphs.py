@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.execution.sampling import DrawKind
+from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
 from pdinfer.process.streams import Graph, capture
 
@@ -27,7 +27,7 @@ KINDS = (DrawKind.GREEDY, DrawKind.FILTERED)
 
 @attrs.frozen
 class Output:
-    """What a step leaves on the device. `words` int32 [3, B, Q] is what `draw_tokens` returns, with padding rows; steps
+    """What a step leaves on the device. `words` int32 [3, B, Q] is what the op `draw` returns, with padding rows; steps
     that draft have a fourth plane, how many tokens of each row count. `logits_TV` are the raw logits of the tokens."""
 
     words: Tensor

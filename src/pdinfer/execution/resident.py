@@ -8,6 +8,7 @@ captured (`graphs`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,15 +17,14 @@ from pdinfer.execution.drafting import Draft, Drafter, HostDraws, Sampler, accep
 from pdinfer.execution.graphs import DecodeGraphs, Output
 from pdinfer.execution.sampling import (
     CONTROLS,
-    Controls,
     Draw,
-    DrawKind,
     Drawn,
     control_values,
-    draw_tokens,
+    kind_of,
     read_drawn,
     sample,
 )
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.model.batch import Batch, Row
 from pdinfer.model.decode_rows import MAX_NEWEST, DecodeRows, Drafting
@@ -41,6 +41,7 @@ class ResidentDecode:
         self, model: Model, memory: PageMemory, end_step: Callable[[], None], trace: Trace | None = None
     ) -> None:
         self._model = model
+        self._draw = model.resolved.ops.draw
         self._view = KVView.of(memory)
         self._end_step = end_step
         self._trace = trace
@@ -69,19 +70,20 @@ class ResidentDecode:
         rows: Sequence[Row],
         draws: Sequence[Draw],
         drafts: Sequence[Draft],
-        sampler: Sampler,
+        sampler: Sampler | None = None,
         *,
         num_passes: int = 0,
     ) -> list[list[Drawn]]:
-        """Run a step as `Runner.decode` says. Where rows have their logits changed, or `sampler` is not `sample`, it
+        """Run a step as `Runner.decode` says. Where rows have their logits changed, or there is a `sampler`, the host
         draws, and the step waits for it. The layer that drafts runs at least `num_passes` times."""
         mark(self._trace, "batch")
         slots = self._place(rows, draws, drafts)
         in_order = [index for _, index in sorted(zip(slots, range(len(rows)), strict=True))]
         draws = [draws[index] for index in in_order]
         drafts = [drafts[index] for index in in_order]
-        on_host = sampler is not sample or any(draw.changes_logits for draw in draws)
-        host = sampler if on_host else None
+        host = sampler
+        if host is None and any(draw.changes_logits for draw in draws):
+            host = partial(sample, draw=self._draw)
         if self._drafter is None:
             drawn = self._decode(draws, host)
         else:
@@ -105,7 +107,7 @@ class ResidentDecode:
 
     def _decode(self, draws: Sequence[Draw], sampler: Sampler | None) -> list[list[Drawn]]:
         """Run a step that drafts nothing."""
-        kind = _kind_of(draws)
+        kind = kind_of(draws)
         output = self._captured(len(draws), kind) or self._run(len(draws), kind)
         self._end_step()
         mark(self._trace, "sample")
@@ -126,7 +128,7 @@ class ResidentDecode:
         num_passes: int,
     ) -> list[list[Drawn]]:
         """Run a step that drafts tokens and checks them."""
-        kind, num_drafts = _kind_of(draws), max((draft.num_tokens for draft in drafts), default=0)
+        kind, num_drafts = kind_of(draws), max((draft.num_tokens for draft in drafts), default=0)
         num_newest = max((draft.num_newest for draft in drafts), default=0)
         output = None
         on_host = None if sampler is None else HostDraws(sampler, draws, [draft.num_tokens for draft in drafts])
@@ -169,7 +171,7 @@ class ResidentDecode:
         """Run one token of each of the first rows on the device, and draw the next. Waits for nothing."""
         batch = self._rows.batch(num_rows, padded=padded)
         _, logits_BV = self._forward(batch)
-        words = draw_tokens(logits_BV, logits_BV, self._controls(num_rows, batch.context_lens_B), kind)
+        words = self._draw(logits_BV, logits_BV, self._controls(num_rows, batch.context_lens_B), kind)
         self._rows.advance(words[0])
         return Output(words[:, :, None], logits_BV)
 
@@ -193,7 +195,7 @@ class ResidentDecode:
         def draw(logits_BV: Tensor, step: int) -> Tensor:
             if host is not None:
                 return host.draft(logits_BV, step)
-            return draw_tokens(logits_BV, logits_BV, controls.later(step), kind)[0].long()
+            return self._draw(logits_BV, logits_BV, controls.later(step), kind)[0].long()
 
         with span(self._trace, "draft"):
             drafted_BK = drafter.propose(num_rows, num_newest, num_drafts, draw, num_passes=num_passes, padded=padded)
@@ -207,7 +209,7 @@ class ResidentDecode:
             drawn_BQ, is_right_BQ = host.draw(logits_TV, num_queries)
             rows.advance_by(drawn_BQ, accepted(drawn_BQ, is_right_BQ, drafted_BK, num_drafts_B))
             return Output(drawn_BQ.new_empty(0), logits_TV)
-        words = draw_tokens(logits_TV, logits_TV, controls.repeated(num_queries), kind).view(3, num_rows, num_queries)
+        words = self._draw(logits_TV, logits_TV, controls.repeated(num_queries), kind).view(3, num_rows, num_queries)
         is_right_BQ = words[2].view(torch.float32).isfinite()
         count_B = accepted(words[0], is_right_BQ, drafted_BK, num_drafts_B)
         rows.advance_by(words[0], count_B)
@@ -266,10 +268,6 @@ class ResidentDecode:
         for size in sorted(sizes, reverse=True):
             self.graphs.capture(size, self._rows.address)
             yield size
-
-
-def _kind_of(draws: Sequence[Draw]) -> DrawKind:
-    return max((DrawKind.of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
 
 
 def why_not_captured(model: Model) -> str | None:

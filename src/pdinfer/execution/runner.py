@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pdinfer.errors import ConfigError
 from pdinfer.execution.drafting import Draft, Sampler, pack_state, unpack_state
@@ -64,7 +65,7 @@ class ModelRunner:
         self._view = KVView.of(memory)
         self._page_size = memory.layout.page_size
         self._trace = trace
-        self._sample: Sampler = sample
+        self._sampler: Sampler | None = None
         self._last_BD = torch.empty(0)
         self.resident = ResidentDecode(model, memory, self._end_step, trace)
 
@@ -73,9 +74,13 @@ class ModelRunner:
         """Whether it drafts tokens."""
         return self._model.mtp is not None
 
+    def sample(self, logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
+        """Draw as `sampling.sample` says, with the op of the model."""
+        return sample(logits_BV, draws, self._model.resolved.ops.draw)
+
     def sample_with(self, sampler: Sampler) -> None:
         """Draw with `sampler` whatever `decode` draws, both drafts and tokens."""
-        self._sample = sampler
+        self._sampler = sampler
 
     def do_while_waiting(self, work: Callable[[], None]) -> None:
         """Do this in `decode` while a device computes. It may change anything but the rows of the step."""
@@ -106,7 +111,7 @@ class ModelRunner:
         mark(self._trace, "head")
         logits_BV = self._model.head(self._last_BD[list(rows)])
         mark(self._trace, "sample")
-        return sample(logits_BV, draws)
+        return self.sample(logits_BV, draws)
 
     def states(self, rows: Sequence[int]) -> list[tuple[NamedState, ...]]:
         if self._model.mtp is None:
@@ -134,7 +139,7 @@ class ModelRunner:
     ) -> list[list[Drawn]]:
         """Run a step as `Runner.decode` says. The MTP layer runs at least `num_passes` times, as on other ranks."""
         with self._memory.step():
-            return self.resident.decode(rows, draws, drafts, self._sample, num_passes=num_passes)
+            return self.resident.decode(rows, draws, drafts, self._sampler, num_passes=num_passes)
 
     def _end_step(self) -> None:
         """Close a step of the recorder, after all layers have run once. Syncs nothing."""

@@ -4,16 +4,11 @@ far), so batch, engine and re-prefill do not change it.
 The parameters of a request are applied in the order of vLLM's sampler: logit bias; repetition, frequency and presence
 penalties; `min_new_tokens`; the logits processor. Greedy decoding takes the largest logit that is left. Otherwise the
 temperature follows, then top_k, top_p and min_p, in the order of SGLang's sampler. Log-probabilities are those of the
-raw logits.
-
-Drawing uses the Gumbel-max trick: every token id gets noise that is a hash of (seed, position, id), and the largest sum
-of logit and noise wins. Rounding in the logits can change a token only where the two best sums are as close as the
-rounding, however large the vocabulary is. A draw from the cumulative distribution would have a border at every token.
+raw logits. What does not need the host is the op `draw`.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +22,9 @@ from torch import Tensor
 from pdinfer.bounds import TopLogprobs
 from pdinfer.checks import clip
 from pdinfer.errors import PDInferError, RequestError
+from pdinfer.kernels import reference
+from pdinfer.kernels.draws import Controls, DrawKind
+from pdinfer.kernels.ops import DrawTokens
 from pdinfer.types import SamplingParams
 
 _log = logging.getLogger("pdinfer")
@@ -91,56 +89,15 @@ def signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
-class DrawKind(enum.IntEnum):
-    """What a batch of draws has to compute, each kind including the ones before it. Rows that ask for less get what
-    they would get alone."""
-
-    GREEDY = 0
-    RANDOM = 1
-    FILTERED = 2
-
-    @classmethod
-    def of(cls, sampling: SamplingParams) -> DrawKind:
-        """Return what one request needs."""
-        if sampling.temperature <= 0:
-            return cls.GREEDY
-        return cls.FILTERED if sampling.top_k or sampling.top_p < 1 else cls.RANDOM
+def kind_of(draws: Sequence[Draw]) -> DrawKind:
+    """Return what a batch of these draws needs."""
+    return max((_kind_of(draw.sampling) for draw in draws), default=DrawKind.GREEDY)
 
 
-@attrs.frozen(kw_only=True)
-class Controls:
-    """The parameters of a draw as tensors [B] on the device of the logits. `min_logit_B` is log(min_p), or -inf;
-    `top_k_B` of 0 keeps all. A row of temperature 0 is greedy. `position_B` is the index of the drawn token."""
-
-    temperature_B: Tensor
-    top_p_B: Tensor
-    min_logit_B: Tensor
-    top_k_B: Tensor
-    seed_B: Tensor
-    position_B: Tensor
-
-    def later(self, num_tokens: int) -> Controls:
-        """Return the parameters for the tokens so much further on."""
-        return attrs.evolve(self, position_B=self.position_B + num_tokens) if num_tokens else self
-
-    def repeated(self, num_queries: int) -> Controls:
-        """Return the parameters of Q tokens per row that follow each other, row by row."""
-        columns = {field.name: getattr(self, field.name) for field in attrs.fields(Controls)}
-        each = {name: column_B.repeat_interleave(num_queries) for name, column_B in columns.items()}
-        steps_Q = torch.arange(num_queries, device=self.position_B.device)
-        each["position_B"] = (self.position_B[:, None] + steps_Q).view(-1)
-        return Controls(**each)
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw], device: torch.device) -> Controls:
-        """Return the parameters of these draws."""
-        columns = zip(*(control_values(draw.sampling) for draw in draws), strict=True)
-        tensors = {
-            f"{name}_B": torch.tensor(column, dtype=dtype, device=device)
-            for (name, dtype), column in zip(CONTROLS.items(), columns, strict=True)
-        }
-        position_B = torch.tensor([draw.position for draw in draws], dtype=torch.int64, device=device)
-        return cls(position_B=position_B, **tensors)
+def _kind_of(sampling: SamplingParams) -> DrawKind:
+    if sampling.temperature <= 0:
+        return DrawKind.GREEDY
+    return DrawKind.FILTERED if sampling.top_k or sampling.top_p < 1 else DrawKind.RANDOM
 
 
 CONTROLS: Mapping[str, torch.dtype] = MappingProxyType(
@@ -161,40 +118,19 @@ def control_values(sampling: SamplingParams) -> tuple[float, float, float, int, 
     return sampling.temperature, sampling.top_p, min_logit, sampling.top_k or 0, signed(sampling.seed or 0)
 
 
-def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
-    """Return [B, vocab] float32 standard Gumbel noise, which depends on (seed, position, token id) alone. Seeds and
-    positions are int64, a seed of 2**63 or more with its bits as they are.
-
-    Seed and position become two 32-bit keys (SplitMix64: Steele, Lea, Flood 2014), which enter an integer hash of the
-    token id (the two-multiply finalizer "lowbias32" of C. Wellons' hash-prospector).
-    """
-    keys_B = _mix(_mix(seed_B) + position_B * _GOLDEN_64 + _GOLDEN_64)
-    first_B1, second_B1 = keys_B.view(torch.int32).view(-1, 2, 1).unbind(1)
-    x_BV = torch.arange(vocab_size, dtype=torch.int32, device=seed_B.device) * _GOLDEN_32 + first_B1
-    x_BV = (x_BV ^ (x_BV >> 16 & 0xFFFF)) * 0x7FEB352D ^ second_B1
-    x_BV = (x_BV ^ (x_BV >> 15 & 0x1FFFF)) * _LOWBIAS_2
-    x_BV = x_BV ^ (x_BV >> 16 & 0xFFFF)
-    # winners have small u, and small ints become floats exactly: the resolution is fine where it decides
-    uniform_BV = (x_BV & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return uniform_BV.neg_().log1p_().neg_().log_().neg_()
+def controls_of(draws: Sequence[Draw], device: torch.device) -> Controls:
+    """Return the parameters of these draws on the device."""
+    columns = zip(*(control_values(draw.sampling) for draw in draws), strict=True)
+    tensors = {
+        f"{name}_B": torch.tensor(column, dtype=dtype, device=device)
+        for (name, dtype), column in zip(CONTROLS.items(), columns, strict=True)
+    }
+    position_B = torch.tensor([draw.position for draw in draws], dtype=torch.int64, device=device)
+    return Controls(position_B=position_B, **tensors)
 
 
-_GOLDEN_32 = -1640531527
-"""2**32 / golden ratio, as a signed word."""
-_LOWBIAS_2 = 0x846CA68B - 2**32
-_GOLDEN_64 = signed(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = signed(0xBF58476D1CE4E5B9), signed(0x94D049BB133111EB)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """Return 64 well mixed bits. Products wrap around; a shift to the right brings in zeros."""
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * _MIX_1
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * _MIX_2
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
-def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
-    """Draw one token per row of float32 `logits_BV`, which is not changed.
+def sample(logits_BV: Tensor, draws: Sequence[Draw], draw: DrawTokens = reference.draw) -> list[Drawn]:
+    """Draw one token per row of float32 `logits_BV`, which is not changed, with the op `draw`.
 
     A row fails alone, with its error in `Drawn`. It is a PDInferError when any of its raw logits is NaN or +inf, even
     if the request masks it, or when all are -inf. It is a RequestError when the logits processor raises, when no token
@@ -204,30 +140,14 @@ def sample(logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
     if not draws:
         return []
     changed_BV, errors = _change(logits_BV, draws)
-    kind = max(DrawKind.of(draw.sampling) for draw in draws)
-    packed_3B = draw_tokens(logits_BV, changed_BV, Controls.of(draws, logits_BV.device), kind)
+    packed_3B = draw(logits_BV, changed_BV, controls_of(draws, logits_BV.device), kind_of(draws))
     return read_drawn(packed_3B.cpu(), logits_BV, draws, errors)
-
-
-def draw_tokens(logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
-    """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them.
-    `kind` is at least that of every row. Does not sync.
-
-    Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the raw
-    logits.
-    """
-    tokens_B = changed_BV.argmax(-1)
-    if kind is not DrawKind.GREEDY:
-        tokens_B = torch.where(controls.temperature_B > 0, _draw(changed_BV, controls, kind), tokens_B)
-    normalizers_B = logits_BV.logsumexp(-1)
-    logprobs_B = logits_BV.gather(1, tokens_B[:, None])[:, 0] - normalizers_B
-    return torch.stack((tokens_B.int(), logprobs_B.view(torch.int32), normalizers_B.view(torch.int32)))
 
 
 def read_drawn(
     packed_3B: Tensor, logits_BV: Tensor, draws: Sequence[Draw], errors: Mapping[int, PDInferError]
 ) -> list[Drawn]:
-    """Return what `draw_tokens` drew, from its result on the host. `errors` are those of rows whose logits could not be
+    """Return what the op `draw` drew, from its result on the host. `errors` are those of rows whose logits could not be
     changed. Syncs the device only where a row asks for the best tokens too."""
     words = packed_3B.numpy()
     normalizers = words[2].view(np.float32)
@@ -370,29 +290,3 @@ def _places(tokens: Sequence[Sequence[int]], device: torch.device) -> tuple[Tens
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """Return the values as [B, 1], with the dtype and on the device of `like`."""
     return torch.tensor(values, dtype=torch.float64).to(like)[:, None]
-
-
-def _draw(logits_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
-    """Return a token per row, drawn. Rows of temperature 0 get some token."""
-    temperature_B = controls.temperature_B
-    divisor_B = torch.where(temperature_B > 0, temperature_B, 1).to(logits_BV.dtype)
-    scaled_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / divisor_B[:, None]
-    if kind is DrawKind.FILTERED:
-        scaled_BV = _keep_top(scaled_BV, controls)
-    # min_p is relative to the best token, whose scaled logit is 0
-    scaled_BV = scaled_BV.masked_fill(scaled_BV < controls.min_logit_B.to(logits_BV.dtype)[:, None], -torch.inf)
-    return (scaled_BV + gumbel_noise(controls.seed_B, controls.position_B, scaled_BV.shape[1])).argmax(-1)
-
-
-def _keep_top(scaled_BV: Tensor, controls: Controls) -> Tensor:
-    """Apply top_k, and then top_p to what is left. Tokens tied with the last one that is kept are kept too."""
-    vocab = scaled_BV.shape[1]
-    ordered_BV = scaled_BV.sort(-1, descending=True).values
-    top_k_B = torch.where(controls.top_k_B > 0, controls.top_k_B, vocab)
-    ranks_V = torch.arange(vocab, device=scaled_BV.device)
-    ordered_BV = ordered_BV.masked_fill(ranks_V >= top_k_B[:, None], -torch.inf)
-    shares_BV = ordered_BV.softmax(-1, dtype=torch.float64)
-    before_BV = shares_BV.cumsum(-1) - shares_BV
-    kept_BV = (before_BV < controls.top_p_B[:, None]) & (ordered_BV > -torch.inf)
-    last_B1 = ordered_BV.masked_fill(~kept_BV, torch.inf).amin(-1, keepdim=True)
-    return scaled_BV.masked_fill(scaled_BV < last_B1, -torch.inf)

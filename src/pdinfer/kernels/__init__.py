@@ -8,15 +8,20 @@
     torch_attention.py  its attention, and the choice of what it reads
     torch_experts.py    its experts
     torch_products.py   its products with weights, and what a card can multiply
+    torch_draws.py      its draws of tokens
     native/             C for CPUs with AVX-512 BF16
+    triton/             Triton for GPUs from Hopper on
+    deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
+    flash_mla.py        attention over latents by the library FlashMLA, where it is
     resolve.py          which provider serves each op, and why
     activations.py      activations that were rounded to FP8, as a value
+    draws.py            what a draw of tokens depends on beside its logits, as a value
     spec.py             what ops are chosen for, as data
     weight_formats.py   how a matrix of weights is held in memory
     row_formats.py      what a row of a cache page holds
 
 Tested by tests/conformance/test_ops.py. Beside it stand the suites of quantized weights, attention, sparse attention,
-routing, and values that are not finite.
+routing, draws, values that are not finite, and libraries.
 
 May import: process, the ground.
 """

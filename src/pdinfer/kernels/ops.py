@@ -24,6 +24,7 @@ import attrs
 from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows, Rounding
+from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, CombineExperts, GatedSiluFP8, NormRotateStore
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
 
@@ -333,6 +334,25 @@ class ScatterPages(Protocol):
         not sync the device."""
 
 
+class DrawTokens(Protocol):
+    """Draws tokens."""
+
+    def __call__(self, logits_BV: Tensor, changed_BV: Tensor, controls: Controls, kind: DrawKind) -> Tensor:
+        """Draw one token per row of `changed_BV`, which are the raw logits `logits_BV` or what a request made of them,
+        both float32. `kind` is at least that of every row. Does not sync.
+
+        Greedy rows take the largest logit, of equal ones the first. The others scale the distance of each logit to the
+        largest by 1 / temperature, in float32, and keep: the `top_k` best; of these, best first, as many as it takes
+        for a share of `top_p` of their softmax; and what is not below `min_logit`. Tokens tied with the last one that
+        top_k or top_p keeps are kept too. To each is added the noise of its id, `torch_draws.gumbel_noise`, and the
+        largest sum wins.
+
+        Returns int32 [3, B]: the tokens, and as the bits of float32 their log-probabilities and the logsumexp of the
+        raw logits. The latter is not finite where a raw logit is NaN or +inf, or all are -inf. The token of such a row
+        means nothing, but is a token.
+        """
+
+
 class Composed(functools.partial[Any]):
     """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
 
@@ -367,6 +387,7 @@ class Ops:
     grouped_mlp: GroupedMLP
     grouped_mlp_fp8: GroupedMLPFP8
     grouped_mlp_int8: GroupedMLPInt8
+    draw: DrawTokens
     gather_pages: GatherPages
     scatter_pages: ScatterPages
     add_rms_norm: AddRMSNorm

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats
+from pdinfer.kernels import row_formats, torch_draws
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import (
@@ -25,12 +25,15 @@ from pdinfer.kernels.weight_formats import (
     Int8Static,
     Weight,
     expert,
+    quotient,
     to_power_of_two,
 )
 
 FP8_MIN_AMAX = 1e-4
 """Where all activations of a block are smaller than this, its scale is that of this size."""
 INT8_MIN_AMAX = 1e-10
+
+draw = torch_draws.draw
 
 
 def unavailable(spec: OpSpec) -> str | None:
@@ -83,7 +86,8 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
 def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
     x = _exact(x_TI)
     blocks = torch.split(x, BLOCK, -1)
-    scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX) / FP8_MAX
+    scale = torch.stack([block.abs().amax(-1) for block in blocks], -1).clamp(min=FP8_MIN_AMAX)
+    scale = quotient(scale, FP8_MAX)
     if ue8m0:
         scale = to_power_of_two(scale)
     scaled = [block / scale[..., at, None] for at, block in enumerate(blocks)]
@@ -109,7 +113,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
 def int8_activation(x_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Return (int8 [T, I], scales [T, 1]): amax / 127 per token. A token of zeros stays zeros."""
     x = _exact(x_TI)
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX) / 127
+    scale = quotient(x.abs().amax(-1, keepdim=True).clamp(min=INT8_MIN_AMAX), 127)
     return (x / scale).round().to(torch.int8), scale
 
 

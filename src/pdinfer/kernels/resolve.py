@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any, Protocol
 
 import attrs
 import torch
@@ -17,6 +19,9 @@ from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
 COMPOSITION = "composition"
 PROVIDERS: tuple[tuple[str, str], ...] = (
     ("native", "pdinfer.kernels.native.ops"),
+    ("deep_gemm", "pdinfer.kernels.deep_gemm"),
+    ("flash_mla", "pdinfer.kernels.flash_mla"),
+    ("triton", "pdinfer.kernels.triton.provider"),
     (COMPOSITION, "pdinfer.kernels.compositions"),
     ("torch", "pdinfer.kernels.torch_ops"),
     ("reference", "pdinfer.kernels.reference"),
@@ -25,18 +30,22 @@ PROVIDERS: tuple[tuple[str, str], ...] = (
 their names, and functions that take an `OpSpec` and return None or a sentence: `unavailable(spec)` says why nothing of
 it can run. It may have `refuses(op, spec)`, which says why it does not serve an op for these sizes and formats, and
 `slow(op, spec)`, which says why an op on quantized weights is slower than floats made of them at load.
+A spec does not know everything. `DECLINES` may hold functions by the name of an op: they take the arguments of one call
+and return None, or why the provider leaves that call to the next one.
 The functions of "composition" take the chosen ops as their first argument."""
 
 
 @attrs.frozen
 class OpChoice:
-    """Why an op runs where it runs: the provider taken, and a sentence for each one passed over. `slow` says why the
-    provider is no reason to keep quantized weights as they are stored."""
+    """Why an op runs where it runs: the provider taken, and a sentence for each one of the op that was passed over.
+    `slow` says why the provider is no reason to keep quantized weights as they are stored. Calls that the provider
+    declines go to the `others`, in their order."""
 
     op: str
     provider: str
     refusals: tuple[str, ...] = ()
     slow: str | None = None
+    others: tuple[str, ...] = ()
 
 
 @attrs.frozen
@@ -81,21 +90,57 @@ def _choose(op: str, spec: OpSpec, wanted: Sequence[str]) -> tuple[object, OpCho
     if unknown := [name for name in wanted if name not in names]:
         raise BackendUnavailable(f"op {op}: no provider is called {unknown[0]!r}; there are {', '.join(names)}")
     refusals: list[str] = []
+    without: list[str] = []
+    takers: list[tuple[str, ModuleType]] = []
     for name, module_path in PROVIDERS:
         if name not in wanted:
             continue
         module = importlib.import_module(module_path)
+        offered = op in dir(module)
         reason = module.unavailable(spec)
-        if reason is None and not hasattr(module, op):
+        if reason is None and not offered:
             reason = f"has no {op}"
         if reason is None and hasattr(module, "refuses"):
             reason = module.refuses(op, spec)
-        if reason is None:
-            slow = module.slow(op, spec) if hasattr(module, "slow") else None
-            function = getattr(module, op)
-            return Composed(function) if name == COMPOSITION else function, OpChoice(op, name, tuple(refusals), slow)
-        refusals.append(f"{name}: {reason}")
-    raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals))
+        if reason is not None:
+            (refusals if offered else without).append(f"{name}: {reason}")
+            continue
+        takers.append((name, module))
+        if op not in getattr(module, "DECLINES", {}):
+            break
+    if not takers:
+        raise BackendUnavailable(f"op {op} cannot run on {spec.device}: " + "; ".join(refusals + without))
+    (provider, first), *others = takers
+    slow = first.slow(op, spec) if hasattr(first, "slow") else None
+    choice = OpChoice(op, provider, tuple(refusals), slow, tuple(name for name, _ in others))
+    functions = [_function(op, name, module) for name, module in takers]
+    if len(takers) == 1 and op not in getattr(first, "DECLINES", {}):
+        return functions[0], choice
+    declines = [getattr(module, "DECLINES", {}).get(op) for _, module in takers]
+    return Composed(_InTurn(op, tuple(zip(functions, declines, strict=True)))), choice
+
+
+def _function(op: str, provider: str, module: ModuleType) -> Any:
+    function = getattr(module, op)
+    return Composed(function) if provider == COMPOSITION else function
+
+
+@attrs.frozen
+class _InTurn:
+    """An op of several providers: each call goes to the first that does not decline it. Takes the chosen ops as its
+    first argument, for those of them that call other ops."""
+
+    op: str
+    takers: tuple[tuple[Callable[..., Any], Callable[..., str | None] | None], ...]
+
+    def __call__(self, ops: Ops, *arguments: Any, **options: Any) -> Any:
+        reason = None
+        for function, declines in self.takers:
+            reason = None if declines is None else declines(*arguments, **options)
+            if reason is None:
+                ours = functools.partial(function.func, ops) if isinstance(function, Composed) else function
+                return ours(*arguments, **options)
+        raise BackendUnavailable(f"op {self.op}: {reason}")
 
 
 class Resolved(Protocol):
@@ -117,8 +162,8 @@ def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
 
 
 def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
-    """Return a table: each op, the provider it would get, and a sentence for each provider that was passed over or is
-    slow.
+    """Return a table: each op, the provider it would get, the providers of calls which that one declines, and a
+    sentence for each provider of the op that was passed over or is slow.
 
     `where` is a device, a card's name ("H200") or a spec, and none of them need be here; `dtype` is that of a model
     there, which a spec says itself. A spec also tells what `weights="auto"` makes of its weight formats. For a `Model`
@@ -136,7 +181,7 @@ def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtyp
     width = max(len(choice.op) for choice in resolved.choices)
     lines = [f"{'op':<{width}}  provider"]
     for choice in resolved.choices:
-        lines.append(f"{choice.op:<{width}}  {choice.provider}")
+        lines.append(f"{choice.op:<{width}}  {', else '.join((choice.provider, *choice.others))}")
         lines.extend(f"{'':<{width}}  not {refusal}" for refusal in choice.refusals)
         if choice.slow is not None:
             lines.append(f"{'':<{width}}  slow: {choice.slow}")

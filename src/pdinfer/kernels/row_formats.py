@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdinfer.kernels.weight_formats import to_power_of_two
+from pdinfer.kernels.weight_formats import quotient, to_power_of_two
 
 PACKED = torch.uint8
 SCALE_GROUP = 128
@@ -78,7 +78,7 @@ def hadamard(x: Tensor) -> Tensor:
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return (e4m3 of the shape of x, float32 scales without its last axis)."""
     x = x.float()
-    scale = to_power_of_two(x.abs().amax(-1).clamp_min(SMALLEST_AMAX) / E4M3_MAX)
+    scale = to_power_of_two(quotient(x.abs().amax(-1).clamp_min(SMALLEST_AMAX), E4M3_MAX))
     return (x / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 

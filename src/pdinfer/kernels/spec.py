@@ -83,7 +83,8 @@ class OpSpec:
     `device` may be given as `DeviceSpec.of` takes it. `num_heads` are those of one rank; the sizes of a head have the
     checkpoint's names. `weight_formats` are the quantized formats that the checkpoint holds, of `OPS_OF_FORMAT`.
     `page_size` (in tokens) and `kv_format` ("fp8", or the name of a dtype) are of the cache. None means that a value is
-    not known when ops are chosen: a provider then takes only ops that can have any.
+    not known when ops are chosen: a provider then takes only ops that can have any, or declines calls
+    (`resolve.PROVIDERS`).
     """
 
     device: DeviceSpec = attrs.field(converter=_device_of)

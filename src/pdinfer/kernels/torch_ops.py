@@ -14,6 +14,7 @@ from pdinfer.kernels.spec import OpSpec
 
 route = reference.route
 group_rows = reference.group_rows
+draw = reference.draw
 rms_norm = reference.rms_norm
 layer_norm = reference.layer_norm
 linear = torch_products.linear

@@ -266,6 +266,11 @@ def quantize_int8(matrix_OI: Tensor) -> tuple[Tensor, Tensor]:
     return (floats_OI / scale).round_().to(torch.int8), scale
 
 
+def quotient(x: Tensor, by: float) -> Tensor:
+    """Return x / by, rounded once on every device. On CUDA torch multiplies by the reciprocal of a number."""
+    return x / x.new_full((), by)
+
+
 def to_power_of_two(scale: Tensor) -> Tensor:
     """Return the smallest power of two that is not below each (positive) scale: what ue8m0 can represent. NaN and
     infinity stay as they are."""

@@ -2,6 +2,7 @@
 
     model.py          embedding, blocks, head
     block.py          one layer
+    overlap.py        two halves of a step, one of which computes while the other travels
     attention.py      the seam between a layer and its attention
     mla.py            multi-head latent attention, and what its tokens leave in the cache
     dsa.py            the indexer of sparse attention

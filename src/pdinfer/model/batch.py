@@ -135,6 +135,50 @@ class Batch:
         )
         return attrs.evolve(self, tokens_T=tokens_T)
 
+    def halves(self) -> tuple[Batch, Batch]:
+        """Cut the tokens in two. The borders of decode are those of sequences. A prefill may be cut within one: its
+        second part reads what the first wrote. Halves are for the layers alone; the head takes the whole batch."""
+        num_sequences = len(self.context_lens_B)
+        if self.decode:
+            first, cut = -(-num_sequences // 2), 0
+            middle = first * (len(self.tokens_T) // max(1, num_sequences))
+        else:
+            middle = -(-len(self.tokens_T) // 2)
+            ends = [*accumulate(self.query_lens)]
+            first = sum(end <= middle for end in ends)
+            cut = middle - (ends[first - 1] if first else 0)
+        before, behind = self._part(0, first + (cut > 0), 0, middle), self._part(first, None, middle, None)
+        if not cut:
+            return before, behind
+        left = self.query_lens[first] - cut
+        return (
+            attrs.evolve(
+                before,
+                query_lens=(*before.query_lens[:-1], cut),
+                context_lens=(*before.context_lens[:-1], before.context_lens[-1] - left),
+                context_lens_B=torch.cat((before.context_lens_B[:-1], before.context_lens_B[-1:] - left)),
+            ),
+            attrs.evolve(behind, query_lens=(left, *behind.query_lens[1:])),
+        )
+
+    def _part(self, first: int, last: int | None, start: int, stop: int | None) -> Batch:
+        """Return the sequences from `first` to `last`, of which the tokens are those from `start` to `stop`."""
+        sequences, tokens = slice(first, last), slice(start, stop)
+        return attrs.evolve(
+            self,
+            tokens_T=self.tokens_T[tokens],
+            positions_T=self.positions_T[tokens],
+            sequence_T=self.sequence_T[tokens] - first,
+            slots_A=self.slots_A[tokens],
+            page_table_BM=self.page_table_BM[sequences],
+            context_lens_B=self.context_lens_B[sequences],
+            query_lens=self.query_lens[sequences],
+            context_lens=self.context_lens[sequences],
+            next_tokens=(),
+            row_ends=(),
+            live_T=None if self.live_T is None else self.live_T[tokens],
+        )
+
     def by_sequence(self, x_T: Tensor) -> Tensor:
         """Return a tensor of the tokens [T, ...] of a decode step as [B, Q, ...]."""
         num_sequences = len(self.context_lens_B)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import attrs
 from torch import Tensor
 
 from pdinfer.config import ModelConfig
+from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.layers import GatedMLP, InputNorm, RMSNorm, WeightSource
 from pdinfer.model.attention import Attention, attention_of
@@ -71,17 +74,37 @@ class Block:
 
     def __call__(self, hidden_TD: Tensor, step: Step) -> Tensor:
         """Return the hidden state [T, D] after this layer, and write the layer's cache in `step.view`."""
+        x_TD, part_TD, live_T = self._attend(hidden_TD, step)
+        if isinstance(self.mlp, MoE):
+            out_TD = self.mlp(x_TD, step.trace, live_T, part_TD if self.moe_norm is None else None)
+        else:
+            out_TD = self.mlp(x_TD, step.trace)
+        return self._join(out_TD, part_TD, len(hidden_TD))
+
+    def phases(self, hidden_TD: Tensor, step: Step) -> Generator[None, None, Tensor]:
+        """Do as a call, and yield where rows of the MoE have begun to travel. A dense layer does not yield."""
+        x_TD, part_TD, live_T = self._attend(hidden_TD, step)
+        if isinstance(self.mlp, MoE):
+            residual_TD = part_TD if self.moe_norm is None else None
+            out_TD = yield from self.mlp.phases(x_TD, step.trace, live_T, residual_TD)
+        else:
+            out_TD = self.mlp(x_TD, step.trace)
+        return self._join(out_TD, part_TD, len(hidden_TD))
+
+    def _attend(self, hidden_TD: Tensor, step: Step) -> tuple[Tensor | Rounded, Tensor, Tensor | None]:
+        """Run attention. Return the input of the MLP, the residual stream and which tokens are alive, for this rank's
+        part of the tokens."""
         mark(step.trace, "attention", layer=self.layer)
         tp, together = self.tp, self.mlp_together
         x_TD, _ = self.attention_norm(hidden_TD)
         attended_TD = self.attention(x_TD, step, self.layer)
         x_TD, part_TD = self.mlp_norm(tp.part(attended_TD, together), tp.part(hidden_TD, together))
-        if not isinstance(self.mlp, MoE):
-            out_TD = part_TD + self.mlp(x_TD, step.trace)
-        else:
-            live_T = None if step.live_T is None else tp.part(step.live_T, together)
-            if self.moe_norm is None:
-                out_TD = self.mlp(x_TD, step.trace, live_T, part_TD)
-            else:
-                out_TD = part_TD + self.moe_norm(self.mlp(x_TD, step.trace, live_T))
-        return tp.join(out_TD, len(hidden_TD), together)
+        return x_TD, part_TD, None if step.live_T is None else tp.part(step.live_T, together)
+
+    def _join(self, out_TD: Tensor, part_TD: Tensor, num_tokens: int) -> Tensor:
+        """Add what the MLP returned to the residual stream, unless the MoE did, and collect the tokens of all ranks."""
+        if self.moe_norm is not None:
+            out_TD = part_TD + self.moe_norm(out_TD)
+        elif not isinstance(self.mlp, MoE):
+            out_TD = part_TD + out_TD
+        return self.tp.join(out_TD, num_tokens, self.mlp_together)

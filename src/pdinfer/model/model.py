@@ -23,6 +23,7 @@ from pdinfer.model.batch import Batch, Row
 from pdinfer.model.block import Block
 from pdinfer.model.cache import FP8
 from pdinfer.model.mtp import MTP, Tied
+from pdinfer.model.overlap import stream_halves
 from pdinfer.model.step import Step
 from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
@@ -115,9 +116,15 @@ class Model:
 
     def stream_layers(self, batch: Batch, view: KVView, trace: Trace | None = None) -> Iterator[tuple[int, Tensor]]:
         """Run the blocks one by one, and yield (layer, hidden [T, D]) once that layer's cache is written. `trace` is
-        told which part of the model runs."""
+        told which part of the model runs. With two-batch overlap the tokens go through the blocks in two halves."""
         mark(trace, "embed", num_tokens=len(batch.tokens_T))
         hidden_TD = self.embed_VD.index_select(0, batch.tokens_T)
+        if self.experts.two_batch_overlap and batch.cp.size == 1:
+            halves = batch.halves()
+            parts = hidden_TD.tensor_split((len(halves[0].tokens_T),))
+            steps = [Step(half, view, self.rotary(half.positions_T), trace, half.live_T) for half in halves]
+            yield from stream_halves(self.blocks, [*zip(parts, steps, strict=True)])
+            return
         step = Step(batch, view, self.rotary(batch.positions_T), trace, batch.live_T)
         for layer, block in enumerate(self.blocks):
             hidden_TD = block(hidden_TD, step)

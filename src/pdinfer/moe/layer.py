@@ -3,7 +3,7 @@ of this rank run, and their results are combined."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import attrs
@@ -172,10 +172,22 @@ class MoE:
             return self._in_two_batches(x_TD, trace, live_T, residual_TD)
         return self._combine(*self._run(x_TD, self._dispatch(x_TD, trace, live_T)), residual_TD)
 
+    def phases(
+        self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None, residual_TD: Tensor | None
+    ) -> Generator[None, None, Tensor]:
+        """Do as a call, with all rows in one batch, and yield where rows have begun to travel: after dispatch, and
+        after the experts."""
+        pending = self._dispatch(x_TD, trace, live_T)
+        yield
+        returning = self._run(x_TD, pending)
+        yield
+        return self._combine(*returning, residual_TD)
+
     def _in_two_batches(
         self, x_TD: Tensor | Rounded, trace: Trace | None, live_T: Tensor | None, residual_TD: Tensor | None
     ) -> Tensor:
-        """Compute one half of the rows while the other half travels."""
+        """Compute one half of the rows while the other half travels: for a layer that runs alone. Where all layers run,
+        `model.overlap` has halves of whole steps, which go through `phases`."""
         middle = -(-len(x_TD) // 2)
         halves = (x_TD[:middle], x_TD[middle:])
         live_halves = (None, None) if live_T is None else live_T.tensor_split(2)

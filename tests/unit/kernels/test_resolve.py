@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -24,14 +26,16 @@ from pdinfer.kernels import (
     torch_ops,
 )
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.kernels.ops import OP_NAMES, Composed
 from pdinfer.kernels.spec import OPS_OF_FORMAT
+from pdinfer.kernels.triton import provider as triton_provider
 
 FLOAT32 = OpSpec(device="cpu", dtype=torch.float32)
 FUSED = [op for op in OP_NAMES if hasattr(compositions, op)]
 PLAIN = [op for op in OP_NAMES if op not in FUSED]
 SERVED = [[op, "torch"] for op in PLAIN] + [[op, "composition"] for op in FUSED]
 """What is served where there is only torch."""
+IN_TRITON = {op for ops in triton_provider.FAMILIES.values() for op in ops}
 
 
 def test_without_a_wish_the_first_provider_serves_everything() -> None:
@@ -61,7 +65,8 @@ def test_one_op_is_forced_alone(op: str) -> None:
 @pytest.mark.parametrize("forced", ["cuda-magic", {"linear": "cuda-magic"}], ids=["all", "one"])
 def test_an_unknown_provider_is_refused_by_name(forced: Any) -> None:
     with pytest.raises(
-        BackendUnavailable, match=r"no provider is called 'cuda-magic'; there are native, composition, torch, reference"
+        BackendUnavailable,
+        match=r"no provider is called 'cuda-magic'; there are native, deep_gemm, .*composition, torch, reference",
     ):
         resolve_ops(FLOAT32, forced=forced)
 
@@ -72,8 +77,11 @@ def only_pages_of_64(op: str, spec: OpSpec) -> str | None:
 
 @pytest.fixture
 def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size."""
+    """Add two preferred providers: one cannot run here, one has `linear`, and `mla_decode` for one page size. Nothing
+    else comes before torch."""
     absent, partial = ModuleType("tests_absent_ops"), ModuleType("tests_partial_ops")
+    for op in ("linear", "route", "add_rms_norm", "mla_decode"):
+        setattr(absent, op, print)
     absent.unavailable = lambda spec: f"needs a quantum device, got {spec.device}"  # type: ignore[attr-defined]
     partial.unavailable = lambda spec: None  # type: ignore[attr-defined]
     partial.linear = reference.linear  # type: ignore[attr-defined]
@@ -82,17 +90,18 @@ def newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (absent, partial):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     added = (("absent", absent.__name__), ("partial", partial.__name__))
-    everywhere = [provider for provider in resolve.PROVIDERS if provider[0] != "native"]
+    everywhere = [each for each in resolve.PROVIDERS if each[0] in ("composition", "torch", "reference")]
     monkeypatch.setattr(resolve, "PROVIDERS", (*added, *everywhere))
 
 
 @pytest.mark.usefixtures("newcomers")
-def test_each_provider_passed_over_has_a_reason() -> None:
+def test_each_provider_of_an_op_that_was_passed_over_has_a_reason() -> None:
     choices = {choice.op: choice for choice in resolve_ops(FLOAT32).choices}
     assert choices["linear"].provider == "partial"
     assert choices["linear"].refusals == ("absent: needs a quantum device, got cpu",)
     assert choices["route"].provider == "torch"
-    assert choices["route"].refusals == ("absent: needs a quantum device, got cpu", "partial: has no route")
+    assert choices["route"].refusals == ("absent: needs a quantum device, got cpu",)
+    assert choices["linear_fp8"].refusals == ()
 
 
 @pytest.mark.usefixtures("newcomers")
@@ -162,6 +171,31 @@ def test_native_kernels_refuse_shapes(known: dict[str, Any], refused: dict[str, 
     assert {op: native.refuses(op, spec) for op in OP_NAMES if native.refuses(op, spec)} == refused
 
 
+@pytest.mark.usefixtures("newcomers")
+def test_calls_that_a_provider_declines_go_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that calls other ops gets those that were chosen, in whichever turn it is."""
+    calls: list[Any] = []
+    first, second = sys.modules["tests_absent_ops"], sys.modules["tests_partial_ops"]
+    monkeypatch.setattr(first, "unavailable", lambda spec: None)
+    monkeypatch.setattr(first, "linear", lambda *arguments, **named: calls.append(("first", arguments, named)))
+    monkeypatch.setattr(
+        first, "DECLINES", {"linear": lambda x, w: None if x == "small" else "is for small ones"}, raising=False
+    )
+    monkeypatch.setattr(second, "linear", Composed(lambda ops, *arguments: calls.append((ops, arguments))))
+    resolved = resolve_ops(FLOAT32)
+    resolved.ops.linear("small", "w")
+    resolved.ops.linear("large", "w")
+    assert calls == [("first", ("small", "w"), {}), (resolved.ops, ("large", "w"))]
+    (choice,) = (choice for choice in resolved.choices if choice.op == "linear")
+    assert (choice.provider, choice.others) == ("absent", ("partial",))
+    assert f"{'linear':<{max(map(len, OP_NAMES))}}  absent, else partial\n" in explain_backends(FLOAT32)
+    other = attrs.evolve(resolved.ops, route=print)
+    other.linear("large", "w")
+    assert calls[-1][0] is other
+    with pytest.raises(BackendUnavailable, match=r"^op linear: is for small ones$"):
+        resolve_ops(FLOAT32, forced={"linear": "absent"}).ops.linear("large", "w")
+
+
 def test_a_card_is_known_by_its_name_and_need_not_be_here() -> None:
     """H200 is sm_90 (https://developer.nvidia.com/cuda-gpus)."""
     assert DeviceSpec.of("H200") == DeviceSpec("cuda", "H200", (9, 0))
@@ -214,13 +248,38 @@ V3_ON_H200 = OpSpec(
 
 
 def test_explain_backends_takes_a_spec_of_a_card_that_is_not_here() -> None:
+    pytest.importorskip("triton")
     lines = explain_backends(V3_ON_H200).splitlines()
     served = [line.split() for line in lines if line.split()[0] in OP_NAMES]
-    assert served == SERVED
-    assert sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines) == len(OP_NAMES)
+    assert served == [[op, "triton" if op in IN_TRITON else other] for op, other in SERVED]
+    refused = sum(line.strip() == "not native: is for CPUs, device is H200" for line in lines)
+    assert refused == sum(hasattr(native, op) for op in OP_NAMES)
     assert lines[-1] == 'fp8 weights are held as they are stored (weights="auto")'
     on_ampere = explain_backends(attrs.evolve(V3_ON_H200, device="A100")).splitlines()
     assert on_ampere[-1].startswith('fp8 weights become bfloat16 (weights="auto"): linear_fp8 of torch makes floats of')
+
+
+V3_ON_H800 = attrs.evolve(V3_ON_H200, device="H800")
+V32_IN_INT8 = attrs.evolve(V3_ON_H800, weight_formats={"w8a8", "w8a8_dynamic"}, kv_format="fp8")
+
+
+@pytest.mark.parametrize("spec", [V3_ON_H800, V32_IN_INT8], ids=["v3-fp8", "v32-int8"])
+def test_every_op_of_the_deployments_has_a_kernel(spec: OpSpec) -> None:
+    """Plain products of floats are torch's, which calls cuBLAS."""
+    pytest.importorskip("triton")
+    lines = explain_backends(spec).splitlines()
+    by_op = dict(line.split(None, 1) for line in lines if line.split()[0] in OP_NAMES)
+    assert by_op.keys() == {*OP_NAMES}
+    plain = {"linear", "heads_in", "heads_out"}
+    assert all(provider.endswith("torch" if op in plain else "triton") for op, provider in by_op.items()), by_op
+    assert not any("slow: " in line for line in lines)
+    told = [line.strip() for line in lines]
+    refused_libraries = {
+        line.split()[1].rstrip(":") for line in told if re.match(r"not (deep_gemm|flash_mla): .", line)
+    }
+    assert refused_libraries == {name for name in ("deep_gemm", "flash_mla") if find_spec(name) is None}
+    for kind in spec.weight_formats:
+        assert f'{kind} weights are held as they are stored (weights="auto")' in lines
 
 
 @pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)
@@ -235,6 +294,7 @@ def test_quantized_weights_stay_so_on_hopper(card: str, weight_format: str) -> N
 @pytest.mark.parametrize("weight_format", OPS_OF_FORMAT)
 def test_a_spec_says_what_becomes_of_its_weights(monkeypatch: pytest.MonkeyPatch, weight_format: str) -> None:
     op = OPS_OF_FORMAT[weight_format][-1]
+    monkeypatch.setattr(triton_provider, "unavailable", lambda _spec: "is elsewhere")
     spec = attrs.evolve(V3_ON_H200, weight_formats={weight_format})
     monkeypatch.setattr(torch_ops, "slow", lambda _op, _spec: None)
     kept = explain_backends(spec).splitlines()[-1]
@@ -248,9 +308,15 @@ def test_explain_backends_is_a_table_of_all_ops() -> None:
     head, *lines = explain_backends("cpu", torch.float32).splitlines()
     assert head.split() == ["op", "provider"]
     slow = [line.strip() for line in lines if "slow: " in line]
-    refusals = [line.strip() for line in lines if " not native: " in line]
-    assert set(refusals) == {"not native: is for bfloat16, the model runs in torch.float32"}
-    lines = [line for line in lines if "slow: " not in line and " not native: " not in line]
+    refusals = [line.strip() for line in lines if " not " in line]
+    assert set(refusals) == {
+        "not native: is for bfloat16, the model runs in torch.float32",
+        "not deep_gemm: is used on Hopper cards, not on cpu",
+        "not flash_mla: is used on Hopper cards, not on cpu",
+        "not triton: is for CUDA, device is cpu (TRITON_INTERPRET=1 is for tests)",
+    }
+    assert refusals.count("not deep_gemm: is used on Hopper cards, not on cpu") == 2
+    lines = [line for line in lines if "slow: " not in line and " not " not in line]
     assert [line.split() for line in lines] == SERVED
     assert slow.count("slow: makes floats of FP8 weights in every call") == 2
     columns = {line.index(provider) for line, (_, provider) in zip(lines, SERVED, strict=True)}
@@ -261,4 +327,4 @@ def test_explain_backends_is_a_table_of_all_ops() -> None:
 def test_explain_backends_shows_reasons_below_their_op() -> None:
     lines = [line.strip() for line in explain_backends("cpu").splitlines()]
     at = lines.index(f"{'route':<{max(map(len, OP_NAMES))}}  torch")
-    assert lines[at + 1 : at + 3] == ["not absent: needs a quantum device, got cpu", "not partial: has no route"]
+    assert lines[at + 1] == "not absent: needs a quantum device, got cpu"

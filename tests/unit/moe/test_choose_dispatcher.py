@@ -37,7 +37,7 @@ def test_it_is_the_one_asked_for(group: Group, backend: str, expected: type) -> 
         assert dispatcher.experts_per_rank == 8 // group.size
 
 
-@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+@pytest.mark.parametrize("mode", ["normal", "low_latency", "elastic"])
 def test_what_cannot_be_had_is_a_sentence(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     with pytest.raises(ConfigError, match='"local" is for one rank and experts are spread over 2; leave it "auto"'):

@@ -18,6 +18,7 @@ from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.moe.dispatchers import choose_dispatcher
 from pdinfer.moe.dispatchers.deep_ep import DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPChunks, DeepEPConfig
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic, check_elastic
 from pdinfer.parallel import Group
 from pdinfer.testing import random_model, tiny_config
 from tests.conformance.dispatch_suite import OPS
@@ -44,12 +45,21 @@ LOW_LATENCY = [
     ({"num_ranks": 2}, {"num_max_tokens": 3}, "multiple of 4, got 3 \\* 2"),
     *((changes, {}, match) for changes, match in BOTH),
 ]
+ELASTIC = [
+    ({"num_ranks": 1}, "elastic kernels are for 2 to 2048 ranks, ep_size is 1"),
+    ({"num_ranks": 4096, "num_experts": 4096}, "ep_size is 4096"),
+    ({"hidden_size": 1004}, "hidden_size 1004 in bfloat16 is 2008"),
+    ({"top_k": 33}, "at most 32 experts, num_experts_per_tok is 33"),
+    *BOTH,
+]
 
 
 def test_the_sizes_of_the_deployments_are_accepted() -> None:
     V3.check_normal()
     attrs.evolve(V3, num_ranks=72).check_low_latency(256, 1024)
     attrs.evolve(V3, num_ranks=144).check_low_latency(128, 1024)
+    for num_ranks in (32, 72, 144):
+        check_elastic(attrs.evolve(V3, num_ranks=num_ranks))
 
 
 @pytest.mark.parametrize(("changes", "match"), NORMAL)
@@ -63,6 +73,19 @@ def test_limits_of_the_low_latency_kernels(changes: dict[str, object], arguments
     arguments = {"num_max_tokens": 128, **arguments}
     with pytest.raises(ConfigError, match=match):
         DeepEPLowLatency.connect(Group("ep"), attrs.evolve(V3, **changes), device=torch.device("cpu"), **arguments)
+
+
+@pytest.mark.parametrize(("changes", "match"), ELASTIC)
+def test_limits_of_the_elastic_kernels(changes: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        DeepEPElastic.connect(Group("ep"), attrs.evolve(V3, **changes), 4096, device=torch.device("cpu"))
+
+
+def test_a_step_with_more_tokens_than_a_rank_may_bring_is_refused() -> None:
+    dispatcher = DeepEPElastic(buffer=None, sizes=V3, num_max_tokens=4, index_dtype=torch.int64)
+    assert (dispatcher.max_tokens, dispatcher.max_live, dispatcher.graph_safe) == (4, None, True)
+    with pytest.raises(ConfigError, match="5 tokens on this rank and num_max_dispatch_tokens_per_rank is 4"):
+        dispatcher.dispatch_begin(torch.zeros(5, 7168), torch.zeros(5, 8, dtype=torch.int64), torch.ones(5, 8))
 
 
 def test_a_step_that_does_not_fit_is_refused_before_the_kernels() -> None:
@@ -104,14 +127,18 @@ def test_a_batch_that_came_back_makes_room() -> None:
 
 def test_options_reach_the_dispatcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    for kind in (DeepEPNormal, DeepEPLowLatency):
+    for kind in (DeepEPNormal, DeepEPLowLatency, DeepEPElastic):
         monkeypatch.setattr(kind, "connect", lambda *given, **named: asked.append(given[-1]))
     path = tmp_path / "tuned.json"
     path.write_text(json.dumps({"normal_dispatch": {"num_sms": 24}, "normal_combine": {"num_sms": 24}}))
-    for changes in ({"deepep_config": path}, {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96}):
+    for changes in (
+        {"deepep_config": path},
+        {"deepep_mode": "low_latency", "num_max_dispatch_tokens_per_rank": 96},
+        {"deepep_mode": "elastic", "num_max_dispatch_tokens_per_rank": 4096},
+    ):
         options = pd.ExpertConfig(moe_a2a_backend="deep_ep", **changes)
         choose_dispatcher(Group("ep"), V3, options, OPS, torch.device("cuda"))
-    assert asked == [DeepEPConfig.read(path), 96]
+    assert asked == [DeepEPConfig.read(path), 96, 4096]
 
 
 def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConfig, **changes: object) -> None:
@@ -137,6 +164,7 @@ def engine(kind: type[pd.DecodeEngine | pd.PrefillEngine], config: pd.EngineConf
         ),
         (2, 2, {}, r"may have 6 tokens on a rank: .* = 2 \* \(1 \+ 2\)"),
         (9, 0, {"tp_size": 2}, "may have 5 tokens on a rank: "),
+        (5, 1, {"two_batch_overlap": True}, "may have 6 tokens on a rank in each of two batches"),
         (9, 0, {"two_batch_overlap": True}, "may have 5 tokens on a rank in each of two batches"),
         (17, 0, {"two_batch_overlap": True, "tp_size": 2}, "may have 5 tokens on a rank in each of two batches"),
     ],
@@ -176,6 +204,13 @@ def test_without_the_library(library: object, match: str, monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "deep_ep", library)
     with pytest.raises(BackendUnavailable, match=f'{match}.*moe_a2a_backend="all_to_all"'):
         DeepEPNormal.connect(Group("ep"), V3, OPS)
+
+
+def test_the_second_api_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = SimpleNamespace(Buffer=SimpleNamespace(dispatch=print), topk_idx_t=torch.int64)
+    monkeypatch.setitem(sys.modules, "deep_ep", first)
+    with pytest.raises(BackendUnavailable, match=r"this deep_ep has no ElasticBuffer.dispatch"):
+        DeepEPElastic.connect(Group("ep"), V3, 128, device=torch.device("cpu"))
 
 
 def test_a_tuned_file_is_read(tmp_path: Path) -> None:

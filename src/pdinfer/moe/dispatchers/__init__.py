@@ -4,8 +4,9 @@ A new dispatcher is a file here and a branch in `choose`. It must pass `tests/co
 
     base.py             the seam, and its implementation for one rank
     all_to_all.py       over the collectives of torch.distributed
-    deep_ep.py          over DeepEP's kernels
-    deep_ep_config.py   the tuned file of these kernels
+    deep_ep.py          over DeepEP's kernels, by its first API
+    deep_ep_elastic.py  by its second one
+    deep_ep_config.py   the tuned file of the first
     choose.py           which dispatcher a model gets
 
 Tested by tests/conformance/test_dispatch.py.

@@ -11,6 +11,7 @@ from pdinfer.moe.dispatchers.all_to_all import AllToAllDispatcher
 from pdinfer.moe.dispatchers.base import LocalDispatcher, TokenDispatcher
 from pdinfer.moe.dispatchers.deep_ep import DEFAULT_QP_DEPTH, DeepEPLowLatency, DeepEPNormal, ExpertSizes
 from pdinfer.moe.dispatchers.deep_ep_config import DeepEPConfig
+from pdinfer.moe.dispatchers.deep_ep_elastic import DeepEPElastic, check_elastic
 from pdinfer.parallel import Group
 
 
@@ -31,6 +32,8 @@ def check_dispatcher(sizes: ExpertSizes, options: ExpertConfig, device: torch.de
         )
     if backend == "deep_ep" and options.deepep_mode == "low_latency":
         sizes.check_low_latency(options.num_max_dispatch_tokens_per_rank, DEFAULT_QP_DEPTH)
+    elif backend == "deep_ep" and options.deepep_mode == "elastic":
+        check_elastic(sizes)
     elif backend == "deep_ep":
         sizes.check_normal()
 
@@ -53,8 +56,11 @@ def choose_dispatcher(
 
 def _deep_ep(
     group: Group, sizes: ExpertSizes, options: ExpertConfig, ops: Ops, device: torch.device
-) -> DeepEPNormal | DeepEPLowLatency:
+) -> TokenDispatcher:
+    room = options.num_max_dispatch_tokens_per_rank
+    if options.deepep_mode == "elastic":
+        return DeepEPElastic.connect(group, sizes, room, device=device)
     if options.deepep_mode == "low_latency":
-        return DeepEPLowLatency.connect(group, sizes, options.num_max_dispatch_tokens_per_rank, device=device)
+        return DeepEPLowLatency.connect(group, sizes, room, device=device)
     config = None if options.deepep_config is None else DeepEPConfig.read(options.deepep_config)
     return DeepEPNormal.connect(group, sizes, ops, config)

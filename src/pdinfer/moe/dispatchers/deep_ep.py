@@ -1,4 +1,4 @@
-"""Experts on several ranks, reached by DeepEP's kernels: its `Buffer` API, for prefill ("normal") and decode ("low
+"""Experts on several ranks, reached by DeepEP's first API, `Buffer`: kernels for prefill ("normal") and decode ("low
 latency"). This is the only file that imports deep_ep.
 
 Sources: deepseek-ai/DeepEP, docs/legacy.md and the checks in its kernels. Sizes with which the kernels would abort or
@@ -57,7 +57,7 @@ class ExpertSizes:
                 f"DeepEP sends rows of a multiple of 16 bytes; hidden_size {self.hidden_size} in bfloat16 is "
                 f"{2 * self.hidden_size}"
             )
-        self._check_both()
+        self.check_any()
 
     def check_low_latency(self, num_max_tokens: int, qp_depth: int) -> None:
         """Raise ConfigError, with the value, for sizes that the kernels for decode cannot serve."""
@@ -84,9 +84,10 @@ class ExpertSizes:
                 f"num_max_dispatch_tokens_per_rank * ep_size must be a multiple of 4, got {num_max_tokens} * "
                 f"{self.num_ranks}"
             )
-        self._check_both()
+        self.check_any()
 
-    def _check_both(self) -> None:
+    def check_any(self) -> None:
+        """Raise ConfigError, with the value, for sizes that no kernels of DeepEP can serve."""
         if self.num_experts % self.num_ranks:
             raise ConfigError(
                 f"{self.num_experts} physical experts cannot be divided evenly over {self.num_ranks} ranks"
@@ -147,7 +148,7 @@ class DeepEPNormal:
         Raises BackendUnavailable without deep_ep, ConfigError beyond its limits.
         """
         sizes.check_normal()
-        library = import_deep_ep("dispatch")
+        library = import_deep_ep("Buffer", "dispatch")
         if config is None:
             chunks = [library.Buffer.get_dispatch_config(group.size), library.Buffer.get_combine_config(group.size)]
         else:
@@ -265,10 +266,8 @@ class DeepEPLowLatency:
         `num_max_tokens`.
         """
         sizes.check_low_latency(num_max_tokens, qp_depth)
-        library = import_deep_ep("low_latency_dispatch")
-        theirs = group.all_gather(torch.tensor([num_max_tokens], device=device)).tolist()
-        if any(other != num_max_tokens for other in theirs):
-            raise ConfigError(f"num_max_dispatch_tokens_per_rank must be the same on all ranks; by rank it is {theirs}")
+        library = import_deep_ep("Buffer", "low_latency_dispatch")
+        check_same_room(group, num_max_tokens, device)
         num_bytes = library.Buffer.get_low_latency_rdma_size_hint(
             num_max_tokens, sizes.hidden_size, group.size, sizes.num_experts
         )
@@ -327,16 +326,23 @@ class DeepEPLowLatency:
         return Returned(pending.result)
 
 
-def import_deep_ep(method: str) -> Any:
-    """Import DeepEP, and check that its `Buffer` has `method`. Raises BackendUnavailable."""
+def check_same_room(group: Group, num_max_tokens: int, device: torch.device) -> None:
+    """Raise ConfigError where ranks would reserve memory for different numbers of tokens. A collective."""
+    theirs = group.all_gather(torch.tensor([num_max_tokens], device=device)).tolist()
+    if any(other != num_max_tokens for other in theirs):
+        raise ConfigError(f"num_max_dispatch_tokens_per_rank must be the same on all ranks; by rank it is {theirs}")
+
+
+def import_deep_ep(kind: str, method: str) -> Any:
+    """Import DeepEP, and check that its class `kind` has `method`. Raises BackendUnavailable."""
     advice = 'build DeepEP from its sources (PyPI has no usable one), or choose moe_a2a_backend="all_to_all"'
     try:
         library = importlib.import_module("deep_ep")
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         raise BackendUnavailable(f"deep_ep cannot be imported ({reason}): {advice}") from error
-    if not hasattr(getattr(library, "Buffer", None), method) or not hasattr(library, "topk_idx_t"):
-        raise BackendUnavailable(f"this deep_ep has no Buffer.{method}, or no topk_idx_t: {advice}")
+    if not hasattr(getattr(library, kind, None), method) or not hasattr(library, "topk_idx_t"):
+        raise BackendUnavailable(f"this deep_ep has no {kind}.{method}, or no topk_idx_t: {advice}")
     return library
 
 

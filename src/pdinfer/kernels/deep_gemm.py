@@ -1,0 +1,185 @@
+"""Products in FP8 by DeepGEMM, on Hopper cards that have it. This is the only file that imports deep_gemm.
+
+Sources: deepseek-ai/DeepGEMM 2.6 (csrc/apis/gemm.hpp and layout.hpp say what it checks) and SGLang's build of it,
+sgl-deep-gemm 0.1.4. The library is known by its functions: versions of the two builds do not compare, and another
+project has its name on PyPI.
+
+Its scores of index keys are not used: it rounds queries to FP8, and `index_topk` promises scores of queries as they
+are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.ops import Composed, Ops
+from pdinfer.kernels.spec import DeviceSpec, OpSpec
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks
+
+DENSE = ("fp8_gemm_nt",)
+CONTIGUOUS = ("m_grouped_fp8_gemm_nt_contiguous",)
+MASKED = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
+ALIGNMENT = ("get_mk_alignment_for_contiguous_layout", "get_m_alignment_for_contiguous_layout")
+"""Functions of the library, each under the names that builds have for it."""
+
+OUTPUTS_STEP = 64
+EXPECTED_SHARE = 32
+"""The part of an expert's room that is expected to be filled: DeepSeek-V3 sends a token to 8 of 256 experts. The
+library chooses its tiles by the number of rows that is expected; results do not depend on it."""
+
+
+def unavailable(spec: OpSpec) -> str | None:
+    """Return why DeepGEMM cannot run on a device, or None where it can."""
+    return why_not_on(spec.device) or why_absent()
+
+
+def why_not_on(device: DeviceSpec) -> str | None:
+    """Return why DeepGEMM is not used on a device. Blackwell cards want scales in another form than ours."""
+    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+        return f"is used on Hopper cards, not on {device}"
+    return None
+
+
+@functools.cache
+def why_absent() -> str | None:
+    """Return why the library cannot be used in this process, or None."""
+    try:
+        library = importlib.import_module("deep_gemm")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        return f"cannot be imported ({reason})"
+    for names in (DENSE, CONTIGUOUS, MASKED, ALIGNMENT):
+        if not any(hasattr(library, name) for name in names):
+            return f"this deep_gemm has no {names[0]}"
+    return None
+
+
+def refuses(op: str, spec: OpSpec) -> str | None:
+    """Return why an op is not served for these sizes and formats, or None where it is."""
+    return None if spec.dtype == torch.bfloat16 else f"writes bfloat16, the model runs in {spec.dtype}"
+
+
+def _linear_fp8(ops: Ops, x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    rows = x_TI if isinstance(x_TI, FP8Rows) else ops.quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+    y_TO = rows.new_empty((len(rows), len(weight.numbers)))
+    _call(DENSE)(_pair(rows), _pair(weight), y_TO)
+    return y_TO
+
+
+def _grouped_mlp_fp8(ops: Ops, x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    rows = x if isinstance(x, FP8Rows) else ops.quantize_fp8(x, ue8m0=gate_up.ue8m0)
+    if rows.ndim == 3:
+        return _in_room(ops, rows, counts_E, gate_up, down)
+    if not len(rows):
+        return rows.new_empty(rows.shape)
+    tiles = _Tiles.of(rows, counts_E)
+    hidden_MJ = tiles.multiply(rows.index_select(0, tiles.row_M), gate_up)
+    y_MD = tiles.multiply(ops.gated_silu_fp8(hidden_MJ, ue8m0=down.ue8m0), down)
+    return y_MD.index_select(0, tiles.slot_S)
+
+
+def _in_room(ops: Ops, rows: FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    """Do as `grouped_mlp_fp8` with room for N rows per expert."""
+    num_experts, room = rows.shape[:2]
+    counts_E, expected = counts_E.to(torch.int32), max(1, room // EXPECTED_SHARE)
+
+    def multiply(rows: FP8Rows, weight: FP8Blocks) -> Tensor:
+        y_ENO = rows.new_empty((num_experts, room, weight.numbers.shape[1]))
+        _call(MASKED)(_pair(rows), _pair(weight), y_ENO, counts_E, expected)
+        return y_ENO
+
+    hidden = ops.gated_silu_fp8(multiply(rows, gate_up).flatten(0, 1), ue8m0=down.ue8m0)
+    numbers, scales = (torch.unflatten(each, 0, (num_experts, room)) for each in _pair(hidden))
+    return multiply(attrs.evolve(hidden, numbers_TI=numbers, scales_TN=scales), down)
+
+
+@attrs.frozen
+class _Tiles:
+    """Sorted rows laid out anew, so that the rows of every expert begin a tile: the library multiplies a tile with one
+    expert's matrix.
+
+    There are M slots, as many as any counts could need. Slot m holds row `row_M[m]` for expert `expert_M[m]` (int32, -1
+    where the slot is not used); row s is in slot `slot_S[s]`.
+    """
+
+    row_M: Tensor
+    expert_M: Tensor
+    slot_S: Tensor
+
+    @classmethod
+    def of(cls, rows: FP8Rows, counts_E: Tensor) -> _Tiles:
+        """Lay out rows. Waits for nothing."""
+        tile: int = _call(ALIGNMENT)()
+        num_rows, last = len(rows), len(counts_E) - 1
+        num_slots = (num_rows + min(num_rows, last + 1) * (tile - 1)) // tile * tile
+        slots_E = (counts_E + tile - 1) // tile * tile
+        row_ends_E, slot_ends_E = counts_E.cumsum(0), slots_E.cumsum(0)
+        first_row_E, first_slot_E = row_ends_E - counts_E, slot_ends_E - slots_E
+
+        slot_M = torch.arange(num_slots, device=rows.device)
+        expert_M = torch.searchsorted(slot_ends_E, slot_M, right=True).clamp_max(last)
+        offset_M = slot_M - first_slot_E[expert_M]
+        used_M = offset_M < counts_E[expert_M]
+        row_S = torch.arange(num_rows, device=rows.device)
+        expert_S = torch.searchsorted(row_ends_E, row_S, right=True).clamp_max(last)
+        return cls(
+            row_M=(first_row_E[expert_M] + offset_M).where(used_M, 0),
+            expert_M=expert_M.where(used_M, -1).to(torch.int32),
+            # rows that no expert has are behind the last one, and may get any result
+            slot_S=(first_slot_E[expert_S] + row_S - first_row_E[expert_S]).clamp_max(num_slots - 1),
+        )
+
+    def multiply(self, rows: FP8Rows, stack: FP8Blocks) -> Tensor:
+        """Return the product of each slot's row with the matrix of its expert -> [M, O]."""
+        y_MO = rows.new_empty((len(rows), stack.numbers.shape[1]))
+        _call(CONTIGUOUS)(_pair(rows), _pair(stack), y_MO, self.expert_M)
+        return y_MO
+
+
+def _call(names: tuple[str, ...]) -> Any:
+    """Return the library's function of one of these names."""
+    library = importlib.import_module("deep_gemm")
+    return next(getattr(library, name) for name in names if hasattr(library, name))
+
+
+def _pair(value: FP8Rows | FP8Blocks) -> tuple[Tensor, Tensor]:
+    """Return numbers and scales, as the library takes them."""
+    return (value.numbers_TI, value.scales_TN) if isinstance(value, FP8Rows) else (value.numbers, value.scale)
+
+
+def _declines_linear(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> str | None:
+    return _declines(x_TI, weight)
+
+
+def _declines_experts(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> str | None:
+    return _declines(x, gate_up, down)
+
+
+def _declines(x: Tensor | FP8Rows, *weights: FP8Blocks) -> str | None:
+    """Return why rows cannot be multiplied by these matrices, or None where they can."""
+    if x.dtype != torch.bfloat16:
+        return f"writes bfloat16, these rows are of {x.dtype}"
+    for weight in weights:
+        outputs, inputs = weight.numbers.shape[-2:]
+        if inputs % BLOCK or outputs % OUTPUTS_STEP:
+            return (
+                f"multiplies matrices with rows in steps of {OUTPUTS_STEP} and columns in steps of {BLOCK}, "
+                f"this one is {outputs} x {inputs}"
+            )
+        if weight.parts > 1 and outputs // weight.parts % BLOCK:
+            return f"reads one scale for {BLOCK} rows, and a part of {outputs // weight.parts} rows ends within a block"
+        if not (weight.numbers.is_contiguous() and weight.scale.is_contiguous()):
+            return "reads matrices that are dense in memory"
+    return None
+
+
+linear_fp8 = Composed(_linear_fp8)
+grouped_mlp_fp8 = Composed(_grouped_mlp_fp8)
+DECLINES = {"linear_fp8": _declines_linear, "grouped_mlp_fp8": _declines_experts}

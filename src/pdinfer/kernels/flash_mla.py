@@ -1,0 +1,198 @@
+"""Attention over latents by FlashMLA, on Hopper cards that have it. This is the only file that imports flash_mla.
+
+Sources: deepseek-ai/FlashMLA, csrc/api/dense_decode.h and sparse_decode.h of 2026-04, csrc/pybind.cpp of 2025-09. Its
+versions differ in the plan of a call: older ones compute it in `get_mla_metadata`, newer ones in the call itself, bound
+to the lengths of that call. One way of calling suits both, with a plan for each call: an op knows of no step.
+
+What it does to numbers that are not finite: a score of -inf beside finite ones gets no weight, so an infinite rotary
+key, or a product that overflows, may be lost where other ops return NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdinfer.kernels.row_formats import PACKED
+from pdinfer.kernels.spec import DeviceSpec, OpSpec
+
+PAGE_SIZE = 64
+LATENT, ROPE = 512, 64
+SPARSE_HEADS = (64, 128)
+SPARSE_STEP = 64
+"""The number of positions that a token reads is a multiple of this."""
+
+
+def unavailable(spec: OpSpec) -> str | None:
+    """Return why FlashMLA cannot run on a device, or None where it can."""
+    return why_not_on(spec.device) or why_absent()
+
+
+def why_not_on(device: DeviceSpec) -> str | None:
+    """Return why FlashMLA is not used on a device. It decodes over plain latents on Hopper cards alone."""
+    if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+        return f"is used on Hopper cards, not on {device}"
+    return None
+
+
+@functools.cache
+def why_absent() -> str | None:
+    """Return why the library cannot be used in this process, or None."""
+    try:
+        library = importlib.import_module("flash_mla")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        return f"cannot be imported ({reason})"
+    for name in ("get_mla_metadata", "flash_mla_with_kvcache"):
+        if not hasattr(library, name):
+            return f"this flash_mla has no {name}"
+    return None
+
+
+def refuses(op: str, spec: OpSpec) -> str | None:
+    """Return why an op is not served for these sizes and formats, or None where it is, or is not known to be not."""
+    if spec.dtype != torch.bfloat16:
+        return f"computes in bfloat16, the model runs in {spec.dtype}"
+    if op == "mla_sparse" and not _reads_chosen():
+        return "this flash_mla is too old for sparse attention"
+    packed = None if spec.kv_format is None else spec.kv_format == "fp8"
+    return _why_not(
+        op, spec.num_heads, spec.kv_lora_rank, spec.qk_rope_head_dim, page_size=spec.page_size, packed=packed
+    )
+
+
+def _reads_chosen() -> bool:
+    library = importlib.import_module("flash_mla")
+    return "indices" in inspect.signature(library.flash_mla_with_kvcache).parameters
+
+
+def _why_not(
+    op: str, heads: int | None, latent: int | None, rope: int | None, *, page_size: int | None, packed: bool | None
+) -> str | None:
+    """Return why an op cannot have these sizes, of which None may be any, or None where it can."""
+    if (latent or LATENT, rope or ROPE) != (LATENT, ROPE):
+        have = f"{latent or 'any'} and {rope or 'any'}"
+        return f"reads latents of {LATENT} and rotary keys of {ROPE} elements, they have {have}"
+    if (page_size or PAGE_SIZE) != PAGE_SIZE:
+        return f"reads pages of {PAGE_SIZE} tokens, these have {page_size}"
+    sparse = op == "mla_sparse"
+    if packed is not None and packed != sparse:
+        return f"reads pages of {'packed FP8' if sparse else 'bfloat16'}, these are {'not' if sparse else 'packed FP8'}"
+    if sparse and (heads or SPARSE_HEADS[0]) not in SPARSE_HEADS:
+        return f"has sparse kernels for {' and '.join(map(str, SPARSE_HEADS))} heads on a rank, there are {heads}"
+    return None
+
+
+def mla_decode(
+    q_latent_BQHC: Tensor,
+    q_rope_BQHR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Queries of one sequence are sequences of their own here. The library's causal mask multiplies what it hides by 0,
+    and a latent that was not written may be NaN."""
+    num_queries, num_heads = q_latent_BQHC.shape[1:3]
+    if not len(q_latent_BQHC):
+        return torch.empty_like(q_latent_BQHC)
+    seen_BQ = context_lens_B[:, None] + torch.arange(1 - num_queries, 1, device=context_lens_B.device)
+    lens_T = seen_BQ.flatten().to(torch.int32)
+    table_TM = page_table_BM.to(torch.int32).repeat_interleave(num_queries, 0)
+    library = importlib.import_module("flash_mla")
+    out_T1HC, lse_TH1 = library.flash_mla_with_kvcache(
+        torch.cat((q_latent_BQHC, q_rope_BQHR), -1).flatten(0, 1)[:, None],
+        pages_PGW[:, :, None],
+        table_TM,
+        lens_T,
+        LATENT,
+        *library.get_mla_metadata(lens_T, num_heads, 1),
+        softmax_scale=scale,
+    )
+    return _nan_where_lost(out_T1HC, lse_TH1).view(q_latent_BQHC.shape)
+
+
+def mla_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Positions become slots of the pool, and their number is filled up to whole steps with slots that are none."""
+    num_tokens, num_chosen = selected_TS.shape
+    if not num_tokens or not num_chosen:
+        return torch.full_like(q_latent_THC, torch.nan)
+    positions_TS = selected_TS.clamp_min(0)
+    pages_TS = page_table_BM[sequence_T[:, None], positions_TS // PAGE_SIZE].long()
+    slots_TS = (pages_TS * PAGE_SIZE + positions_TS % PAGE_SIZE).where(selected_TS >= 0, -1).to(torch.int32)
+    slots_TS = F.pad(slots_TS, (0, -num_chosen % SPARSE_STEP), value=-1)
+    # of a sparse call the lengths and the table are not read, but older versions look at their shapes
+    lens_T = slots_TS.new_full((num_tokens,), num_chosen)
+    library, num_heads = importlib.import_module("flash_mla"), q_latent_THC.shape[1]
+    plan = library.get_mla_metadata(
+        lens_T, num_heads, 1, num_heads_q=num_heads, is_fp8_kvcache=True, topk=slots_TS.shape[1]
+    )
+    out_T1HC, lse_TH1 = library.flash_mla_with_kvcache(
+        torch.cat((q_latent_THC, q_rope_THR), -1)[:, None],
+        pages_PGW[:, :, None],
+        slots_TS[:, :1],
+        lens_T,
+        LATENT,
+        *plan,
+        softmax_scale=scale,
+        is_fp8_kvcache=True,
+        indices=slots_TS[:, None],
+    )
+    return _nan_where_lost(out_T1HC, lse_TH1)[:, 0]
+
+
+def _nan_where_lost(out_T1HC: Tensor, lse_TH1: Tensor) -> Tensor:
+    """Return the result with NaN where the log-sum-exp of the scores is not finite. It is +inf, in some versions -inf,
+    where a token read nothing; or all its scores were -inf, and the library returns 0."""
+    return out_T1HC + (0 * lse_TH1).mT[..., None].to(out_T1HC.dtype)
+
+
+def _declines_decode(
+    q_latent_BQHC: Tensor,
+    q_rope_BQHR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    context_lens_B: Tensor,
+    *,
+    scale: float,
+) -> str | None:
+    return _declines("mla_decode", q_latent_BQHC, q_rope_BQHR, pages_PGW)
+
+
+def _declines_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> str | None:
+    return _declines("mla_sparse", q_latent_THC, q_rope_THR, pages_PGW)
+
+
+def _declines(op: str, q_latent: Tensor, q_rope: Tensor, pages_PGW: Tensor) -> str | None:
+    """Return why an op cannot read these pages with these queries, or None where it can."""
+    if q_latent.dtype != torch.bfloat16:
+        return f"computes in bfloat16, these queries are of {q_latent.dtype}"
+    sizes = (q_latent.shape[-2], q_latent.shape[-1], q_rope.shape[-1])
+    return _why_not(op, *sizes, page_size=pages_PGW.shape[1], packed=pages_PGW.dtype == PACKED)
+
+
+DECLINES = {"mla_decode": _declines_decode, "mla_sparse": _declines_sparse}

@@ -1,0 +1,35 @@
+"""Kernels in Triton for GPUs from Hopper on: one file per family, where the op stands beside its kernels.
+
+    provider.py        which family has each op, and why nothing or not all of it can run
+    norms.py           norms of rows, also with what stands before and behind them
+    activations.py     gated activations, and activations that are rounded
+    cache.py           rotary positions, and what is written into pages
+    pages.py           copies of parts of a pool
+    routing.py         the router
+    experts.py         rows of experts: sorting tokens into them, summing what they return
+    grouped.py         experts, as grouped products
+    products.py        products with quantized matrices
+    int8_rows.py       activations in INT8, for both
+    tile_products.py   what both multiply, as values
+    product_kernel.py  the kernel of both
+    mla_decode.py      attention of a decode step over latents
+    latent_parts.py    how a block of threads attends to a part of a context
+    mla_prefill.py     attention of many queries per sequence
+    mla_sparse.py      attention to chosen positions
+    index_topk.py      what an indexer chooses
+    select.py          the best of each row of scores
+    tiles.py           tiles of queries of all sequences, and their contexts out of pages
+    softmax.py         products of tiles, and a softmax block by block
+    draws.py           draws of tokens
+    filters.py         what top_k and top_p leave of a vocabulary
+    rounding.py        what kernels share that round to FP8 and INT8
+    rows.py            tensors as rows that kernels read and write, and what is wrong with them
+    launch.py          starts kernels
+    configs.py         sizes of tiles, warps and stages, as data
+
+Tested by tests/conformance/test_triton_interpreter.py without a GPU, and by tests/unit/kernels/test_aot.py, which
+compiles for one. docs/kernels.md has what the compiler made, and how a family is added.
+
+May import: kernels.activations, kernels.draws, kernels.row_formats, kernels.spec, kernels.torch_attention,
+kernels.weight_formats, the ground.
+"""

@@ -1,0 +1,172 @@
+"""Absorbed attention of tokens to positions that an indexer chose for each of them, in prefill and decode. A block of
+threads has the heads of one token, and one part of its positions where there are few tokens; parts are joined by a
+second kernel. Rows come by asynchronous copies of 16 bytes, because each has an address of its own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdinfer.kernels.row_formats import PACKED, SCALE_GROUP
+from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.triton.configs import JOIN_CHOSEN, of_chosen
+from pdinfer.kernels.triton.launch import launch
+from pdinfer.kernels.triton.softmax import dot, upcasts, weigh
+from pdinfer.kernels.triton.tiles import cached_row, padded, padded_parts
+
+FILLING_BLOCKS = 264
+"""Blocks of threads that give each of a card's 132 multiprocessors two: with fewer, positions are cut into parts."""
+
+
+def refuses(op: str, spec: OpSpec) -> str | None:
+    """Return None: any page is served."""
+    return None
+
+
+def mla_sparse(
+    q_latent_THC: Tensor,
+    q_rope_THR: Tensor,
+    pages_PGW: Tensor,
+    page_table_BM: Tensor,
+    sequence_T: Tensor,
+    selected_TS: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    (num_tokens, num_heads, rank), rope, size = q_latent_THC.shape, q_rope_THR.shape[-1], selected_TS.shape[1]
+    packed = pages_PGW.dtype == PACKED
+    rope_start, rows = rank + rank // SCALE_GROUP * 4 if packed else rank, num_tokens * num_heads
+    out_THC = torch.empty_like(q_latent_THC, memory_format=torch.contiguous_format)
+    config = of_chosen(num_heads, q_latent_THC.dtype)
+    heads, block = config.tiles["BLOCK_H"], config.tiles["BLOCK_S"]
+    tiles = triton.cdiv(num_heads, heads)
+    parts = max(1, min(FILLING_BLOCKS // max(1, num_tokens * tiles), size // (4 * block)))
+    part_size = triton.cdiv(triton.cdiv(size, block), parts) * block
+    sums = totals = highest = None
+    if parts > 1:
+        sums = torch.empty(parts, *out_THC.shape, dtype=torch.float32, device=out_THC.device)
+        totals, highest = torch.empty_like(sums[..., :2]).unbind(-1)
+    launch(
+        _attend_to_chosen,
+        (tiles, num_tokens, parts),
+        padded_parts(q_latent_THC, (rank,), -1).contiguous(),
+        padded_parts(q_rope_THR, (rope,), -1).contiguous(),
+        pages_PGW,
+        page_table_BM,
+        sequence_T,
+        selected_TS,
+        out_THC if sums is None else sums,
+        totals,
+        highest,
+        scale * math.log2(math.e),
+        *(rows, num_heads, rank, rope, rope_start, size, part_size, pages_PGW.shape[1]),
+        *(pages_PGW.stride(0), pages_PGW.stride(1), page_table_BM.stride(0), selected_TS.stride(0)),
+        RANK=padded(rank),
+        ROPE=padded(rope),
+        IS_PACKED=packed,
+        UPCAST=upcasts(q_latent_THC),
+        **config.constants,
+    )
+    if sums is not None:
+        constants = JOIN_CHOSEN.constants
+        launch(_join, (rows,), sums, totals, highest, out_THC, rows, rank, parts, RANK=padded(rank), **constants)
+    return out_THC
+
+
+@triton.jit
+def _load_rows(
+    pages_ptr, source, there, rank, rope, rope_start, dtype: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    IS_PACKED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return the latents and the rotated keys that start at `source`, and zeros where they are not there."""
+    column, rope_column = tl.arange(0, RANK), tl.arange(0, ROPE)
+    mask = there[:, None] & (column < rank)[None, :]
+    rope_mask = there[:, None] & (rope_column < rope)[None, :]
+    if IS_PACKED:
+        exact: tl.constexpr = tl.float32 if UPCAST else dtype
+        numbers_at = pages_ptr.to(tl.pointer_type(tl.float8e4nv)) + source[:, None] + column[None, :]
+        numbers = tl.load(numbers_at, mask, 0.0).to(exact)
+        group = tl.arange(0, RANK // 128)
+        scales_at = (pages_ptr + source + rank).to(tl.pointer_type(tl.float32))[:, None] + group[None, :]
+        scales = tl.load(scales_at, there[:, None] & (group < rank // 128)[None, :], 0.0).to(exact)
+        # scales are powers of two, so that this is exact
+        c = tl.reshape(numbers, (source.shape[0], RANK // 128, 128)) * scales[:, :, None]
+        c = tl.reshape(c, (source.shape[0], RANK))
+        k_rope_at = (pages_ptr + source + rope_start).to(tl.pointer_type(tl.bfloat16))
+        k_rope = tl.load(k_rope_at[:, None] + rope_column[None, :], rope_mask, 0.0).to(dtype)
+    else:
+        c = tl.load(pages_ptr + source[:, None] + column[None, :], mask, 0.0)
+        k_rope = tl.load(pages_ptr + source[:, None] + rope_start + rope_column[None, :], rope_mask, 0.0)
+    return c, k_rope
+
+
+@triton.jit
+def _attend_to_chosen(
+    q_ptr, q_rope_ptr, pages_ptr, table_ptr, sequence_ptr, selected_ptr, out_ptr, totals_ptr, highest_ptr, scale,
+    num_rows, num_heads, rank, rope, rope_start, size, part_size, page_size, page_pitch, slot_pitch, table_pitch,
+    selected_pitch, RANK: tl.constexpr, ROPE: tl.constexpr, IS_PACKED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Attend with some heads of one token to one part of what it chose. Writes the result, or with `totals_ptr` the
+    sums to join. `scale` is that of the softmax in base 2."""
+    token, part = tl.program_id(1), tl.program_id(2)
+    head = tl.program_id(0) * BLOCK_H + tl.arange(0, BLOCK_H)
+    first = token * num_heads + tl.program_id(0) * BLOCK_H
+    # heads of the next token may come along, and are not stored
+    q = tl.make_tensor_descriptor(q_ptr, [num_rows, RANK], [RANK, 1], [BLOCK_H, RANK]).load([first, 0])
+    q_rope = tl.make_tensor_descriptor(q_rope_ptr, [num_rows, ROPE], [ROPE, 1], [BLOCK_H, ROPE]).load([first, 0])
+    table_ptr += tl.load(sequence_ptr + token).to(tl.int64) * table_pitch
+    selected_ptr += token.to(tl.int64) * selected_pitch
+
+    out = tl.zeros([BLOCK_H, RANK], tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    # finite, because a whole block may be no position at all
+    highest = tl.full([BLOCK_H], -3.4028234e38, tl.float32)
+    lowest = tl.full([BLOCK_H], float("inf"), tl.float32)
+    end = tl.minimum(size, (part + 1) * part_size)
+    for start in range(part * part_size, end, BLOCK_S):
+        at = start + tl.arange(0, BLOCK_S)
+        position = tl.load(selected_ptr + at, at < end, -1).to(tl.int32)
+        there = position >= 0
+        source = cached_row(table_ptr, position, there, page_size, page_pitch, slot_pitch)
+        dtype: tl.constexpr = q_ptr.dtype.element_ty
+        c, k_rope = _load_rows(
+            pages_ptr, source, there, rank, rope, rope_start, dtype, RANK, ROPE, IS_PACKED, UPCAST
+        )  # fmt: skip
+        scores = dot(q_rope, k_rope.T, dot(q, c.T, None, UPCAST), UPCAST) * scale
+        lowest = tl.minimum(lowest, tl.min(tl.where(there[None, :], scores, 0), 1))
+        scores = tl.where(there[None, :], scores, float("-inf"))
+        out, total, highest = weigh(scores, c, out, total, highest, UPCAST)
+
+    total += lowest * 0
+    row = token.to(tl.int64) * num_heads + head
+    if totals_ptr is None:
+        out /= total[:, None]
+    else:
+        row += part.to(tl.int64) * num_rows
+        tl.store(totals_ptr + row * 2, total, head < num_heads)
+        tl.store(highest_ptr + row * 2, highest, head < num_heads)
+    column = tl.arange(0, RANK)
+    there = (head < num_heads)[:, None] & (column < rank)[None, :]
+    tl.store(out_ptr + row[:, None] * rank + column[None, :], out.to(out_ptr.dtype.element_ty), there)
+
+
+@triton.jit
+def _join(sums_ptr, totals_ptr, highest_ptr, out_ptr, num_rows, rank, parts, RANK: tl.constexpr):
+    """Join the parts of one head of one token. A part without positions has the smallest maximum, so that it weighs
+    nothing beside others."""
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, RANK)
+    sums = tl.zeros([RANK], tl.float32)
+    total, highest = 0.0, -3.4028234e38
+    for part in range(parts):
+        at = row + part * num_rows
+        above = tl.maximum(highest, tl.load(highest_ptr + at * 2))
+        kept, weight = tl.exp2(highest - above), tl.exp2(tl.load(highest_ptr + at * 2) - above)
+        sums = sums * kept + tl.load(sums_ptr + at * rank + column, column < rank, 0.0) * weight
+        total = total * kept + tl.load(totals_ptr + at * 2) * weight
+        highest = above
+    tl.store(out_ptr + row * rank + column, (sums / total).to(out_ptr.dtype.element_ty), column < rank)

@@ -1,0 +1,38 @@
+"""Tensors as kernels read and write them: rows at a pitch, whose elements are adjacent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.weight_formats import BLOCK
+
+TMA_STEP = 4
+"""A group's scales begin at 16-byte borders: at multiples of this many float32."""
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """Return x as [rows, width] whose last axis has stride 1: a view where there can be one."""
+    rows = x.reshape(-1, x.shape[-1]) if x.ndim != 2 else x
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def need(fits: bool, sentence: str) -> None:
+    """Raise ValueError with the sentence where shapes do not fit: a kernel would read memory that is not theirs."""
+    if not fits:
+        raise ValueError(sentence)
+
+
+def fp8_rows_like(x: Tensor, ue8m0: bool, width: int | None = None) -> FP8Rows:
+    """Return room for x [..., I] rounded to FP8, or for rows of `width`. Scales of [T, I] are laid for TMA, because a
+    product reads them group by group; those of other shapes are in rows."""
+    shape = (*x.shape[:-1], x.shape[-1] if width is None else width)
+    groups = -(-shape[-1] // BLOCK)
+    numbers = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+    if len(shape) != 2:
+        scales = torch.empty((*shape[:-1], groups), dtype=torch.float32, device=x.device)
+        return FP8Rows(numbers, scales, "row", dtype=x.dtype, ue8m0=ue8m0)
+    pitch = -(-shape[0] // TMA_STEP) * TMA_STEP
+    scales = torch.empty((groups, pitch), dtype=torch.float32, device=x.device).T[: shape[0]]
+    return FP8Rows(numbers, scales, "mn-major-tma", dtype=x.dtype, ue8m0=ue8m0)

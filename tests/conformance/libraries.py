@@ -1,0 +1,27 @@
+"""Libraries for cards, as their adapters see them where tests put a stand-in in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+
+from pdinfer.kernels import resolve
+
+
+@contextmanager
+def installed(adapter: ModuleType, library: ModuleType | None) -> Iterator[None]:
+    """Let `adapter` find `library`, or none, and think of every device as of a card that it serves. It comes before
+    torch, and nothing else does."""
+    name = adapter.__name__.rpartition(".")[2]
+    providers = [each for each in resolve.PROVIDERS if each[0] in (name, "composition", "torch", "reference")]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(sys.modules, name, library)
+        monkeypatch.setattr(adapter, "why_not_on", lambda device: None)
+        monkeypatch.setattr(resolve, "PROVIDERS", tuple(providers))
+        adapter.why_absent.cache_clear()
+        yield
+    adapter.why_absent.cache_clear()

@@ -1,0 +1,137 @@
+"""Products by DeepGEMM are those of the reference: through a stand-in that checks what the library checks, or through
+the library on a card that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.errors import BackendUnavailable
+from pdinfer.kernels import OpSpec, explain_backends, reference, resolve_ops, torch_ops
+from pdinfer.kernels import deep_gemm as adapter
+from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.weight_formats import FP8Blocks, map_tensors
+from tests.conformance import fake_deep_gemm
+from tests.conformance import test_quantized_ops as quantized
+from tests.conformance.libraries import installed
+from tests.conformance.op_suite import ROWS, Rows, draw, for_tma, fp8_weight
+
+BF16 = OpSpec(device="cpu")
+OPS = ("linear_fp8", "grouped_mlp_fp8")
+
+
+@pytest.fixture(params=["mainline", "sgl", pytest.param("real", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device on which a build of the library is."""
+    if request.param == "real":
+        yield "cuda"
+        return
+    with installed(adapter, fake_deep_gemm.build(request.param)):
+        yield "cpu"
+
+
+@pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize(("size", "parts"), [((64, 128), 1), ((576, 256), 1), ((128, 384), 2)], ids=str)
+def test_linear_fp8(device: str, ue8m0: bool, rows: int, size: tuple[int, int], parts: int) -> None:
+    quantized.test_linear_fp8("deep_gemm", device, torch.bfloat16, ue8m0, rows, size, parts)
+
+
+def experts(count: int, device: str) -> tuple[FP8Blocks, FP8Blocks]:
+    """Return the stacks of experts whose hidden size is 256 and whose width is 128."""
+    return fp8_weight(count, 128, 256, parts=2, device=device), fp8_weight(count, 256, 128, device=device)
+
+
+def op_of(device: str) -> Any:
+    """Return the op with the reference around its products, so that it can be compared bit by bit."""
+    forced = {"grouped_mlp_fp8": "deep_gemm", "gated_silu": "reference", "quantize_fp8": "reference"}
+    return resolve_ops(OpSpec(device=device), forced=forced).ops.grouped_mlp_fp8
+
+
+@pytest.mark.parametrize("form", ROWS)
+@pytest.mark.parametrize("counts", [(0,), (3,), (3, 0, 1, 5), (0, 2, 0), (128, 0, 129, 1)], ids=str)
+def test_grouped_mlp_fp8(device: str, form: Rows, counts: tuple[int, ...]) -> None:
+    x_SD = draw(sum(counts), 256).to(torch.bfloat16).to(device)
+    gate_up, down = experts(len(counts), device)
+    expected = reference.grouped_mlp_fp8(x_SD, torch.tensor(counts), gate_up, down)
+
+    def run(x: Tensor, counts_E: Tensor) -> Tensor:
+        y = op_of(device)(x, counts_E, gate_up, down)
+        rounded = reference.quantize_fp8(x, ue8m0=False)
+        for once in (rounded, scales_together(rounded) if x.ndim == 3 else for_tma(rounded)):
+            assert torch.equal(op_of(device)(once, counts_E, gate_up, down).nan_to_num(), y.nan_to_num())
+        return y
+
+    got = form.run(run, x_SD, counts)
+    if device == "cpu":
+        assert torch.equal(got, expected)
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()) if len(got) else 0)
+
+
+def scales_together(rows: FP8Rows) -> FP8Rows:
+    """Return the same room with the scales of a group of channels side by side, as DeepEP delivers them."""
+    return attrs.evolve(rows, scales_TN=rows.scales_TN.mT.contiguous().mT, layout="mn-major-tma")
+
+
+def test_shapes_follow_from_shapes_alone() -> None:
+    """No kernel runs, and nothing looks at a number."""
+    library = ModuleType("deep_gemm")
+    for names in (adapter.DENSE, adapter.CONTIGUOUS, adapter.MASKED):
+        setattr(library, names[0], lambda *_: None)
+    setattr(library, adapter.ALIGNMENT[0], lambda: 128)
+    meta = [map_tensors(stack, lambda tensor: tensor.to("meta")) for stack in experts(3, "cpu")]
+    with installed(adapter, library):
+        op = resolve_ops(OpSpec(device="meta"), forced=dict.fromkeys(OPS, "deep_gemm")).ops.grouped_mlp_fp8
+        for shape in ((7, 256), (3, 5, 256)):
+            x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            assert op(x, torch.empty(3, dtype=torch.int32, device="meta"), *meta).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "told"),
+    [
+        (fp8_weight(64, 136), torch.bfloat16, "columns in steps of 128, this one is 64 x 136"),
+        (fp8_weight(72, 128), torch.bfloat16, "rows in steps of 64 .* this one is 72 x 128"),
+        (fp8_weight(64, 128, parts=2), torch.bfloat16, "a part of 64 rows ends within a block"),
+        (map_tensors(fp8_weight(128, 256), lambda tensor: tensor[:, ::1][:, :128]), torch.bfloat16, "dense in memory"),
+        (fp8_weight(64, 128), torch.float16, "writes bfloat16, these rows are of torch.float16"),
+    ],
+)
+def test_what_the_kernels_do_not_take_goes_to_the_next_provider(
+    weight: FP8Blocks, dtype: torch.dtype, told: str
+) -> None:
+    x = draw(3, weight.numbers.shape[1]).to(dtype)
+    with installed(adapter, fake_deep_gemm.build("mainline")):
+        resolved = resolve_ops(BF16)
+        assert torch.equal(resolved.ops.linear_fp8(x, weight), torch_ops.linear_fp8(x, weight))
+        (choice,) = (choice for choice in resolved.choices if choice.op == "linear_fp8")
+        assert (choice.provider, choice.others) == ("deep_gemm", ("torch",))
+        with pytest.raises(BackendUnavailable, match=f"op linear_fp8: .*{told}"):
+            resolve_ops(BF16, forced={"linear_fp8": "deep_gemm"}).ops.linear_fp8(x, weight)
+
+
+def test_it_is_told_what_the_library_serves() -> None:
+    with installed(adapter, fake_deep_gemm.build("sgl")):
+        assert "grouped_mlp_fp8     deep_gemm, else torch\n" in explain_backends(BF16)
+        refused = explain_backends(attrs.evolve(BF16, dtype=torch.float32))
+    assert "not deep_gemm: writes bfloat16, the model runs in torch.float32" in refused
+
+
+@pytest.mark.parametrize("name", ["cpu", "A100", "B200"])
+def test_other_devices_are_refused(name: str) -> None:
+    assert adapter.unavailable(OpSpec(device=name)) == f"is used on Hopper cards, not on {name}"
+
+
+def test_without_the_library() -> None:
+    with installed(adapter, None):
+        assert "cannot be imported (" in str(adapter.unavailable(BF16))
+    other = ModuleType("deep_gemm")
+    other.gemm_fp8_fp8_bf16_nt = print  # type: ignore[attr-defined]
+    with installed(adapter, other):
+        assert adapter.unavailable(BF16) == "this deep_gemm has no fp8_gemm_nt"

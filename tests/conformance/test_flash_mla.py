@@ -1,0 +1,160 @@
+"""Attention by FlashMLA is that of the reference: through a stand-in that checks what the library checks, or through
+the library on a card that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import attrs
+import pytest
+import torch
+
+from pdinfer.errors import BackendUnavailable
+from pdinfer.kernels import OpSpec, resolve_ops, torch_ops
+from pdinfer.kernels import flash_mla as adapter
+from tests.conformance import fake_flash_mla
+from tests.conformance.libraries import installed
+from tests.conformance.op_suite import SCALE, Attention, contexts_of
+from tests.conformance.test_sparse_ops import Sparse
+from tests.rounding import assert_within
+
+BF16 = OpSpec(device="cpu")
+OPS = ("mla_decode", "mla_sparse")
+DIMS = (512, 64, 128, 128)
+
+
+@pytest.fixture(params=["2025", "2026", pytest.param("real", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device on which a version of the library is."""
+    if request.param == "real":
+        yield "cuda"
+        return
+    with installed(adapter, fake_flash_mla.build(request.param)):
+        yield "cpu"
+
+
+def dense(contexts: tuple[int, ...], heads: int, num_queries: int) -> Attention:
+    """The table is wider than any context, of int64, and slots of nobody are NaN."""
+    lens = (1,) * len(contexts)
+    return Attention(torch.bfloat16, heads, 64, contexts, lens, DIMS, num_queries, torch.int64, spare_columns=2)
+
+
+@pytest.mark.parametrize(("heads", "num_queries"), [(1, 1), (16, 2), (3, 4)])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_mla_decode(device: str, heads: int, num_queries: int, count: int) -> None:
+    contexts = tuple(max(num_queries, context) for context in contexts_of(64, count))
+    dense(contexts, heads, num_queries).check("mla_decode", "flash_mla", device)
+
+
+@pytest.mark.parametrize("written", [1, 2, 3])
+def test_a_query_whose_latent_was_not_written_changes_no_other(device: str, written: int) -> None:
+    case = dense((20, 4, 64, 66), 3, 4)
+    unused = case.pages
+    for mine, context in zip(case.owned, case.contexts, strict=True):
+        for position in range(context - 4 + written, context):
+            unused[mine[position // 64], position % 64] = torch.nan
+    got, exact = case.run("mla_decode", "flash_mla", device, unused), case.exact("mla_decode")
+    assert_within(got[:, :written], exact[:, :written], case.error("mla_decode")[:, :written], torch.bfloat16)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_mla_sparse(device: str, heads: int) -> None:
+    """One token reads nothing; the others read fewer positions than a step of the kernel has."""
+    case = Sparse(torch.bfloat16, 64, packed=True, heads=heads, latent=512, rope=64, contexts=(70, 1, 130))
+    got, (exact, error) = case.run("flash_mla", device), case.expected()
+    some = [token for token, count in enumerate(case.counts) if count]
+    assert_within(got[some], exact[some], error[some], torch.bfloat16)
+    assert all(got[token].isnan().all() for token, count in enumerate(case.counts) if not count)
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(0, 3), (2, 0)])
+def test_nothing_chosen_is_nan(device: str, tokens: int, chosen: int) -> None:
+    q_latent, q_rope = (torch.zeros(tokens, 64, width, dtype=torch.bfloat16, device=device) for width in (512, 64))
+    pages = torch.zeros(1, 64, 656, dtype=torch.uint8, device=device)
+    sequence = torch.zeros(tokens, dtype=torch.int64, device=device)
+    op = resolve_ops(OpSpec(device=device), forced={"mla_sparse": "flash_mla"}).ops.mla_sparse
+    got = op(q_latent, q_rope, pages, sequence[:, None], sequence, sequence[:, None].expand(-1, chosen), scale=SCALE)
+    assert got.shape == (tokens, 64, 512)
+    assert got.isnan().all()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("where", ["query", "latent"])
+def test_what_is_not_finite_is_not_lost(device: str, where: str, value: float) -> None:
+    """A query of one sequence, which may have a single token, or a latent of one."""
+    case = dense((1, 70), 3, 1)
+    for row in range(2):
+        pages = case.pages
+        if where == "latent":
+            pages[case.owned[row][0], 0, 5] = value
+
+        def put(x: torch.Tensor, row: int = row) -> torch.Tensor:
+            x = x.to(device)
+            if where == "query" and x.shape[-1] == 512:
+                x[row, 0, :, 7] = value
+            return x
+
+        op = resolve_ops(OpSpec(device=device), forced={"mla_decode": "flash_mla"}).ops.mla_decode
+        got = case.decode(op, pages.to(device), put)
+        assert not got[row].isfinite().all(-1).any()
+        assert got[1 - row].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"page_size": 16}, "reads pages of 64 tokens, these have 16"),
+        ({"dims": (256, 64, 128, 128)}, "reads latents of 512 and rotary keys of 64 elements, they have 256 and 64"),
+        ({"dtype": torch.float32}, "computes in bfloat16, these queries are of torch.float32"),
+    ],
+)
+def test_what_the_kernels_do_not_take_goes_to_the_next_provider(changes: dict[str, object], told: str) -> None:
+    case = attrs.evolve(dense((20, 4), 3, 1), **changes)
+    with installed(adapter, fake_flash_mla.build("2026")):
+        in_turn = resolve_ops(BF16).ops.mla_decode
+        assert torch.equal(*(case.decode(op, case.pages, lambda x: x) for op in (in_turn, torch_ops.mla_decode)))
+        op = resolve_ops(BF16, forced={"mla_decode": "flash_mla"}).ops.mla_decode
+        with pytest.raises(BackendUnavailable, match=f"op mla_decode: {told}"):
+            case.decode(op, case.pages, lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("op", "known", "told"),
+    [
+        ("mla_decode", {"page_size": 32}, "reads pages of 64 tokens, these have 32"),
+        ("mla_decode", {"kv_format": "fp8"}, "reads pages of bfloat16, these are packed FP8"),
+        ("mla_sparse", {"kv_format": "bfloat16"}, "reads pages of packed FP8, these are not"),
+        ("mla_sparse", {"num_heads": 16}, "has sparse kernels for 64 and 128 heads on a rank, there are 16"),
+        (
+            "mla_decode",
+            {"kv_lora_rank": 256},
+            "reads latents of 512 and rotary keys of 64 elements, they have 256 and any",
+        ),
+        ("mla_sparse", {"dtype": torch.float16}, "computes in bfloat16, the model runs in torch.float16"),
+        ("mla_decode", {"num_heads": 16, "kv_lora_rank": 512, "page_size": 64, "kv_format": "bfloat16"}, None),
+        ("mla_sparse", {"num_heads": 128, "qk_rope_head_dim": 64, "page_size": 64, "kv_format": "fp8"}, None),
+    ],
+)
+def test_what_is_known_to_be_beyond_the_kernels_is_refused(op: str, known: dict[str, object], told: str | None) -> None:
+    with installed(adapter, fake_flash_mla.build("2025")):
+        refusal = adapter.refuses(op, attrs.evolve(BF16, **known))
+    assert refusal == told
+
+
+def test_a_version_without_sparse_attention_decodes() -> None:
+    with installed(adapter, fake_flash_mla.build("dense")):
+        assert adapter.refuses("mla_sparse", BF16) == "this flash_mla is too old for sparse attention"
+        dense((66, 3), 2, 2).check("mla_decode", "flash_mla")
+
+
+@pytest.mark.parametrize("name", ["cpu", "A100", "B200"])
+def test_other_devices_are_refused(name: str) -> None:
+    assert adapter.unavailable(OpSpec(device=name)) == f"is used on Hopper cards, not on {name}"
+
+
+def test_without_the_library() -> None:
+    with installed(adapter, None):
+        assert "cannot be imported (" in str(adapter.unavailable(BF16))
+    with installed(adapter, ModuleType("flash_mla")):
+        assert adapter.unavailable(BF16) == "this flash_mla has no get_mla_metadata"

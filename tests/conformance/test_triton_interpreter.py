@@ -1,0 +1,63 @@
+"""Kernels in Triton do what the reference does, on a CPU: Triton's interpreter runs them, in a process of its own.
+
+The same by hand, for one suite: TRITON_INTERPRET=1 python -m pytest tests/conformance/test_ops.py -k triton
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.backends import ROOT, child_environment
+
+FEW = 3
+FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2}
+"""How many cases of each test run each time, and of the tests of some suites. More run with those that are `full`."""
+SUITES = {
+    "test_ops": (22, 220),
+    "test_fused_ops": (38, 150),
+    "test_page_ops": (5, 60),
+    "test_not_finite": (30, 60),
+    "test_quantized_ops": (25, 300),
+    "test_attention_ops": (24, 75),
+    "test_sparse_ops": (55, 110),
+    "test_routing_ops": (24, 52),
+    "test_draws": (20, 39),
+}
+"""How many tests of each suite must pass at least, of a few cases and of more, so that none is skipped in silence."""
+MOST_CASES = {"test_not_finite": 6, "test_attention_ops": 16, "test_sparse_ops": 12}
+"""How many cases of each test are run, where all of them would take many minutes."""
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_kernels_do_what_the_reference_does(suite: str) -> None:
+    passed, told = interpreted(suite, f"--most-cases={FEW_OF.get(suite, FEW)}")
+    assert passed >= SUITES[suite][0], told
+
+
+@pytest.mark.full(minutes=4)
+@pytest.mark.parametrize("suite", SUITES)
+def test_kernels_do_so_in_more_cases(suite: str) -> None:
+    passed, told = interpreted(suite, *([f"--most-cases={MOST_CASES[suite]}"] if suite in MOST_CASES else []))
+    assert passed >= SUITES[suite][1], told
+
+
+def interpreted(suite: str, *options: str) -> tuple[int, str]:
+    """Run the tests of a suite that are of Triton. Return how many passed, and what pytest told."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        [*command, "-m", "not full and not gpu", "-k", "triton", f"tests/conformance/{suite}.py"],
+        cwd=ROOT,
+        env=child_environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    return int(passed[1] if passed else 0), done.stdout[-1000:]

@@ -1,0 +1,45 @@
+"""The suites of all providers on a card, each in a process of its own: a fault of a kernel ends a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.backends import ROOT, child_environment
+
+SUITES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "tests" / "conformance").glob("test_*.py")
+    if "for_every_provider" in path.read_text() or "every_device" in path.read_text()
+)
+MINUTES = 9
+NO_TESTS = 5
+"""What pytest returns when it found none."""
+
+
+def pytest_in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu and not full", "-p", "no:cacheprovider", *arguments],
+        cwd=ROOT,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60 * MINUTES,
+        check=False,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", SUITES)
+def test_ops_of_every_provider(suite: str) -> None:
+    done = pytest_in_a_process(suite)
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+def test_there_are_suites_for_a_card() -> None:
+    assert {"tests/conformance/test_ops.py", "tests/conformance/test_attention_ops.py"} <= set(SUITES)
+    done = pytest_in_a_process("--collect-only", "tests/conformance/test_page_ops.py")
+    assert done.returncode != NO_TESTS, done.stdout[-2000:]
+    assert "cuda" in done.stdout

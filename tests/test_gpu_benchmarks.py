@@ -1,0 +1,260 @@
+"""The programs that measure a card run at small sizes on a CPU, and so are known to work before they see one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+from tests.backends import ROOT, child_environment
+
+sys.path.append(str(ROOT / "benchmarks" / "gpu"))
+
+import attention_cases
+import card
+import case
+import product_cases
+import pushes
+import row_cases
+import run
+import slice as steps
+import timing
+
+GPU = ROOT / "benchmarks" / "gpu"
+CPU = torch.device("cpu")
+
+
+def output_of(program: Any, *arguments: str) -> str:
+    """Run a program here, and return what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        assert program.main(arguments) == 0
+    return told.getvalue()
+
+
+def lines_of(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+
+
+def test_the_plan_tells_the_floor_of_every_kernel_and_names_every_card() -> None:
+    told = output_of(run, "--dry-run", "--card", "H100")
+    for each in run.CASES:
+        assert each.name in told
+    decode = next(line for line in told.splitlines() if "16 heads, 64 x 8192, Q 1" in line)
+    num_bytes = 64 * 8192 * 1152 + 2 * 64 * 16 * (512 + 64 + 512)
+    assert f"{num_bytes / 1e6:.1f}" in decode
+    assert f"{num_bytes / 3.35e12 * 1e6:.1f}" in decode
+    assert {run.plan(name).splitlines()[0].split()[2] for name in card.NOMINAL} == set(card.NOMINAL)
+
+
+def test_the_plan_needs_nothing_but_the_library() -> None:
+    done = subprocess.run(
+        [sys.executable, str(GPU / "run.py"), "--dry-run"],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == run.plan("H200") + "\n"
+
+
+def test_a_run_at_small_sizes_measures_every_kernel_and_finds_none_wrong() -> None:
+    output = output_of(run, "--tiny", "--provider", "torch")
+    lines = lines_of(output)
+    assert {"bench": "gpu", "case": "tokens", "value": "equal"} in lines
+    assert not [line for line in lines if "wrong" in line]
+    measured = {line["case"] for line in lines if "goal" in line}
+    assert measured == {each.tiny().name for each in run.CASES}
+    assert all(line["value"] > 0 and line["floor_us"] > 0 for line in lines if "goal" in line)
+    assert "absent: " in output.splitlines()[-1]
+
+
+def bench(**changed: Any) -> run.Bench:
+    ceilings = case.Ceilings(copy=1e9, read=1e9, bf16=1e9)
+    return run.Bench(
+        **{"device": CPU, "provider": "torch", "ceilings": ceilings, "deadline": 1e18, "tiny": True, **changed}
+    )
+
+
+def first_of(kind: type[case.Case]) -> case.Case:
+    return next(each for each in run.CASES if isinstance(each, kind)).tiny()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        attention_cases.Decode,
+        attention_cases.SparseDecode,
+        attention_cases.Prefill,
+        product_cases.MaskedExperts,
+        product_cases.Dense,
+        row_cases.Scatter,
+        row_cases.Combine,
+    ],
+)
+def test_a_wrong_kernel_is_told_and_not_timed(kind: type[case.Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: run.Bench, one: case.Case, provider: str) -> Any:
+        op = right(self, one, provider)
+        return op if provider == "reference" else broken(op, one)
+
+    def broken(op: Any, one: case.Case) -> Any:
+        def run_it(*inputs: Any, **options: Any) -> Any:
+            if one.exact:
+                inputs = (inputs[0], inputs[1].flip(0), inputs[2])
+                return op(*inputs, **options)
+            return 1.05 * op(*inputs, **options)
+
+        return run_it
+
+    right = run.Bench.op_of
+    monkeypatch.setattr(run.Bench, "op_of", wrong)
+    (line,) = bench().lines(first_of(kind))
+    assert line["case"] == first_of(kind).name
+    assert "relative error" in line["wrong"] or "numbers differ" in line["wrong"]
+
+
+def test_results_that_are_not_numbers_are_wrong() -> None:
+    good, any_case = torch.ones(3), run.CASES[0]
+    assert case.complaint(good, good.clone(), any_case) is None
+    assert case.complaint(torch.tensor([1.0, torch.nan, 1.0]), good, any_case)
+    assert case.complaint(good[:2], good, any_case)
+
+
+def test_what_is_absent_or_late_is_told() -> None:
+    (line,) = bench(provider="nobody").lines(run.CASES[0].tiny())
+    assert "no provider is called 'nobody'" in line["missing"]
+    (line,) = bench(deadline=0.0).lines(run.CASES[0].tiny())
+    assert line["missing"] == "no time left"
+    found = timing.race({"a": [lambda: None], "b": [lambda: 1 // 0]}, CPU, rounds=2)
+    assert isinstance(found["a"], timing.Times)
+    assert found["b"] == timing.Missing("ZeroDivisionError: integer division or modulo by zero")
+
+
+def test_contenders_take_turns() -> None:
+    turns: list[str] = []
+    timing.race({"a": [lambda: turns.append("a")], "b": [lambda: turns.append("b")]}, CPU, rounds=3)
+    runs = "".join(turns[-6 * timing.MOST_CALLS :])
+    assert runs == ("a" * timing.MOST_CALLS + "b" * timing.MOST_CALLS) * 3
+
+
+def test_ratios_above_one_say_that_pdinfer_is_faster() -> None:
+    ours, theirs = timing.Times((1.0, 2.0, 4.0), True), timing.Times((2.0, 6.0, 4.0), False)
+    line = run.against(ours, theirs)
+    assert (line["ratio"], line["ratio_low"], line["ratio_high"], line["runs"]) == (2.0, 1.0, 3.0, 3)
+
+
+def test_a_goal_is_a_share_of_what_it_names() -> None:
+    ceilings = case.Ceilings(copy=1000.0, read=1.0, bf16=100.0)
+    work = case.Work(num_bytes=500, flops=100, in_fp8=True)
+    assert case.Goal("copy", 0, 0).share(1.0, work, ceilings, {}) == 0.5
+    assert case.Goal("bf16", 0, 0).share(2.0, work, ceilings, {}) == 0.5
+    assert case.Goal("2 x bf16", 0, 0).share(2.0, work, ceilings, {}) == 0.25
+    assert case.Goal("sdpa", 0, 0).share(2.0, work, ceilings, {"sdpa": 1.0}) == 0.5
+    assert case.Goal("sdpa", 0, 0).share(2.0, work, ceilings, {}) is None
+    assert work.floor_s(ceilings) == 0.5
+
+
+def test_inputs_rotate_past_the_cache_on_a_card() -> None:
+    cuda = torch.device("cuda")
+    assert timing.num_input_sets(1 << 20, cuda) == timing.MOST_INPUT_SETS
+    assert timing.num_input_sets(200 << 20, cuda) == 3
+    assert timing.num_input_sets(4 << 30, cuda) == 1
+
+
+def test_sizes_are_those_of_deepseek_v3() -> None:
+    experts = next(each for each in run.CASES if isinstance(each, product_cases.MaskedExperts))
+    hidden, intermediate = experts.sizes
+    assert experts.work.num_bytes > 32 * 3 * hidden * intermediate
+    assert row_cases.Gather().page_bytes == 73728
+    assert (
+        attention_cases.Decode(heads=16, batch=1, context=1, packed=True, goal=attention_cases.MEMORY).row_bytes == 656
+    )
+    assert attrs.evolve(experts, rows=2).work.flops == 2 * 32 * 6 * hidden * intermediate
+
+
+def test_the_kit_is_listed_and_may_travel() -> None:
+    """What pdinfer needs and the machine lacks is in it, and the library's own pins are DeepGEMM's."""
+    told = subprocess.run(
+        ["bash", str(GPU / "kit.sh"), "--list"], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    for package in ("msgspec==", "xxhash==", "sgl-deep-gemm==0.1.4.post1", "apache-tvm-ffi==0.1.11", "vllm==0.24.0"):
+        assert package in told
+    assert "_flashmla_C" in told
+    total, most = told.splitlines()[-1].removeprefix("MiB in all: ").split(" of ")
+    assert float(total) < 64 == int(most)
+
+
+def test_the_kit_says_what_it_takes() -> None:
+    done = subprocess.run(
+        ["bash", str(GPU / "kit.sh"), "--nonsense"], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: ")
+
+
+@pytest.mark.parametrize("kv_format", ["auto", "fp8"])
+def test_steps_of_a_small_slice_are_measured(kv_format: str) -> None:
+    output = output_of(steps, "--tiny", "--batches", "2", "--contexts", "70", "--kv-format", kv_format)
+    (line,) = [line for line in lines_of(output) if "step_us" in line]
+    assert line["case"] == "decode B 2, context 70"
+    assert line["step_us"] > 0
+    assert line["captured"] is False
+    assert "B 2, context 70" in output.splitlines()[-1]
+
+
+def test_the_whole_model_follows_from_its_layers() -> None:
+    """Here a dense layer takes 10, one with experts 20, and the rest 5."""
+    told = steps.whole_us({"dense": 15.0, "2 x dense": 25.0, "slice": 75.0}, 3)
+    assert told == {"dense_us": 10.0, "moe_us": 20.0, "rest_us": 5.0, "whole_us": 5 + 3 * 10 + 58 * 20.0}
+
+
+class Marker:
+    """An event of a device."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.is_recorded = False
+
+    def record(self) -> None:
+        self.is_recorded = True
+
+
+def test_providers_are_passed_over() -> None:
+    told = output_of(steps, "--tiny", "--batches", "1", "--contexts", "5", "--without", "native,torch")
+    (providers,) = [line["value"] for line in lines_of(told) if line["case"] == "ops"]
+    assert set(providers.values()) == {"reference", "composition"}
+
+
+def test_only_steps_that_were_replayed_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Marker)
+    model = steps.drawn_model(steps.v3_config(tiny=True), CPU)
+    pool = steps.pd.PagePool(model, steps.pd.CacheConfig(page_size=steps.PAGE_SIZE, num_pages=8))
+    some = steps.Steps.of(model, pool, 2, 5)
+    some.watch()
+    some.run()
+    assert not some.replays  # nothing is captured on a CPU
+    graphs = some.runner.resident.graphs
+    monkeypatch.setattr(type(graphs), "step", lambda self, *arguments: arguments)
+    del graphs.step
+    some.watch()
+    assert graphs.step(2, 0, 0) == (2, 0, 0)
+    ((before, after),) = some.replays
+    assert before.is_recorded
+    assert after.is_recorded
+
+
+def test_pushes_of_a_small_slice_arrive_and_are_measured() -> None:
+    output = output_of(pushes, "--tiny", "--rounds", "1", "--chunks", "2", "--chunk", "64")
+    lines = [line for line in lines_of(output) if "ratio" in line]
+    assert [line["case"].partition("/")[2] for line in lines] == ["shm", "tcp"]
+    for line in lines:
+        assert line["runs"] == 1
+        assert line["bytes"] == 2 * 64 * 4 * 2 * (128 + 16)
+        assert line["landed_ms"] > 0 < line["value"]

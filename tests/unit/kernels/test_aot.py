@@ -1,0 +1,133 @@
+"""Kernels compile for sm_90, and what they are compiled to is not slow by construction. No GPU is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.kernels import aot
+
+triton = pytest.importorskip("triton")
+bad_kernels = pytest.importorskip("tests.unit.kernels.bad_kernels")
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def check(chosen: list[aot.Specimen]) -> list[aot.Measured]:
+    """Measure specimens. No kernel may miss a gate without a reason."""
+    found = aot.measure_all(chosen)
+    bad = [one for one in found if one.missed and one.exception is None]
+    assert not bad, "\n" + aot.table(bad)
+    return found
+
+
+WRITE = "python -m tests.unit.kernels.aot --write"
+
+
+def rows(text: str) -> list[list[str]]:
+    """Return the cells of each row of a table."""
+    return [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+
+
+def test_every_kernel_meets_the_gates_with_numbers_as_committed() -> None:
+    """The first specimen of each kernel. Those of other shapes follow in the long run."""
+    firsts: dict[str, str] = {}
+    for name, kernel, *_ in rows(aot.committed()):
+        firsts.setdefault(kernel, name)
+    chosen = [specimen for specimen in aot.specimens() if specimen.name in firsts.values()]
+    found = check(chosen)
+    assert {f"`{one.kernel}`" for one in found} == {*firsts}, WRITE
+    if triton.__version__ == aot.TRITON:
+        of_these = [row for row in rows(aot.committed()) if row[0] in firsts.values()]
+        assert rows(aot.table(found)) == of_these, WRITE
+
+
+def test_the_table_has_every_specimen() -> None:
+    told = [name for name, *_ in rows(aot.committed())]
+    assert [*dict.fromkeys(told)] == [specimen.name for specimen in aot.specimens() if not specimen.full], WRITE
+
+
+def test_kernels_are_those_of_the_table() -> None:
+    """Nothing is compiled: what each specimen starts is enough."""
+    started = [
+        {kernel.__name__.strip("_") for kernel, *_ in aot.launches(specimen.call)}
+        for specimen in aot.specimens()
+        if not specimen.full
+    ]
+    told: dict[str, set[str]] = {}
+    for name, kernel, *_ in rows(aot.committed()):
+        told.setdefault(name, set()).add(kernel.strip("`").split()[0])
+    assert started == [*told.values()], WRITE
+
+
+@pytest.mark.full(minutes=4)
+def test_the_table_is_up_to_date() -> None:
+    found = check([specimen for specimen in aot.specimens() if not specimen.full])
+    if triton.__version__ == aot.TRITON:
+        assert aot.table(found) == aot.committed(), WRITE
+
+
+@pytest.mark.full
+def test_kernels_in_other_configs_meet_the_gates() -> None:
+    check([specimen for specimen in aot.specimens() if specimen.full])
+
+
+def test_specimens_have_names_of_their_own() -> None:
+    names = [specimen.name for specimen in aot.specimens()]
+    assert len(names) == len(set(names))
+
+
+def product(rows: int, dtype: torch.dtype = torch.bfloat16, **constants: int) -> Callable[[], None]:
+    return started(
+        bad_kernels.product,
+        *(empty(64, 4096, dtype=dtype), empty(4096, 64, dtype=dtype), empty(rows, 64, dtype=torch.float32), 4096, 4096),
+        ROWS=rows,
+        BLOCK=64,
+        **constants,
+    )
+
+
+def started(kernel: Any, *arguments: Any, **constants: int) -> Callable[[], None]:
+    """Return a call that starts the kernel, as an op would."""
+
+    def call() -> None:
+        from pdinfer.kernels.triton import norms
+
+        norms.launch(kernel, (1,), *arguments, **constants)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (product(64, num_stages=3), ""),
+        (product(16, num_stages=3), ""),
+        (product(64, num_stages=1), "waits for its loads, without TMA or cp.async"),
+        (product(64, torch.float32, num_stages=3), "a product of 64 rows without wgmma"),
+        (product(64, num_stages=16), "bytes of shared memory, more than 232448"),
+        (product(32, num_stages=3, maxnreg=32), "instructions that spill"),
+        (started(bad_kernels.copied, empty(512), empty(512), 16, SIZE=512, num_warps=2), ""),
+        (started(bad_kernels.copied, empty(512), empty(512), 17, SIZE=512, num_warps=2), "loads of fewer than 8 bytes"),
+    ],
+)
+def test_each_gate_is_missed_by_a_kernel_that_is_made_to(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, call: Callable[[], None], told: str
+) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    (one,) = aot.measure(aot.Specimen("made", call))
+    assert told in "; ".join(one.missed)
+    assert bool(told) == bool(one.missed)
+
+
+def test_what_a_kernel_loads_and_multiplies_is_counted(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    (one,) = aot.measure(aot.Specimen("made", product(64, num_stages=3)))
+    assert one.wgmma > 0 < one.cp_async
+    (one,) = aot.measure(aot.Specimen("made", product(16, num_stages=3)))
+    assert one.mma > 0 == one.wgmma
