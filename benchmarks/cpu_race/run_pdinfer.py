@@ -19,6 +19,7 @@ from common import MOST_STEPS, Best, Order, now, parser, prompt_ids, run_cases
 import pdinfer as pd
 from pdinfer.execution import resident
 from pdinfer.execution.runner import ModelRunner, Runner
+from pdinfer.kernels import torch_ops
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.layers import RMSNorm
@@ -72,11 +73,11 @@ class TimedDecode(pd.DecodeEngine):
 
 
 def watch_compute() -> None:
-    """Measure the time of the model and of sampling: the parameters, the ops, and reading what they drew."""
+    """Measure the time of the model and of sampling (the op, and reading what it drew), before a model is loaded."""
     pd.Model.forward = STOPWATCH.computing(pd.Model.forward)  # type: ignore[method-assign]
     pd.Model.head = STOPWATCH.computing(pd.Model.head)  # type: ignore[method-assign]
     RMSNorm.__call__ = STOPWATCH.computing(RMSNorm.__call__)  # type: ignore[method-assign]
-    resident.draw_tokens = STOPWATCH.computing(resident.draw_tokens)  # type: ignore[attr-defined]
+    torch_ops.draw = STOPWATCH.computing(torch_ops.draw)
     resident.read_drawn = STOPWATCH.computing(resident.read_drawn)  # type: ignore[attr-defined]
 
 

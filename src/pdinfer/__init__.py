@@ -4,7 +4,8 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
 
     __init__      The names that hosts use.
     testing/      Tests get tiny models, virtual time and a network that fails on demand.
-    planning/     A plan of many engines is checked for size and fit, without a device.
+    planning/     A plan of many engines is checked, and a load is run through simulated ones, without a device.
+    bench/        A load is sent, every request is recorded, and the figures are checked.
     pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
     remote/       An engine in another process takes part in a Pairing like one that is here.
     engine/       An engine decides which requests enter, what runs in this step, and which one gives way.
@@ -34,7 +35,8 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import kernels, kv, moe, remote, testing
+from pdinfer import bench, kernels, kv, moe, remote, testing
+from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
 from pdinfer.engine.decode import DecodeEngine
@@ -75,7 +77,7 @@ from pdinfer.types import (
     TokenEvent,
 )
 
-__all__ = [
+__all__ = [  # noqa: RUF022 - in plain order
     "BackendUnavailable",
     "CacheConfig",
     "CheckpointError",
@@ -106,10 +108,12 @@ __all__ = [
     "RemoteConfig",
     "Request",
     "RequestError",
+    "SLO",
     "SamplingParams",
     "TokenEvent",
     "Topology",
     "TransferError",
+    "bench",
     "explain_backends",
     "explain_graphs",
     "kernels",

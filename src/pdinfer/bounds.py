@@ -48,6 +48,8 @@ Epoch = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0.0, le=MAX_SECONDS)]
 """A duration, up to 30 years. NaN is refused."""
 Rate = Annotated[float, Meta(ge=0.0, le=1e15)]
+Score = Annotated[float, Meta(ge=-1e300, le=1e300)]
+"""A part of what a policy computed. NaN is refused."""
 Logprob = Annotated[float, Meta(ge=-3.5e38, le=LOGPROB_ROUNDING)]
 """A float32. Minus infinity is refused: it would be a token that cannot occur."""
 TopLogprobs = Annotated[tuple[tuple[Index, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]

@@ -5,9 +5,13 @@ The bounds in their types apply to what a peer sends (`pdinfer.bounds`).
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from functools import cached_property
+from typing import Annotated, overload
 
 import attrs
+from msgspec import Meta
 
 from pdinfer.bounds import (
     FEW,
@@ -20,7 +24,7 @@ from pdinfer.bounds import (
     Seconds,
     Text,
 )
-from pdinfer.types import FinishReason, PeerAddress
+from pdinfer.types import FinishReason, Link, PeerAddress
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +63,67 @@ class ChannelStats:
 
 
 @attrs.frozen(kw_only=True)
+class PrefillCost:
+    """What the steps of a prefill take, fitted to the recent ones: `step_s` for each, and `token_s` for each token that
+    it computes. A step has at most `chunk_tokens`, or any number of them when that is 0. Zeros mean that no step was
+    measured."""
+
+    step_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+    chunk_tokens: Count = 0
+
+    def seconds(self, num_tokens: float) -> float:
+        """Return how many seconds the engine computes `num_tokens`, in as few steps as they need."""
+        num_steps = max(1.0, num_tokens / self.chunk_tokens) if self.chunk_tokens else 1.0
+        return num_steps * self.step_s + num_tokens * self.token_s if num_tokens else 0.0
+
+
+@attrs.frozen(kw_only=True)
+class DecodeCost:
+    """What the steps of a decode take, fitted to the recent ones: `step_s` for each, `sequence_s` for each sequence in
+    it and `token_s` for each token of their contexts. Zeros mean that no step was measured."""
+
+    step_s: Seconds = 0.0
+    sequence_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+
+    def seconds(self, num_sequences: float, num_context_tokens: float) -> float:
+        """Return how many seconds a step of these sequences takes, whose contexts have so many tokens together."""
+        return self.step_s + num_sequences * self.sequence_s + num_context_tokens * self.token_s
+
+
+MAX_SIZE_CLASSES = 54
+"""One more than the bits of the largest count."""
+_Classes = Annotated[tuple[Count, ...], Meta(max_length=MAX_SIZE_CLASSES)]
+
+
+@attrs.frozen
+class QueuedSizes:
+    """The prompts that an engine has not finished, by size: the tokens that are still to be computed for them, without
+    those that its pages hold. Item i of both is about sizes of i bits: from 2**(i - 1) up to 2**i, 2**i excluded."""
+
+    num_requests: _Classes = ()
+    num_tokens: _Classes = ()
+
+    @classmethod
+    def of(cls, sizes: Iterable[int]) -> QueuedSizes:
+        """Count prompts of these sizes."""
+        return cls().plus(sizes)
+
+    def plus(self, sizes: Iterable[int]) -> QueuedSizes:
+        """Return these prompts and others of the given sizes."""
+        num_requests, num_tokens = list(self.num_requests), list(self.num_tokens)
+        for size in sizes:
+            bits = size.bit_length()
+            if (missing := bits + 1 - len(num_tokens)) > 0:
+                num_requests += [0] * missing
+                num_tokens += [0] * missing
+            num_requests[bits] += 1
+            num_tokens[bits] += size
+        return QueuedSizes(tuple(num_requests), tuple(num_tokens))
+
+
+@attrs.frozen(kw_only=True)
 class EngineLoad:
     """What the snapshots of both engines have in common.
 
@@ -68,17 +133,20 @@ class EngineLoad:
     pages hold what ended requests left, and are evicted when pages are needed. `prefix_query_tokens` were looked up
     there, and `prefix_hit_tokens` of them were found. `placement_epoch` is the epoch of the placement of experts in
     use. `is_placement_staged` says whether another one is on its way, and `placement_error` why the last one was
-    dropped."""
+    dropped. A token's latents in all layers have `token_bytes`, or 0 when they are not known.
+
+    What a policy is shown leaves `transport`, `providers` and `kv` empty: they take long, and it does not need them."""
 
     address: PeerAddress
     num_free_pages: Count
     num_total_pages: Positive
     page_size: PageSize
-    num_tokens: Count
-    busy_s: Seconds
-    transport: Name
-    providers: Annotated[tuple[tuple[Name, Name], ...], FEW]
-    kv: ChannelStats
+    token_bytes: Count = 0
+    num_tokens: Count = 0
+    busy_s: Seconds = 0.0
+    transport: Name = ""
+    providers: Annotated[tuple[tuple[Name, Name], ...], FEW] = ()
+    kv: ChannelStats = ChannelStats()
     step_age_s: Seconds | None = None
     num_cached_pages: Count = 0
     prefix_query_tokens: Count = 0
@@ -100,12 +168,15 @@ class EngineLoad:
 
 @attrs.frozen(kw_only=True)
 class PrefillLoad(EngineLoad):
-    """Snapshot of a prefill engine. `num_queued_tokens` are prompt tokens that are still to be computed, and
-    `unsent_bytes` were pushed and not sent yet."""
+    """Snapshot of a prefill engine. `num_queued_tokens` are prompt tokens that are still to be computed, and those of
+    prompts that wait to start count in full. `queued` has them by size, without those that are cached. `unsent_bytes`
+    were pushed and not sent yet. `cost` says how long its steps take."""
 
     num_queued_requests: Count
     num_queued_tokens: Count
-    unsent_bytes: Count
+    unsent_bytes: Count = 0
+    queued: QueuedSizes = QueuedSizes()
+    cost: PrefillCost = PrefillCost()
 
 
 @attrs.frozen(kw_only=True)
@@ -113,7 +184,8 @@ class DecodeLoad(EngineLoad):
     """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences.
     `num_draft_tokens` were proposed since the engine was made, and `num_accepted_tokens` of them were the model's own
     choice. `accept_length` is the average number of tokens that a sequence got in the last step: 1 without drafts, 0
-    before the first step."""
+    before the first step. At most `max_running_requests` hold pages at a time, or any number when that is 0. `cost`
+    says how long its steps take."""
 
     num_waiting_requests: Count
     num_waiting_tokens: Count
@@ -123,6 +195,76 @@ class DecodeLoad(EngineLoad):
     num_draft_tokens: Count = 0
     num_accepted_tokens: Count = 0
     accept_length: Rate = 0.0
+    max_running_requests: Count = 0
+    cost: DecodeCost = DecodeCost()
+
+
+LinksByEnds = Mapping[PeerAddress, Mapping[PeerAddress, Link]]
+"""The links of each prefill by their decodes."""
+
+
+class Links(Sequence[Link]):
+    """Links in a fixed order, which are also found by their ends. Equal to a tuple of the same links."""
+
+    def __init__(self, links: Iterable[Link] = (), *, by_ends: LinksByEnds | None = None) -> None:
+        if by_ends is None:
+            found: dict[PeerAddress, dict[PeerAddress, Link]] = {}
+            for link in links:
+                found.setdefault(link.prefill, {})[link.decode] = link
+            by_ends = found
+        self.by_ends = by_ends
+
+    @cached_property
+    def _all(self) -> tuple[Link, ...]:
+        return tuple(link for row in self.by_ends.values() for link in row.values())
+
+    @overload
+    def __getitem__(self, index: int) -> Link: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Link, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Link | tuple[Link, ...]:
+        return self._all[index]
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __bool__(self) -> bool:
+        return any(self.by_ends.values())
+
+    def __eq__(self, other: object) -> bool:
+        return self._all == (other._all if isinstance(other, Links) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._all)
+
+    def __repr__(self) -> str:
+        return f"Links({self._all!r})"
+
+    @classmethod
+    def of(cls, links: Sequence[Link]) -> Links:
+        """Return links that are found by their ends."""
+        return links if isinstance(links, Links) else cls(links)
+
+    def between(self, prefill: PeerAddress, decode: PeerAddress) -> Link | None:
+        """Return the link between two ports, or None when they do not reach each other."""
+        row = self.by_ends.get(prefill)
+        return None if row is None else row.get(decode)
+
+    def among(self, prefills: AbstractSet[PeerAddress], decodes: AbstractSet[PeerAddress]) -> Links:
+        """Return the links between these ports."""
+        return Links(
+            by_ends={
+                prefill: row if row.keys() <= decodes else {at: link for at, link in row.items() if at in decodes}
+                for prefill, row in self.by_ends.items()
+                if prefill in prefills
+            }
+        )
+
+    def with_link(self, link: Link) -> Links:
+        """Return the same links with this one in the place of that between its ends."""
+        return Links(by_ends={**self.by_ends, link.prefill: {**self.by_ends[link.prefill], link.decode: link}})
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ One request's life in these types:
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
 import attrs
@@ -28,6 +29,7 @@ from pdinfer.bounds import (
     Name,
     Packed,
     Room,
+    Score,
     Seconds,
     TopLogprobs,
 )
@@ -132,6 +134,10 @@ class PeerAddress:
     rank: Index
     endpoints: Annotated[tuple[Name, ...], FEW] = ()
 
+    def __hash__(self) -> int:
+        """Hash what tells addresses apart: tables of ports and links are read for every choice."""
+        return hash((self.engine_id, self.rank))
+
     def __str__(self) -> str:
         """Return the text for messages: "engine 3fa1b2c4 (tcp://127.0.0.1:4000)"."""
         return f"engine {self.engine_id.hex()[:8]} ({', '.join(self.endpoints) or 'in this process'})"
@@ -218,11 +224,14 @@ class Refused:
 class Timeline:
     """When a request reached each stage, in seconds since `submit` of the object that emitted the event. None means
     that it did not reach the stage, or that the author of the event does not know. `queued_s` is when decode got the
-    request. `granted_s` to `committed_s` are those of the last attempt, `queued_s` and `first_token_s` those of the
-    request."""
+    request, as soon as its pair was chosen. `granted_s` to `committed_s` are those of the last attempt, `queued_s` and
+    `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken for the moment
+    of the grant."""
 
     queued_s: Seconds | None = None
     granted_s: Seconds | None = None
+    prefill_began_s: Seconds | None = None
+    prefill_ended_s: Seconds | None = None
     first_byte_s: Seconds | None = None
     last_byte_s: Seconds | None = None
     committed_s: Seconds | None = None
@@ -233,7 +242,8 @@ class Timeline:
 class Usage:
     """What a finished request used. Seconds count from `submit` of the object that emitted the event. Prefill found
     `cached_tokens` of the prompt in its pages and did not compute them. `num_draft_tokens` were proposed for it, and
-    `num_accepted_tokens` of them were the model's own choice."""
+    `num_accepted_tokens` of them were the model's own choice. A Pairing adds its last `choice`; `num_retries` counts
+    the attempts that were made again, at one decode or at another."""
 
     prompt_tokens: Count
     output_tokens: Count
@@ -243,11 +253,14 @@ class Usage:
     timeline: Timeline | None = None
     num_draft_tokens: Count = 0
     num_accepted_tokens: Count = 0
+    choice: Choice | None = None
+    num_retries: Count = 0
 
 
 @attrs.frozen(kw_only=True)
 class TokenEvent:
-    """One token of one request, or its end, or both. `index` counts output tokens from 0."""
+    """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when decode made
+    the event, in seconds since `submit` of the object that emitted it; None for an end that another object told."""
 
     request_id: Name
     token: Index | None
@@ -257,6 +270,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: PDInferError | None = None
     usage: Usage | None = None
+    at_s: Seconds | None = None
 
 
 Event = Granted | Refused | TokenEvent
@@ -267,25 +281,29 @@ class Link:
     """A prefill and a decode that reach each other. `bytes_per_s` is the average speed at which payloads of the prefill
     arrived at the decode, without the time that they waited at the prefill, or None before the first. `inflight_bytes`
     were pushed and have not left prefill's pages yet. For an engine with several ranks, both are measured at its first
-    rank."""
+    rank. `backlog_bytes` have to cross the link before those of a new request: all that belong to requests that this
+    pair serves and that have not arrived whole."""
 
     prefill: PeerAddress
     decode: PeerAddress
     bytes_per_s: float | None = None
     inflight_bytes: int = 0
+    backlog_bytes: int = 0
 
 
 @attrs.frozen(kw_only=True)
 class RequestShape:
     """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far. `links` are all
-    pairs that reach each other, among the ports that the policy is shown."""
+    pairs that reach each other, among the ports that the policy is shown; without any, all pairs do. `found_tokens` has
+    how many tokens of the beginning of this prompt the pages of a port hold, where it is more than 0."""
 
     ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
     max_new_tokens: int
     priority: int = 0
-    links: tuple[Link, ...] = ()
+    links: Sequence[Link] = ()
+    found_tokens: Mapping[PeerAddress, int] = attrs.field(factory=dict, hash=False)
 
 
 @attrs.frozen(kw_only=True)
@@ -294,4 +312,4 @@ class Choice:
 
     prefill: PeerAddress
     decode: PeerAddress
-    score: tuple[tuple[str, float], ...] = ()
+    score: Annotated[tuple[tuple[Name, Score], ...], FEW] = ()

@@ -503,6 +503,11 @@ def test_the_last_event_tells_when_the_request_reached_each_stage() -> None:
     assert (timeline.queued_s, timeline.granted_s) == (2.0, 2.0)
     assert (timeline.committed_s, timeline.first_token_s) == (9.0, 9.0)
     assert timeline.first_token_s == usage.ttft_s
+    assert (timeline.prefill_began_s, timeline.prefill_ended_s) == (6.0, 6.0)
+    assert [event.at_s for event in events] == [9.0, 9.0, 19.0]
+    assert usage.choice is not None
+    assert (usage.choice.prefill, usage.choice.decode) == (setup.prefills[0].address, setup.decodes[0].address)
+    assert usage.num_retries == 0
 
 
 @pytest.mark.parametrize("tokens", [0, 2])

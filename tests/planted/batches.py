@@ -42,7 +42,7 @@ MUTANTS = [
         ROWS,
         "            self._sent.synchronize()\n",
         "            pass\n",
-        f"{GRAPHS}::test_captured_steps_give_the_tokens_of_others[plain]",
+        f"{GRAPHS}::test_words_on_their_way_are_not_written_over",
     ),
     Mutant(
         "known pages take the place of ours behind the runner's back",

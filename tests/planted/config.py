@@ -113,8 +113,8 @@ MUTANTS = [
     Mutant(
         "the norm of A.X-K1 is left out",
         "src/pdinfer/model/block.py",
-        "            if self.moe_norm is None:",
-        "            if self.moe_norm is None or self.layer >= 0:",
+        "            out_TD = part_TD + self.moe_norm(out_TD)",
+        "            out_TD = part_TD + out_TD",
         "tests/unit/config/test_families.py::test_logits_and_greedy_tokens_are_those_of_transformers[a.x-k1]",
     ),
     Mutant(

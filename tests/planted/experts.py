@@ -71,8 +71,8 @@ MUTANTS = [
     Mutant(
         "pools forget the token behind a page",
         "src/pdinfer/kv/pool.py",
-        ", lookahead=layout.lookahead",
-        "",
+        "lookahead=self.layout.lookahead,",
+        "lookahead=0,",
         "tests/unit/engine/test_page_tables.py::test_with_an_mtp_layer_a_page_is_full_one_token_later",
     ),
     Mutant(

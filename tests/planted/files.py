@@ -13,8 +13,8 @@ MUTANTS = [
     Mutant(
         "every request finds a page, whichever peer wrote it",
         "src/pdinfer/kv/pool.py",
-        "own = self.layout, self._one_domain or not writers",
-        "own = self.layout, True",
+        'by_writer=config.trust_domain != "all",',
+        "by_writer=False,",
         LIES,
     ),
     Mutant(

@@ -7,7 +7,7 @@ from tests.planted.mutant import Mutant
 PLACEMENT, BALANCE = "tests/unit/moe/test_placement.py::", "tests/unit/moe/test_balance.py::"
 MEMORY, CLUSTER, DEEP_EP = (
     "tests/unit/process/test_memory.py::",
-    "tests/unit/planning/test_cluster.py::",
+    "tests/unit/planning/test_plan.py::",
     "tests/unit/moe/test_deep_ep.py::",
 )
 REPLICAS, RANKS = "tests/unit/moe/test_replicas.py::", "tests/e2e/test_expert_ranks.py::"
@@ -197,28 +197,28 @@ MUTANTS = [
     # -- plans
     Mutant(
         "a plan counts what the files hold",
-        "src/pdinfer/planning/cluster.py",
+        "src/pdinfer/planning/plan.py",
         "return self._rank_weights(self.weights)",
         'return self._rank_weights("stored")',
         ROOM,
     ),
     Mutant(
         "a plan needs no page beside the weights",
-        "src/pdinfer/planning/cluster.py",
+        "src/pdinfer/planning/plan.py",
         "(self.cache.num_pages or 1) * self.layout.page_bytes",
         "(self.cache.num_pages or 0) * self.layout.page_bytes",
         ROOM,
     ),
     Mutant(
         "a plan gives weights and pages all of the memory",
-        "src/pdinfer/planning/cluster.py",
+        "src/pdinfer/planning/plan.py",
         "self.device_bytes * (fraction or 1.0)",
         "self.device_bytes",
         ROOM,
     ),
     Mutant(
         "planned pages take the place of weights",
-        "src/pdinfer/planning/cluster.py",
+        "src/pdinfer/planning/plan.py",
         "(int(self.device_bytes * fraction) - self.weight_bytes)",
         "int(self.device_bytes * fraction)",
         ROOM,
@@ -247,7 +247,7 @@ MUTANTS = [
     Mutant(
         "a decode engine does not look at its largest step",
         "src/pdinfer/engine/decode.py",
-        "        model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)\n",
+        "        model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)\n",
         "",
         STEP,
     ),
@@ -261,15 +261,22 @@ MUTANTS = [
     Mutant(
         "parts of a step are rounded down",
         "src/pdinfer/moe/parallel.py",
-        "on_rank = -(-num_tokens // tp_size)",
-        "on_rank = num_tokens // tp_size",
+        "on_rank = -(-in_batch // tp_size)",
+        "on_rank = in_batch // tp_size",
         STEP,
     ),
     Mutant(
         "two batches are counted as one",
         "src/pdinfer/moe/parallel.py",
-        "in_batch = -(-on_rank // 2) if two_batch_overlap else on_rank",
-        "in_batch = on_rank",
+        "in_batch = num_tokens if overlap is None else -(-num_tokens // (2 * overlap)) * overlap",
+        "in_batch = num_tokens",
+        STEP,
+    ),
+    Mutant(
+        "halves of a step are thought to be cut within a sequence",
+        "src/pdinfer/moe/parallel.py",
+        "-(-num_tokens // (2 * overlap)) * overlap",
+        "-(-num_tokens // 2)",
         STEP,
     ),
     Mutant(
@@ -281,8 +288,8 @@ MUTANTS = [
     ),
     Mutant(
         "a plan's decode engine may have steps of any size",
-        "src/pdinfer/planning/cluster.py",
-        "            engine.check_steps(*engine.engine.largest_decode_step)\n",
+        "src/pdinfer/planning/plan.py",
+        "            engine.check_steps(*engine.engine.largest_decode_step, num_queries=1 + engine.engine.num_draft_tokens)\n",
         "            pass\n",
         CLUSTER + "test_steps_that_deep_ep_was_not_made_for_are_refused",
     ),
@@ -318,7 +325,7 @@ MUTANTS = [
     Mutant(
         "the tokens per rank of a low-latency dispatcher are the default",
         "src/pdinfer/moe/dispatchers/choose.py",
-        "DeepEPLowLatency.connect(group, sizes, options.num_max_dispatch_tokens_per_rank, device=device)",
+        "DeepEPLowLatency.connect(group, sizes, room, device=device)",
         "DeepEPLowLatency.connect(group, sizes, 128, device=device)",
         "tests/unit/moe/test_deep_ep.py::test_options_reach_the_dispatcher",
     ),
@@ -352,16 +359,16 @@ MUTANTS = [
     ),
     Mutant(
         "MTP is left out of a plan's bytes",
-        "src/pdinfer/planning/cluster.py",
+        "src/pdinfer/planning/plan.py",
         "            mtp=self.mtp,\n            experts=self.experts,",
         "            mtp=False,\n            experts=self.experts,",
-        "tests/unit/planning/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
+        "tests/unit/planning/test_plan.py::test_a_plan_knows_the_bytes_that_a_model_takes",
     ),
     Mutant(
         "a planned checkpoint holds kv_b etc. as floats",
         "src/pdinfer/planning/rank_weights.py",
         'self.stored == "float" or not quantized_names(self.stored, self.config)(name)',
         'self.stored == "float"',
-        "tests/unit/planning/test_cluster.py::test_a_plan_knows_the_bytes_that_a_model_takes",
+        "tests/unit/planning/test_plan.py::test_a_plan_knows_the_bytes_that_a_model_takes",
     ),
 ]

@@ -239,8 +239,8 @@ MUTANTS = [
     Mutant(
         "a follower draws itself",
         "src/pdinfer/engine/ranks/follower.py",
-        "if self._group.rank == 0:\n            drawn = sample",
-        "if True:\n            drawn = sample",
+        "if self._group.rank == 0:\n            drawn = self",
+        "if True:\n            drawn = self",
         "tests/unit/engine/ranks/test_follower.py::test_all_ranks_go_on_with_the_tokens_that_the_leader_drew",
     ),
     Mutant(

@@ -161,10 +161,10 @@ class ExpertConfig:
     itself. `ep_dispatch_algorithm` tells which copy of an expert a token goes to (see `moe.DispatchRule`). A node has
     `ranks_per_node` ranks; None means all of them. `moe_a2a_backend` "auto" is "local" on one rank and "all_to_all" (of
     torch.distributed) on several. For "deep_ep" the `deepep_mode` "normal" is for prefill and tuned by the file
-    `deepep_config`; "low_latency" is for decode, whose steps have at most `num_max_dispatch_tokens_per_rank` tokens per
-    rank. With `two_batch_overlap` half of a step's tokens travel while experts compute the other half.
-    `expert_distribution_recorder_mode` counts the choices of routers, over the last
-    `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
+    `deepep_config`; "low_latency" is for decode; "elastic" is DeepEP's second API and for both. Steps of the last two
+    have at most `num_max_dispatch_tokens_per_rank` tokens per rank. With `two_batch_overlap` half of a step's tokens
+    travel while the other half computes. `expert_distribution_recorder_mode` counts the choices of routers, over
+    the last `expert_distribution_recorder_buffer_size` steps ("window") or over all steps ("stat"), see
     `moe.ExpertLoadRecorder`.
     """
 
@@ -172,9 +172,9 @@ class ExpertConfig:
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
     ranks_per_node: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 16)))
     moe_a2a_backend: str = attrs.field(default="auto", validator=one_of("auto", "local", "all_to_all", "deep_ep"))
-    deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency"))
+    deepep_mode: str = attrs.field(default="normal", validator=one_of("normal", "low_latency", "elastic"))
     deepep_config: str | os.PathLike[str] | None = attrs.field(default=None, validator=_path_of("file"))
-    num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1024))
+    num_max_dispatch_tokens_per_rank: int = attrs.field(default=128, validator=int_in(1, 1 << 16))
     two_batch_overlap: bool = attrs.field(default=False, validator=a_bool)
     expert_distribution_recorder_mode: str = attrs.field(default="off", validator=one_of("off", "window", "stat"))
     expert_distribution_recorder_buffer_size: int = attrs.field(default=1000, validator=int_in(1, 1 << 20))

@@ -6,6 +6,7 @@
     commands.py      what a host asks of an engine between steps
     admission.py     which requests may enter, as pure functions
     schedule.py      the other decisions as pure functions
+    costs.py         what steps take, learned from the steps themselves
     sequence.py      one request in an engine: a prompt at prefill, a sequence at decode, and those that wait for pages
     page_tables.py   the pages of the sequences in a decode engine
     snapshot.py      what an engine holds at one moment, for finding faults

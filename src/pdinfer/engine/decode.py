@@ -12,6 +12,7 @@ import attrs
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
+from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.ranks.leader import empty_decode
@@ -28,7 +29,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
-from pdinfer.stats import DecodeLoad
+from pdinfer.stats import DecodeCost, DecodeLoad
 from pdinfer.types import FinishReason, Granted, Handoff, HandoffStatus, PeerAddress, Refused, Request
 
 _log = logging.getLogger("pdinfer")
@@ -58,7 +59,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     ) -> None:
         asked = config or EngineConfig()
         check_drafter(model, asked.num_draft_tokens)
-        model.experts.check_step(*asked.largest_decode_step, tp_size=model.topology.tp_size)
+        num_queries, tp_size = 1 + asked.num_draft_tokens, model.topology.tp_size
+        model.experts.check_step(*asked.largest_decode_step, tp_size=tp_size, num_queries=num_queries)
         super().__init__(model, channel, config, logits_processors=logits_processors, clock=clock)
         self._sequences: dict[str, Sequence] = {}
         self._waiting = WaitingQueue(self._has_writers, clock)
@@ -70,6 +72,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         self._arrivals = 0
         self._stalled = False
         self._drafted = DraftCounts()
+        self._costs = StepCosts(3)
         if isinstance(self._model_runner, ModelRunner) and model.groups.world.size == 1:
             self._model_runner.do_while_waiting(self._schedule)
 
@@ -114,16 +117,22 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def load(self) -> DecodeLoad:
         """Return what this engine holds. That includes requests that no step has seen yet."""
+        return attrs.evolve(self._make_brief_load(), **self._full_load())
+
+    def _make_brief_load(self) -> DecodeLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitDecode)]
         waiting = list(self._waiting)
         holding = [*self._granted.values(), *self._running]
+        step_s, sequence_s, token_s = self._costs.weights
         return DecodeLoad(
-            **self._common_load(),
+            **self._brief_load(),
             num_waiting_requests=len(waiting) + len(unseen),
             num_waiting_tokens=sum(s.num_tokens for s in waiting) + sum(len(request.tokens) for request in unseen),
             num_granted_requests=len(self._granted),
             num_running_requests=len(self._running),
             num_running_tokens=sum(sequence.num_tokens for sequence in holding),
+            max_running_requests=self.config.max_running_requests,
+            cost=DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s),
             **attrs.asdict(self._drafted),
         )
 
@@ -337,7 +346,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         if not batch:
             self._runner.idle()
             return
-        started = self._clock()
+        started, context = self._clock(), sum(sequence.num_tokens for sequence in batch)
         try:
             drawn = self._forward(batch)
         except MemoryError:
@@ -352,7 +361,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence, new in zip(batch, drawn, strict=True):
             if self._sequences.get(sequence.request_id) is sequence:  # otherwise it ended while the step ran
                 self._take_tokens(sequence, new)
-        self._worked(num_tokens, started)
+        self._costs.add((1.0, float(len(batch)), float(context)), self._worked(num_tokens, started))
 
     def _forward(self, batch: Seq[Sequence]) -> list[list[Drawn]]:
         for sequence in batch:
@@ -377,11 +386,12 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             self._fail(sequence, new.error)
             return False
         sequence.output.append(new.token)
+        now = self._clock()
         if sequence.first_token_at is None:
-            sequence.first_token_at = self._clock()
+            sequence.first_token_at = now
         reason = sequence.ends_with(new.token, self.model.config.eos_token_ids)
         if reason is None:
-            self._events.append(sequence.event(new))
+            self._events.append(sequence.event(new, now=now))
             sequence.num_told += 1
         else:
             self._end(sequence, reason, new=new)
@@ -403,7 +413,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         new: Drawn | None = None,
     ) -> None:
         """Emit the one final event, and return everything that the request held."""
-        self._events.append(sequence.event(new, finish_reason=reason, error=error))
+        self._events.append(sequence.event(new, now=self._clock(), finish_reason=reason, error=error))
         del self._sequences[sequence.request_id]
         if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
             self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))

@@ -28,12 +28,14 @@ from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.model.model import Model
 from pdinfer.moe.migration.rebalancing import Rebalancing
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.process.forked import OfOneProcess, begin_to_compute, refuse
 from pdinfer.process.locks import let_go
 from pdinfer.process.malloc import keep_freed_memory
+from pdinfer.stats import EngineLoad
 from pdinfer.trace import STEP, Trace, mark, span
 from pdinfer.types import Event, PeerAddress, RequestLimits, SamplingParams
 
@@ -55,6 +57,8 @@ class Interruptible(OfOneProcess, Generic[Command]):
     _inbox: Inbox[Command | Cancel]
     _arrived: deque[Command | Cancel]
     ranks: Ranks
+    _num_changes = 0
+    """Grows with every step and command that changes what a load says."""
 
     def _begin_call(self) -> None:
         """Begin a call that changes what this engine has. The call ends by clearing `_unfinished_call`; when an earlier
@@ -72,6 +76,7 @@ class Interruptible(OfOneProcess, Generic[Command]):
         self._drop(error)
         self._arrived.clear()
         self.pool.rebuild()
+        self._num_changes += 1
         self._unfinished_call = False
 
     @abstractmethod
@@ -143,6 +148,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._best_tokens_per_s = 0.0
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
+        self._brief: tuple[int, EngineLoad] | None = None
         self._closed = False
         self._arrived = deque()
         channel.notify(self._inbox.wake)
@@ -233,6 +239,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """Put a command into the inbox. Raise RequestError on a rank that takes no requests."""
         self.ranks.check_leads()
         self._inbox.put(command)
+        self._num_changes += 1
 
     def cancel(self, request_id: str) -> None:
         """Stop a request at the next step. Unknown and finished ids are ignored."""
@@ -249,6 +256,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def step(self) -> list[Event]:
         """Do what can be done now, and return the events that came of it. A step never waits, except for the other
         ranks if there are any. Raise RankLost when one of them does not come."""
+        had_work = self.num_unfinished > 0
         try:
             self._begin_call()
             with using_threads(self.config.num_threads), span(self._trace, STEP):
@@ -267,6 +275,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         except BaseException:
             let_go()
             raise
+        self._num_changes += had_work or self.num_unfinished > 0
         events: list[Event] = []
         try:
             self._unfinished_call = False
@@ -381,31 +390,58 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
             processor=processor,
         )
 
-    def _worked(self, num_tokens: int, since_s: float) -> None:
-        """Count a model step that began at `since_s`."""
+    def _worked(self, num_tokens: int, since_s: float) -> float:
+        """Count a model step that began at `since_s`, and return how many seconds it took."""
         took_s = self._clock() - since_s
         self._num_tokens += num_tokens
         self._busy_s += took_s
         if took_s > 0:
             self._best_tokens_per_s = max(self._best_tokens_per_s, num_tokens / took_s)
+        return took_s
 
     def _looked_up(self, num_tokens: int, *, found: int) -> None:
         """Count a look-up of `num_tokens` tokens in the prefix index, of which the first `found` were there."""
         self._prefix_query_tokens += num_tokens
         self._prefix_hit_tokens += found
 
-    def _common_load(self) -> dict[str, Any]:
-        """Return the fields of EngineLoad."""
+    @property
+    def key_scheme(self) -> KeyScheme | None:
+        """How the keys of cached pages are made, see `count_known`; None when no pages are cached."""
+        return self.pool.key_scheme if self.pool.prefix_cache else None
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these keys, from the first, belong to cached pages or to pages in use."""
+        return self.pool.count_known(keys)
+
+    def brief_load(self) -> EngineLoad:
+        """Return the part of `load` that policies need, as it was after the last step or `submit`."""
+        num_changes = self._num_changes
+        if self._brief is None or self._brief[0] != num_changes:
+            self._brief = num_changes, self._make_brief_load()
+        return self._brief[1]
+
+    @abstractmethod
+    def _make_brief_load(self) -> EngineLoad:
+        """Return what there is to do now."""
+
+    def _brief_load(self) -> dict[str, Any]:
+        """Return the fields of EngineLoad that are quickly told, and that policies need."""
         return {
             "address": self.address,
             "num_free_pages": self.pool.num_free,
             "num_cached_pages": self.pool.num_cached,
             "num_total_pages": self.pool.num_pages,
             "page_size": self.pool.layout.page_size,
+            "token_bytes": self.pool.layout.token_bytes,
             "num_tokens": self._num_tokens,
             "busy_s": self._busy_s,
             "prefix_query_tokens": self._prefix_query_tokens,
             "prefix_hit_tokens": self._prefix_hit_tokens,
+        }
+
+    def _full_load(self) -> dict[str, Any]:
+        """Return the other fields of EngineLoad."""
+        return {
             "placement_epoch": self._rebalancing.epoch,
             "is_placement_staged": self._rebalancing.is_staged,
             "placement_error": self._rebalancing.error and escaped(self._rebalancing.error),

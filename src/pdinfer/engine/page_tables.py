@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 from pdinfer.config import EngineConfig
-from pdinfer.engine.schedule import learn_growth, may_grant, withheld_pages
+from pdinfer.engine.schedule import expected_growth, growth_watermark, learn_growth, may_grant, withheld_pages
 from pdinfer.engine.sequence import Sequence
 from pdinfer.execution.drafting import Draft
 from pdinfer.kv.pool import Held, PagePool
@@ -25,7 +24,7 @@ class PageTables:
         self._pool = pool
         self._max_attempts = config.max_attempts
         self._num_draft_tokens = config.num_draft_tokens
-        self._watermark = max(1, int(pool.num_pages * config.growth_watermark))
+        self._watermark = growth_watermark(pool.num_pages, config.growth_watermark)
         self._num_withheld = withheld_pages(
             pool.num_pages, page_size=pool.layout.page_size, max_total_tokens=config.max_total_tokens
         )
@@ -82,7 +81,7 @@ class PageTables:
         if not self._growth_share:
             return 0
         owed = sum(sequence.max_tokens - sequence.num_tokens for sequence in sequences if not sequence.protected)
-        return math.ceil(self._growth_share * owed / self._pool.layout.page_size)
+        return expected_growth(self._growth_share, owed, page_size=self._pool.layout.page_size)
 
     @property
     def _num_available(self) -> int:
@@ -125,7 +124,7 @@ class PageTables:
         full = sequence.chain.num_full(sequence.num_tokens)
         if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
-            kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full])
+            kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full], sequence.all_tokens)
             if [*kept] != sequence.pages[:full]:  # a new list tells the runner that pages behind the newest changed
                 sequence.pages = [*kept, *sequence.pages[full:]]
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 
+import attrs
+
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
+from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.schedule import by_age, is_late, plan_chunk
+from pdinfer.engine.schedule import by_age, plan_step
 from pdinfer.engine.sequence import Prompt
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.errors import PDInferError, RequestError, TransferError
@@ -24,12 +26,9 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.pool import Held
 from pdinfer.model.batch import Row
 from pdinfer.model.model import Model
-from pdinfer.stats import PrefillLoad
+from pdinfer.stats import PrefillCost, PrefillLoad, QueuedSizes
 from pdinfer.trace import mark
 from pdinfer.types import Handoff, HandoffStatus, NamedState, PageGrant, Request
-
-FIRST = (False, -math.inf, False)
-"""Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -62,6 +61,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._arrivals = 0
         self._num_starts = 0
         self._num_chunks = 0
+        self._costs = StepCosts(2)
         self.pool.hold(self._held)
 
     @property
@@ -94,14 +94,22 @@ class PrefillEngine(Engine[SubmitPrefill]):
 
     def load(self) -> PrefillLoad:
         """Return what this engine has to do. That includes requests that no step has seen yet."""
+        return attrs.evolve(self._make_brief_load(), **self._full_load())
+
+    def _make_brief_load(self) -> PrefillLoad:
         unseen = [command.request for command in self._inbox.peek() if isinstance(command, SubmitPrefill)]
-        known = self._unfinished
-        tokens = sum(len(request.prompt) + len(request.output) for request in unseen)
+        new = [len(request.prompt) + len(request.output) for request in unseen]
+        queued, active = list(self._queue), list(self._active)
+        remaining = [prompt.num_remaining for prompt in (*queued, *active)]
+        missing = [prompt.num_tokens - prompt.num_found for prompt in queued]
+        (step_s, token_s), chunk = self._costs.weights, max(0, self.config.chunked_prefill_size)
         return PrefillLoad(
-            **self._common_load(),
-            num_queued_requests=len(known) + len(unseen),
-            num_queued_tokens=sum(prompt.num_remaining for prompt in known) + tokens,
+            **self._brief_load(),
+            num_queued_requests=len(remaining) + len(new),
+            num_queued_tokens=sum(remaining) + sum(new),
             unsent_bytes=self.channel.unsent_bytes,
+            queued=QueuedSizes.of([*new, *missing, *remaining[len(queued) :]]),
+            cost=PrefillCost(step_s=step_s, token_s=token_s, chunk_tokens=chunk or self.config.max_prefill_tokens),
         )
 
     def snapshot(self) -> PrefillSnapshot:
@@ -166,6 +174,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         chain = self.pool.chain(request.cache_salt)
         chain.extend(request.tokens)
         prompt.keys = chain.keys
+        prompt.num_found = self.pool.count_known(self._keys_to_find(prompt)) * self.pool.layout.page_size
         self._queue.append(prompt)
 
     @property
@@ -199,7 +208,10 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _known(self, prompt: Prompt) -> tuple[int, ...]:
         """Return the pages that already hold the beginning of the prompt, without the page of its last token. That
         token must run for the next one to be drawn, and it cannot run in a shared page, which is not written again."""
-        return self.pool.find(prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size])
+        return self.pool.find(self._keys_to_find(prompt))
+
+    def _keys_to_find(self, prompt: Prompt) -> Sequence[bytes]:
+        return prompt.keys[: (prompt.num_tokens - 1) // self.pool.layout.page_size]
 
     def _admit(self) -> None:
         while (prompt := self._next()) is not None:
@@ -235,28 +247,17 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._looked_up(prompt.num_tokens, found=prompt.num_cached)
 
     def _plan(self) -> list[tuple[Prompt, int]]:
-        """Return the prompts of this step, each with its number of tokens. A prompt that cannot meet its deadline gets
-        what the others leave. Every OLDEST_EVERY-th chunk begins with the oldest prompt if that has waited long."""
-        now, speed = self._clock(), self._best_tokens_per_s
-        late = {
-            prompt: is_late(prompt.deadline_at, prompt.num_remaining, now=now, tokens_per_s=speed)
-            for prompt in self._active
-        }
-        classes: dict[Prompt, tuple[bool, float, bool]] = {
-            prompt: (late[prompt], *prompt.order[:2]) for prompt in self._active
-        }
-        oldest = by_age(self._active, attrgetter("submitted_at"), num_turns=self._num_chunks, now=now)
-        if oldest is not None:
-            classes[oldest] = FIRST
-        self._active.sort(key=lambda prompt: (classes[prompt], prompt.order))
-        self._num_chunks += bool(self._active)
-        counts = plan_chunk(
-            [prompt.num_remaining for prompt in self._active],
-            [classes[prompt] for prompt in self._active],
+        """Return the prompts of this step, each with its number of tokens."""
+        chunk = plan_step(
+            self._active,
+            num_steps=self._num_chunks,
+            now=self._clock(),
+            tokens_per_s=self._best_tokens_per_s,
             chunk_size=self.config.chunked_prefill_size,
             max_tokens=self.config.max_prefill_tokens,
         )
-        return [(prompt, count) for prompt, count in zip(self._active, counts, strict=True) if count]
+        self._num_chunks += bool(self._active)
+        return chunk
 
     def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """Run one chunk through the model. An exception ends the prompts in it and nothing else."""
@@ -269,7 +270,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
             _log.exception("a prefill step failed")
             failed = [prompt for prompt in prompts if prompt in self._active]  # the others were handed off
             self._fail(failed, PDInferError(f"the prefill step failed: {type(error).__name__}"))
-        self._worked(sum(counts), started)
+        num_tokens = sum(counts)
+        self._costs.add((1.0, float(num_tokens)), self._worked(num_tokens, started))
 
     def _compute(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         rows, spans = [], []
@@ -357,5 +359,6 @@ class PrefillEngine(Engine[SubmitPrefill]):
             self._sending.remove(prompt)
             if prompt.landed:
                 full = prompt.held[: len(prompt.keys)]
-                prompt.held = (*self.pool.keep(prompt.keys, full), *prompt.held[len(full) :])
+                kept = self.pool.keep(prompt.keys, full, partial(getattr, prompt.request, "tokens"))
+                prompt.held = (*kept, *prompt.held[len(full) :])
             self.pool.release(prompt.held)

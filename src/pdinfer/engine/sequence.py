@@ -15,7 +15,7 @@ from typing import Protocol
 import attrs
 
 from pdinfer.engine.commands import DecodeCommand, SubmitDecode
-from pdinfer.engine.schedule import RESUME_TOKENS, by_age, due_at
+from pdinfer.engine.schedule import by_age, due_at, tokens_to_find, tokens_to_reserve
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
 from pdinfer.execution.sampling import Drawn, LogitsProcessor
@@ -109,7 +109,11 @@ class Sequence:
     def extend_chain(self) -> None:
         """Add the keys of the pages that are full by now."""
         if len(self.chain.keys) < self.chain.num_full(self.num_tokens):
-            self.chain.extend((*self.request.prompt, *self.output))
+            self.chain.extend(self.all_tokens())
+
+    def all_tokens(self) -> tuple[int, ...]:
+        """Return the tokens of the prompt and of the output so far."""
+        return (*self.request.prompt, *self.output)
 
     def granted(self, now: float) -> None:
         """Begin an attempt, and with it its part of the timeline."""
@@ -120,8 +124,12 @@ class Sequence:
         granted_s = self.timeline.granted_s or 0.0
         first = [granted_s + handoff.first_byte_s for handoff in handoffs if handoff.first_byte_s is not None]
         last = [granted_s + handoff.last_byte_s for handoff in handoffs if handoff.last_byte_s is not None]
+        began = [granted_s + handoff.queue_s for handoff in handoffs]
+        ended = [granted_s + handoff.queue_s + handoff.compute_s for handoff in handoffs]
         self.timeline = attrs.evolve(
             self.timeline,
+            prefill_began_s=min(began),
+            prefill_ended_s=max(ended),
             first_byte_s=min(first, default=None),
             last_byte_s=max(last, default=None),
             committed_s=now - self.submitted_at,
@@ -145,13 +153,12 @@ class Sequence:
         return Drawn(token=first.token, logprob=first.logprob, top_logprobs=first.top_logprobs)
 
     def tokens_to_reserve(self, max_attempts: int) -> int:
-        """Return how many tokens the next grant has room for: those so far, or at the last attempt all there can be."""
-        return self.max_tokens if self.attempts + 1 >= max_attempts else self.num_tokens
+        """Return how many tokens the next grant has room for."""
+        return tokens_to_reserve(self.num_tokens, self.max_tokens, attempts=self.attempts, max_attempts=max_attempts)
 
     def tokens_to_find(self, max_attempts: int) -> int:
-        """Return how many tokens need room before the next grant. A resumed request must not be retracted at once."""
-        reserved = self.tokens_to_reserve(max_attempts)
-        return min(self.max_tokens, reserved + RESUME_TOKENS) if self.attempts else reserved
+        """Return how many tokens need room before the next grant."""
+        return tokens_to_find(self.num_tokens, self.max_tokens, attempts=self.attempts, max_attempts=max_attempts)
 
     def missing_s(self, now: float, *, connected: bool) -> float:
         """Return how long its writers have been gone, counted from the first call that found them gone."""
@@ -178,6 +185,7 @@ class Sequence:
         self,
         new: Drawn | None = None,
         *,
+        now: float | None = None,
         finish_reason: FinishReason | None = None,
         error: PDInferError | None = None,
     ) -> TokenEvent:
@@ -191,6 +199,7 @@ class Sequence:
             finish_reason=finish_reason,
             error=error,
             usage=None if finish_reason is None else self.usage,
+            at_s=None if now is None else max(0.0, now - self.submitted_at),
         )
 
     @property
@@ -206,6 +215,7 @@ class Sequence:
             timeline=attrs.evolve(self.timeline, first_token_s=ttft_s),
             num_draft_tokens=self.drafted.num_draft_tokens,
             num_accepted_tokens=self.drafted.num_accepted_tokens,
+            num_retries=max(0, self.attempts - 1),
         )
 
 
@@ -249,7 +259,7 @@ class Prompt:
     `pages` is its page table: known pages of its beginning, then new ones. In a pool that both ends share, the new
     ones are the grant's own. All other pages are `held` until everything is sent. The pages contain `num_computed`
     tokens, the first `num_cached` of them from earlier requests. Tokens up to `num_pushed` are at decode or on the way.
-    `keys` are the keys of its full pages.
+    `keys` are the keys of its full pages. When it came, the pool knew its first `num_found` tokens.
     """
 
     request: Request
@@ -262,6 +272,7 @@ class Prompt:
     pages: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     started_at: float = 0.0
+    num_found: int = 0
     num_cached: int = 0
     num_computed: int = 0
     sent: Sending | None = None

@@ -4,6 +4,7 @@
     layout.py     what the bytes of a page mean
     pool.py       who owns which page
     prefix.py     which cached page holds which tokens
+    events.py     which pages can be found, told as vLLM tells it
     memory.py     a pool's bytes, on any device
     copies.py     what moves bytes to and from a device, beside its compute
     memfd.py      memory that another process may read
@@ -19,6 +20,7 @@ May import: config, process, the ground.
 from __future__ import annotations
 
 from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.events import KVEvents
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.pool import PagePool
@@ -35,6 +37,7 @@ __all__ = [
     "ChannelStats",
     "KVChannel",
     "KVComponent",
+    "KVEvents",
     "KVLayout",
     "KVView",
     "Link",

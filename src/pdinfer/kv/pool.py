@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from pdinfer.checks import clip
@@ -21,7 +21,7 @@ from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.memory import Memory
-from pdinfer.kv.prefix import OWN_DOMAIN, PrefixChain, PrefixIndex, domain_of
+from pdinfer.kv.prefix import KeyScheme, PrefixChain, PrefixIndex, count_known
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.types import PeerAddress
 
@@ -45,6 +45,19 @@ class CacheShape(Protocol):
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory: ...
 
 
+class PageWatcher(Protocol):
+    """What is told of the pages that requests can find. Keys are those of `prefix.PrefixChain`."""
+
+    def stored(self, keys: Sequence[bytes], parent: bytes | None, tokens: Sequence[int], page_size: int) -> None:
+        """Note pages that follow each other and, the first of them, the page with the key `parent`."""
+
+    def removed(self, key: bytes) -> None:
+        """Note that a page cannot be found any more."""
+
+    def cleared(self) -> None:
+        """Note that no page can be found any more."""
+
+
 Held = tuple[list[int], list[int]]
 """Pages that an engine's requests use, with a page named once per request that uses it, and pages that peers may
 write."""
@@ -65,12 +78,18 @@ class PagePool(OfOneProcess):
         self.num_pages = config.num_pages or model.auto_num_pages(self.layout, config.mem_fraction_static)
         self.memory = model.allocate_pages(self.layout, self.memory_pages, config.memory)
         self.prefix_cache = config.prefix_cache
-        self._one_domain = config.trust_domain == "all"
+        self._key_scheme = KeyScheme(
+            layout_id=self.layout.layout_id,
+            page_size=self.layout.page_size,
+            lookahead=self.layout.lookahead,
+            by_writer=config.trust_domain != "all",
+        )
         self._free = list(range(self.num_pages - 1, -1, -1))
         self._states = [PageState.FREE] * self.num_pages
         self._generations = [0] * self.num_pages
         self._users = [0] * self.num_pages
-        self._index = PrefixIndex()
+        self._watchers: list[PageWatcher] = []
+        self._index = PrefixIndex(self._removed)
         self._num_granted = 0
         self._holders: list[Callable[[], Held]] = []
 
@@ -158,9 +177,16 @@ class PagePool(OfOneProcess):
         """Return the empty chain of keys of a sequence that shares pages with sequences of equal `salt`. When `writers`
         fill pages for it, it shares only with sequences of the same writers, unless `CacheConfig.trust_domain` is
         "all"."""
-        layout, own = self.layout, self._one_domain or not writers
-        domain = OWN_DOMAIN if own else domain_of(writers)
-        return PrefixChain.of(layout.layout_id, salt, layout.page_size, domain=domain, lookahead=layout.lookahead)
+        return self._key_scheme.chain(salt, writers)
+
+    @property
+    def key_scheme(self) -> KeyScheme:
+        """How the keys of this pool's pages are made."""
+        return self._key_scheme
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of `keys`, from the first, belong to pages in the prefix index."""
+        return count_known(keys, self._index.keys)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, ...]:
         """Return the pages that hold the longest known beginning of a sequence with these `keys`. They belong to nobody
@@ -184,14 +210,26 @@ class PagePool(OfOneProcess):
         """Whether the page is in the prefix index."""
         return page in self._index
 
-    def keep(self, keys: Sequence[bytes], pages: Sequence[int]) -> tuple[int, ...]:
+    @property
+    def keys(self) -> Collection[bytes]:
+        """The keys of all pages in the prefix index."""
+        return self._index.keys
+
+    def watch(self, watcher: PageWatcher) -> None:
+        """Tell `watcher` from now on which pages can be found. It is told in the thread that steps the engine."""
+        self._watchers.append(watcher)
+
+    def keep(
+        self, keys: Sequence[bytes], pages: Sequence[int], tokens: Callable[[], Sequence[int]] = tuple
+    ) -> tuple[int, ...]:
         """Let later requests find these owned pages: the first pages of a request's table, which are full according to
         `keys` and which nobody writes any more. Return the pages to use from now on: where a page with the same tokens
-        is already known, that page is shared and ours is released."""
+        is already known, that page is shared and ours is released. `tokens` gives the tokens of the request to those
+        who watch the pages."""
         self._expect(pages, PageState.OWNED)
         if not self.prefix_cache:
             return tuple(pages)
-        kept = list(pages)
+        kept, added = list(pages), []
         first = len(kept)
         while first and kept[first - 1] not in self._index:
             first -= 1
@@ -203,9 +241,19 @@ class PagePool(OfOneProcess):
                 kept[at] = known
             elif self._users[kept[at]] == 1:
                 self._index.add(keys[at], kept[at], kept[at - 1] if at else None)
+                added.append(at)
             else:
                 break  # forgotten while others use it: its parent in the index would be a page that they do not use
+        if added and self._watchers:  # they follow each other: what continues an unknown page is unknown
+            size, parent = self.layout.page_size, keys[added[0] - 1] if added[0] else None
+            its_tokens = tokens()[added[0] * size : (added[-1] + 1) * size]
+            for watcher in self._watchers:
+                watcher.stored([keys[at] for at in added], parent, its_tokens, size)
         return tuple(kept)
+
+    def _removed(self, key: bytes) -> None:
+        for watcher in self._watchers:
+            watcher.removed(key)
 
     def forget(self, pages: Sequence[int]) -> None:
         """Make these pages, and all pages that continue them, impossible to find: their contents are in doubt."""
@@ -234,7 +282,9 @@ class PagePool(OfOneProcess):
         self._generations = [
             count + (state is PageState.FREE) for count, state in zip(self._generations, self._states, strict=True)
         ]
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(self._removed)
+        for watcher in self._watchers:
+            watcher.cleared()
         self._num_granted = len(granted)
 
     # -- inside -----------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
 import attrs
 
+from pdinfer.bounds import Digest, Index, PageSize
 from pdinfer.errors import PDInferError
 from pdinfer.types import PeerAddress, peer_key
 
@@ -71,6 +72,37 @@ class PrefixChain:
             self.keys.append(digest(self.keys[-1] if self.keys else self.root, page))
 
 
+@attrs.frozen(kw_only=True)
+class KeyScheme:
+    """How a pool makes the keys of its pages, for those who want to know whether it holds a prompt. `by_writer` says
+    that pages which other engines wrote are kept apart by who wrote them."""
+
+    layout_id: Digest
+    page_size: PageSize
+    lookahead: Index = 0
+    by_writer: bool = False
+
+    def chain(self, salt: bytes, writers: Sequence[PeerAddress] = ()) -> PrefixChain:
+        """Return the chain of a sequence without tokens, whose pages these `writers` fill, or the pool's own engine."""
+        domain = domain_of(writers) if writers and self.by_writer else OWN_DOMAIN
+        return PrefixChain.of(self.layout_id, salt, self.page_size, domain=domain, lookahead=self.lookahead)
+
+
+def count_known(keys: Sequence[bytes], known: Container[bytes]) -> int:
+    """Return how many of `keys`, from the first, are `known`. An index knows no key without those before it, so the
+    last known one is found by bisection."""
+    if not keys or keys[0] not in known:
+        return 0
+    low, high = 1, len(keys)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if keys[middle - 1] in known:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 @attrs.define(eq=False)
 class _Node:
     key: bytes
@@ -80,9 +112,11 @@ class _Node:
 
 class PrefixIndex:
     """A tree of pages by key. A page is *resting* while no request uses it. Resting pages are evicted, the longest at
-    rest first, but never before the pages that continue them: those could not be found any more."""
+    rest first, but never before the pages that continue them: those could not be found any more. `removed` is told the
+    key of every page that leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, removed: Callable[[bytes], None] = lambda _: None) -> None:
+        self._removed = removed
         self._pages: dict[bytes, int] = {}
         self._nodes: dict[int, _Node] = {}
         self._resting: OrderedDict[int, None] = OrderedDict()
@@ -96,6 +130,11 @@ class PrefixIndex:
     @property
     def num_resting(self) -> int:
         return len(self._resting)
+
+    @property
+    def keys(self) -> Collection[bytes]:
+        """The keys of all pages, as they are at any moment."""
+        return self._pages.keys()
 
     def page_of(self, key: bytes) -> int | None:
         """Return the page with this key."""
@@ -171,6 +210,7 @@ class PrefixIndex:
     def _remove(self, page: int) -> None:
         node = self._nodes.pop(page)
         del self._pages[node.key]
+        self._removed(node.key)
         self._resting.pop(page, None)
         if node.parent is not None:
             self._nodes[node.parent].children.pop(page, None)

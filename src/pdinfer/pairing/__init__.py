@@ -4,9 +4,12 @@
     admission.py         the way in: which request gets a place in the queue
     broker.py            what happens to its requests
     tracked_request.py   one request in a Pairing
-    queue.py             which requests wait, which is next, and how a policy is asked for its pair
+    queue.py             which requests wait, and which is next
+    choosing.py          how a policy is asked for a pair, and what it is shown
+    found.py             how much of a prompt the pages of each port hold
     ports.py             what an engine must offer, which ports are linked, which were lost and may come back
     policy.py            which pair takes a request: pure functions of loads and links
+    policies/            those that come with pdinfer
     joining.py           how a new port is linked beside the running work
 
 May import: config, engine, execution, kv, model, process, the ground.

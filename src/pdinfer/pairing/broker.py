@@ -22,9 +22,10 @@ from pdinfer.bounds import escaped
 from pdinfer.config import PairingConfig
 from pdinfer.engine.sequence import WRITER_GRACE_S
 from pdinfer.errors import Overloaded, PDInferError, TransferError
+from pdinfer.pairing.choosing import Board, Chooser
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import LostPorts, Port, Ports
-from pdinfer.pairing.queue import Chooser, PendingLoad, Queue
+from pdinfer.pairing.queue import Queue
 from pdinfer.pairing.tracked_request import TrackedRequest
 from pdinfer.stats import LostPort, PairingStats
 from pdinfer.types import Event, FinishReason, Granted, PeerAddress, Refused, TokenEvent
@@ -129,6 +130,8 @@ class Broker:
         self._progress = Progress()
         self._look_at = float("-inf")
         self._num_changes = 0
+        self._num_changes_seen = -1
+        self._gives_up = False
         self._stranded = False
         self._num_retries = 0
         self._num_reroutes = 0
@@ -231,15 +234,11 @@ class Broker:
         """Send queued requests, in turn, to the pairs that the policy chooses. When the policy lets one wait, only
         requests wait behind it that could go to no other ports. So no request waits for ports it does not need, and
         none is overtaken on the ports it does need."""
-        most = self._ports.most_tokens
-        for tracked in self.queue:
-            if (end := self._end_queued(tracked, now, most)) is not None:
-                self.queue.remove(tracked)
-                self.end(tracked, *end)
+        self._end_waiting(now)
         self._awaiting_release.expire(now)
         if not self.queue:
             return
-        pending = self._chooser.pending(list(self.requests.values()))
+        board = self._chooser.board(self.requests)
         rooms = self._ports.rooms
         held: list[list[int]] = []  # how many ports of each side fit a held request; they are nested
         decodes = self._ports.decodes
@@ -248,10 +247,27 @@ class Broker:
             overtakes = any(all(map(le, fitting, other)) for other in held)
             if overtakes or self._awaiting_release.waits(tracked.request_id, decodes):
                 continue
-            if not self._assign(tracked, now, pending):
+            if not self._assign(tracked, now, board):
                 if fitting == list(map(len, rooms)):
                     return
                 held.append(fitting)
+
+    def _end_waiting(self, now: float) -> None:
+        """End the queued requests that have to end. While no port or link is missing, and no deadline is over, only
+        newcomers may have to."""
+        ports = self._ports
+        all_is_well = not (ports.links_down or ports.leaving or self._gives_up) and now < self.queue.next_deadline
+        if all_is_well and ports.num_changes == self._num_changes_seen:
+            waiting = self.queue.take_newcomers()
+        else:
+            waiting, self._gives_up, self._num_changes_seen = self.queue.take_all(), False, ports.num_changes
+        most = ports.most_tokens if waiting else {}
+        for tracked in waiting:
+            end = self._end_queued(tracked, now, most)
+            self._gives_up |= tracked.give_up_at is not None
+            if end is not None:
+                self.queue.remove(tracked)
+                self.end(tracked, *end)
 
     def _end_queued(
         self, tracked: TrackedRequest, now: float, most_tokens: Mapping[str, int]
@@ -273,12 +289,12 @@ class Broker:
             return None
         return (FinishReason.FAILED, TransferError(reason)) if tracked.gives_up(now, grace_s) else None
 
-    def _assign(self, tracked: TrackedRequest, now: float, pending: PendingLoad) -> bool:
-        choice = self._chooser.pair(tracked, pending)
+    def _assign(self, tracked: TrackedRequest, now: float, board: Board) -> bool:
+        choice = self._chooser.pair(tracked, board)
         if choice is None:
             return False
         self.queue.serve(tracked)
-        tracked.prefill, tracked.decode, tracked.queued_s = choice.prefill, choice.decode, now - tracked.submitted_at
+        tracked.chosen(choice, now)
         self._ports.decodes[choice.decode].submit(tracked.request_at(now), writers=self._ports.writers(choice.prefill))
         return True
 
@@ -348,6 +364,7 @@ class Broker:
         port = self._ports.prefills.get(granted.grant.writers[0])
         tracked.forwarded = port is not None
         if port is not None:
+            self._chooser.follow(tracked)
             port.submit(granted.request, granted.grant)
         else:
             self._relink(self._clock())
@@ -420,7 +437,7 @@ class Broker:
         """Find another prefill for every request whose decode has lost the one it had. Running requests get one too,
         since they need it when they are retracted. A request for which there is none is stranded."""
         self._num_changes, self._stranded = self._ports.num_changes, False
-        pending = self._chooser.pending(list(self.requests.values()))
+        board = self._chooser.board(self.requests)
         for tracked in list(self.requests.values()):
             decode = tracked.decode
             if decode is None or tracked.failure is not None:
@@ -428,7 +445,7 @@ class Broker:
             if self._ports.linked(tracked.prefill, decode):
                 tracked.give_up_at = None
                 continue
-            prefill = self._chooser.prefill(tracked, decode, pending)
+            prefill = self._chooser.prefill(tracked, decode, board)
             if prefill is None:
                 self._stranded = True
                 self._strand(tracked, decode, now)
@@ -458,7 +475,8 @@ class Broker:
     def _end_overdue(self) -> None:
         """End requests that their decode should have ended by now. It may be frozen, or in a long step."""
         now = self._clock()
-        for tracked in list(self.requests.values()):
+        late = [tracked for tracked in list(self.requests.values()) if tracked.ends_by <= now]
+        for tracked in late:
             if (end := tracked.overdue(now)) is not None:
                 assert tracked.decode is not None
                 self._awaiting_release.add(tracked.request_id, tracked.decode)

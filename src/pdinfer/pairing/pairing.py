@@ -10,7 +10,6 @@ calls; `pdinfer.pairing.broker` decides what happens to each request.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import threading
 import time
@@ -38,8 +37,6 @@ from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import interruptible, let_go, open_lock
 from pdinfer.stats import PairingStats
 from pdinfer.types import FinishReason, PeerAddress, Request, TokenEvent
-
-_log = logging.getLogger("pdinfer")
 
 
 class Pairing(OfOneProcess):
@@ -136,6 +133,7 @@ class Pairing(OfOneProcess):
         """
         request = check_request(request, self._ports.roomiest_limits())
         tracked = TrackedRequest.of(request, self._clock(), self.config.default_deadline_s, self._random_bytes)
+        tracked.keys.prepare(self._ports.key_schemes)
         with self._admitting:  # only one of two threads gets an id, or the last place in the queue
             if self._closed:
                 raise RequestError("the pairing is closed")

@@ -12,8 +12,10 @@ from typing import Protocol, TypeVar, cast, runtime_checkable
 import attrs
 
 from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.prefix import KeyScheme
+from pdinfer.pairing.found import CachingPort, CachingPorts
 from pdinfer.process.locks import new_lock
-from pdinfer.stats import DecodeLoad, EngineLoad, LostPort, PeerStats, PrefillLoad
+from pdinfer.stats import DecodeLoad, EngineLoad, Links, LostPort, PeerStats, PrefillLoad
 from pdinfer.types import Event, Link, PageGrant, PeerAddress, PeerKey, Request, RequestLimits, peer_key
 
 MAX_PORTS_LOST = 64
@@ -83,24 +85,36 @@ class ReturningPort(Port, Protocol):
     def recover(self) -> bool: ...
 
 
+@runtime_checkable
+class BriefPort(Protocol):
+    """A port that quickly tells what policies need. Others are asked for all of their load."""
+
+    def brief_load(self) -> EngineLoad: ...
+
+
 AnyPort = TypeVar("AnyPort", bound=Port)
+T = TypeVar("T")
 
 
 class Ports:
     """The ports of both sides by address, and which of them reach each other. A port in `leaving` serves what it has
-    and is not chosen any more. `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`,
-    while any thread may add and drop ports: `prefills` and `decodes` are replaced, never changed."""
+    and is not chosen any more. `caching` are the prefills and the decodes that tell which pages they hold.
+    `num_changes` grows whenever a port or a link comes or goes. One thread calls `look`, while any thread may add and
+    drop ports: `prefills`, `decodes` and `caching` are replaced, never changed."""
 
     def __init__(self) -> None:
         self.prefills: dict[PeerAddress, PrefillPort] = {}
         self.decodes: dict[PeerAddress, DecodePort] = {}
+        self.caching = CachingPorts(), CachingPorts()
         self.leaving: set[PeerAddress] = set()
         self.links_down: frozenset[tuple[PeerAddress, PeerAddress]] = frozenset()
         self.num_changes = 0
         self._met: frozenset[tuple[PeerKey, PeerKey]] = frozenset()
         self._version = 0
-        self._links: tuple[int, tuple[Link, ...]] = (-1, ())
+        self._links: tuple[int, Links] = (-1, Links())
         self._peers: dict[PeerAddress, tuple[PeerStats, ...]] = {}
+        self._longest: dict[PeerAddress, int] = {}
+        self._tell: dict[PeerAddress, Callable[[], EngineLoad]] = {}
         self._changing = new_lock()
 
     @property
@@ -118,10 +132,7 @@ class Ports:
         """The longest request that a port can hold, by role, among the ports that may be chosen; 0 without such a
         port."""
         sides: dict[str, Mapping[PeerAddress, Port]] = {"prefill": self.prefills, "decode": self.decodes}
-        return {
-            role: max((port.limits.max_tokens for port in self._fitting(ports, 0).values()), default=0)
-            for role, ports in sides.items()
-        }
+        return {role: max(map(self.longest, self._fitting(ports, 0)), default=0) for role, ports in sides.items()}
 
     def opposite(self, port: Port) -> list[Port]:
         """Return the ports of the other side."""
@@ -131,7 +142,17 @@ class Ports:
         """Add a port that is connected to all ports of the other side except the `unlinked` ones. Those pairs are down
         until one end reports a link."""
         others = [other for other in self.opposite(port) if other.address in unlinked]
+        address, tell = port.address, port.brief_load if isinstance(port, BriefPort) else port.load
         with self._changing:
+            self._longest = {**self._longest, address: port.limits.max_tokens}
+            self._tell = {**self._tell, address: tell}
+            if isinstance(port, CachingPort):
+                prefills, decodes = self.caching
+                is_prefill = port.role == "prefill"
+                self.caching = (
+                    prefills.plus(address, port) if is_prefill else prefills,
+                    decodes if is_prefill else decodes.plus(address, port),
+                )
             if port.role == "prefill":
                 down: list[tuple[Port, Port]] = [(port, other) for other in others]
                 self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
@@ -150,12 +171,31 @@ class Ports:
         with self._changing:
             keys = set(map(peer_key, self._ranks_of(address)))
             self.leaving.discard(address)
-            self.prefills = {known: port for known, port in self.prefills.items() if known != address}
-            self.decodes = {known: port for known, port in self.decodes.items() if known != address}
+            self._longest = _without(self._longest, address)
+            self.caching = self.caching[0].minus(address), self.caching[1].minus(address)
+            self._tell = _without(self._tell, address)
+            self.prefills = _without(self.prefills, address)
+            self.decodes = _without(self.decodes, address)
             self.links_down = frozenset(pair for pair in self.links_down if address not in pair)
             self._met = frozenset(pair for pair in self._met if keys.isdisjoint(pair))
             self.num_changes += 1
             self._version += 1
+
+    def longest(self, address: PeerAddress) -> int:
+        """Return how many tokens the longest request of a port may have; 0 when it has left."""
+        return self._longest.get(address, 0)
+
+    def brief_loads(self) -> tuple[dict[PeerAddress, PrefillLoad], dict[PeerAddress, DecodeLoad]]:
+        """Return what policies are told of all ports, leaving or not. Called from the thread that steps."""
+        tell = self._tell
+        prefills = {address: cast(PrefillLoad, tell[address]()) for address in self.prefills}
+        return prefills, {address: cast(DecodeLoad, tell[address]()) for address in self.decodes}
+
+    @property
+    def key_schemes(self) -> set[KeyScheme]:
+        """The ways in which prefills, and decodes that trust all prefills alike, make the keys of their pages."""
+        prefills, decodes = self.caching
+        return {*prefills.by_scheme, *(scheme for scheme in decodes.by_scheme if not scheme.by_writer)}
 
     def _ranks_of(self, address: PeerAddress) -> tuple[PeerAddress, ...]:
         port: Port | None = self.prefills.get(address) or self.decodes.get(address)
@@ -208,11 +248,11 @@ class Ports:
         prefills, decodes = self.fitting(total)
         return any(self.linked(prefill, decode) for prefill in prefills for decode in decodes)
 
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> Links:
         """Return every pair that reaches each other, with what was measured on its link around the last look."""
         version = self._version
         if self._links[0] != version:
-            self._links = version, tuple(self._measured())
+            self._links = version, Links(self._measured())
         return self._links[1]
 
     def _measured(self) -> Iterator[Link]:
@@ -256,11 +296,8 @@ class Ports:
     @property
     def rooms(self) -> tuple[list[int], list[int]]:
         """The longest request of each prefill, and of each decode, that may be chosen; both in ascending order."""
-        prefills, decodes = self._fitting(self.prefills, 0), self._fitting(self.decodes, 0)
-        return (
-            sorted(port.limits.max_tokens for port in prefills.values()),
-            sorted(port.limits.max_tokens for port in decodes.values()),
-        )
+        prefills, decodes = self.fitting(0)
+        return sorted(map(self.longest, prefills)), sorted(map(self.longest, decodes))
 
     def fitting(self, total: int) -> tuple[dict[PeerAddress, PrefillPort], dict[PeerAddress, DecodePort]]:
         """Return the prefills and the decodes that may be chosen for a request of `total` tokens, full or not."""
@@ -270,8 +307,12 @@ class Ports:
         return {
             address: port
             for address, port in ports.items()
-            if address not in self.leaving and port.limits.max_tokens >= total
+            if address not in self.leaving and self.longest(address) >= total
         }
+
+
+def _without(known: Mapping[PeerAddress, T], address: PeerAddress) -> dict[PeerAddress, T]:
+    return {other: item for other, item in known.items() if other != address}
 
 
 def _meets(pairs: Collection[tuple[PeerKey, PeerKey]], one: PeerAddress, other: PeerAddress) -> bool:

@@ -1,5 +1,4 @@
-"""The queue of a Pairing: requests that wait for a prefill and a decode, which of them is next, and how the policy is
-asked for its pair.
+"""The queue of a Pairing: requests that wait for a prefill and a decode, and which of them is next.
 
     priority ─► streams that have begun ─► the tenant that has had least, with fair shares ─► deadline and age
 
@@ -9,31 +8,37 @@ keeps its place until the next step, and does not block requests that need other
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-
-import attrs
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from operator import attrgetter
 
 from pdinfer.engine.schedule import PATIENCE_S, is_turn_of_oldest
-from pdinfer.errors import ConfigError
-from pdinfer.pairing.policy import Policy
-from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.tracked_request import TrackedRequest
-from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
-from pdinfer.types import Choice, PeerAddress, RequestShape
 
 MAX_TENANTS = 1024
 """Shares are kept for this many tenants. When there are more, only the half that has had most is kept."""
 
 
+Level = tuple[int, bool]
+"""Minus the priority, and whether no stream has begun: lower ones go first."""
+
+
 class Queue:
-    """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them."""
+    """Requests that wait. One thread puts, removes and serves them; any thread may count and iterate over them.
+
+    They are kept in order, in a line for each level and tenant. `newcomers` were put in since they were last taken, and
+    `next_deadline` is not later than the first deadline of any."""
 
     def __init__(self, *, fair_share: bool = False) -> None:
         self._fair_share = fair_share
         self._shares = Shares()
-        self._waiting: dict[TrackedRequest, None] = {}
+        self._waiting: dict[TrackedRequest, tuple[Level, bytes]] = {}
+        self._lines: dict[Level, dict[bytes, list[TrackedRequest]]] = {}
         self._num_turns = 0
+        self._newcomers: list[TrackedRequest] = []
+        self.next_deadline = math.inf
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -42,12 +47,27 @@ class Queue:
         return iter(list(self._waiting))
 
     def put(self, tracked: TrackedRequest) -> None:
-        """Add a request. Its place follows from its priority, its tenant and its age."""
-        self._waiting[tracked] = None
+        """Add a request, unless it is there. Its place follows from its priority, its tenant and its age."""
+        if tracked in self._waiting:
+            return  # it was put in by a step that was interrupted
+        level = -tracked.request.priority, not tracked.is_resumed
+        tenant = tracked.request.cache_salt if self._fair_share and not tracked.is_resumed else b""
+        self._waiting[tracked] = level, tenant
+        insort(self._lines.setdefault(level, {}).setdefault(tenant, []), tracked, key=attrgetter("due_at"))
+        self._newcomers.append(tracked)
+        if tracked.deadline_at is not None:
+            self.next_deadline = min(self.next_deadline, tracked.deadline_at)
 
     def remove(self, tracked: TrackedRequest) -> None:
         """Remove a request that has ended without being served."""
-        del self._waiting[tracked]
+        level, tenant = self._waiting.pop(tracked)
+        tenants = self._lines[level]
+        line = tenants[tenant]
+        del line[line.index(tracked, bisect_left(line, tracked.due_at, key=attrgetter("due_at")))]
+        if not line:
+            del tenants[tenant]
+        if not tenants:
+            del self._lines[level]
 
     def serve(self, tracked: TrackedRequest) -> None:
         """Remove a request that is served, and count it for its tenant."""
@@ -58,20 +78,36 @@ class Queue:
 
     def restore(self, requests: Iterable[TrackedRequest]) -> None:
         """Make these the waiting requests, whatever an interrupt has left in the queue. Shares stay as they are."""
-        self._waiting = dict.fromkeys(requests)
+        self._waiting, self._lines, self._newcomers, self.next_deadline = {}, {}, [], math.inf
+        for tracked in requests:
+            self.put(tracked)
+
+    def take_newcomers(self) -> list[TrackedRequest]:
+        """Return the requests that were put in since the last call and still wait."""
+        newcomers, self._newcomers = self._newcomers, []
+        return [tracked for tracked in newcomers if tracked in self._waiting]
+
+    def take_all(self) -> list[TrackedRequest]:
+        """Return all requests, newcomers or not, and work out the next deadline."""
+        self._newcomers = []
+        ends = (tracked.deadline_at for tracked in self._waiting)
+        self.next_deadline = min((end for end in ends if end is not None), default=math.inf)
+        return list(self._waiting)
 
     def in_turn(self, now: float) -> Iterator[TrackedRequest]:
         """Yield every request once, each time the one that is next after those served meanwhile."""
-        self._shares.look({self._tenant(tracked) for tracked in self._waiting})
-        levels: dict[tuple[int, bool], dict[bytes, deque[TrackedRequest]]] = defaultdict(lambda: defaultdict(deque))
-        for tracked in sorted(self._waiting, key=lambda tracked: tracked.due_at):
-            levels[-tracked.request.priority, not tracked.is_resumed][self._tenant(tracked)].append(tracked)
+        self._shares.look({tenant for tenants in self._lines.values() for tenant in tenants})
+        levels = {level: {name: deque(line) for name, line in of.items()} for level, of in self._lines.items()}
         in_order = self._in_order(levels)
-        patient = [tracked for tracked in self._waiting if now - tracked.waiting_since > PATIENCE_S]
-        by_age = iter(sorted(patient, key=lambda tracked: tracked.waiting_since))
+        by_age: Iterator[TrackedRequest] | None = None
         asked: set[TrackedRequest] = set()
         while True:
-            oldest = next(by_age, None) if is_turn_of_oldest(self._num_turns) else None
+            oldest = None
+            if is_turn_of_oldest(self._num_turns):
+                if by_age is None:
+                    patient = [tracked for tracked in self._waiting if now - tracked.waiting_since > PATIENCE_S]
+                    by_age = iter(sorted(patient, key=lambda tracked: tracked.waiting_since))
+                oldest = next(by_age, None)
             turn = next(in_order, None) if oldest is None else oldest
             if turn is None:
                 return
@@ -79,7 +115,7 @@ class Queue:
                 asked.add(turn)
                 yield turn
 
-    def _in_order(self, levels: dict[tuple[int, bool], dict[bytes, deque[TrackedRequest]]]) -> Iterator[TrackedRequest]:
+    def _in_order(self, levels: Mapping[Level, dict[bytes, deque[TrackedRequest]]]) -> Iterator[TrackedRequest]:
         for level in sorted(levels):
             tenants = levels[level]
             while tenants:
@@ -87,9 +123,6 @@ class Queue:
                 yield tenants[tenant].popleft()
                 if not tenants[tenant]:
                     del tenants[tenant]
-
-    def _tenant(self, tracked: TrackedRequest) -> bytes:
-        return tracked.request.cache_salt if self._fair_share and not tracked.is_resumed else b""
 
 
 def gives_way(requests: Iterable[TrackedRequest], priority: int) -> TrackedRequest | None:
@@ -124,113 +157,3 @@ class Shares:
         if len(self._had) > MAX_TENANTS:
             most = sorted(self._had.items(), key=lambda item: item[1])[MAX_TENANTS // 2 :]
             self._had = dict(most)
-
-
-class PendingLoad:
-    """The work that each prefill will get once decode has granted pages for it. The prefill's own load does not include
-    it yet, so a policy that saw only that load would send a whole burst to one prefill."""
-
-    def __init__(self, coming: Iterable[tuple[PeerAddress | None, RequestShape]] = ()) -> None:
-        self._requests: Counter[PeerAddress] = Counter()
-        self._tokens: Counter[PeerAddress] = Counter()
-        for prefill, shape in coming:
-            if prefill is not None:
-                self.add(prefill, shape)
-
-    def add(self, prefill: PeerAddress, shape: RequestShape) -> None:
-        """Count a request that this prefill will get."""
-        self._requests[prefill] += 1
-        self._tokens[prefill] += shape.num_prompt_tokens + shape.num_output_tokens
-
-    def on_top_of(self, load: PrefillLoad) -> PrefillLoad:
-        """Return the load including the pending work."""
-        return attrs.evolve(
-            load,
-            num_queued_requests=load.num_queued_requests + self._requests[load.address],
-            num_queued_tokens=load.num_queued_tokens + self._tokens[load.address],
-        )
-
-
-class Chooser:
-    """Asks one policy for every request, and counts its choices."""
-
-    def __init__(self, ports: Ports, policy: Policy, max_queued_per_decode: int) -> None:
-        self._ports = ports
-        self._policy = policy
-        self._max_queued_per_decode = max_queued_per_decode
-        self._num_choices = 0
-
-    def pending(self, requests: Iterable[TrackedRequest]) -> PendingLoad:
-        """Return the work that the prefills of these requests do not know of yet."""
-        coming = [tracked for tracked in requests if not tracked.forwarded]
-        return PendingLoad((tracked.prefill, tracked.shape(self._num_choices)) for tracked in coming)
-
-    def pair(self, tracked: TrackedRequest, pending: PendingLoad) -> Choice | None:
-        """Return a prefill and a decode for a request, and add it to `pending`; None lets the request wait."""
-        shape = tracked.shape(self._num_choices)
-        choice = choose(self._ports, self._policy, shape, pending, max_queued_per_decode=self._max_queued_per_decode)
-        if choice is not None:
-            pending.add(choice.prefill, shape)
-            self._num_choices += 1
-        return choice
-
-    def prefill(self, tracked: TrackedRequest, decode: PeerAddress, pending: PendingLoad) -> PeerAddress | None:
-        """Return another prefill for a request that `decode` holds, and add it to `pending`; None when there is
-        none."""
-        shape = tracked.shape(self._num_choices)
-        choice = choose(self._ports, self._policy, shape, pending, decode=decode)
-        if choice is None:
-            return None
-        pending.add(choice.prefill, shape)
-        return choice.prefill
-
-
-def choose(
-    ports: Ports,
-    policy: Policy,
-    shape: RequestShape,
-    pending: PendingLoad,
-    *,
-    max_queued_per_decode: int = 0,
-    decode: PeerAddress | None = None,
-) -> Choice | None:
-    """Return the pair that `policy` chooses for a request, or None to let it wait.
-
-    The policy is shown the ports that can hold the request and are not full, with every link between them. With
-    `decode`, it is shown that decode alone, full or not. A policy that names a link of `shape.links` is asked once. One
-    that looks at loads alone may name two ports without a link: it is asked again with only the prefills that reach
-    that decode, or without a decode that no prefill reaches. Raises ConfigError when it names a port it was not shown.
-    """
-    fitting, decode_ports = ports.fitting(shape.num_prompt_tokens + shape.max_new_tokens)
-    prefills = [pending.on_top_of(port.load()) for port in fitting.values()]
-    if decode is not None:
-        decodes = [ports.decodes[decode].load()]
-    else:
-        decodes = [port.load() for port in decode_ports.values()]
-        decodes = [load for load in decodes if load.num_waiting_requests < max_queued_per_decode]
-    near = prefills
-    while (choice := policy(_with_links(shape, ports, near, decodes), near, decodes)) is not None:
-        if not (_shows(near, choice.prefill) and _shows(decodes, choice.decode)):
-            raise ConfigError(
-                "the policy chose a port that is not part of this pairing, is full or out of the other's reach; "
-                "it must take one it was shown"
-            )
-        if ports.linked(choice.prefill, choice.decode):
-            break
-        near = [load for load in prefills if ports.linked(load.address, choice.decode)]
-        decodes = [load for load in decodes if (load.address == choice.decode) == bool(near)]
-        near = near or prefills
-    return choice
-
-
-def _with_links(
-    shape: RequestShape, ports: Ports, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]
-) -> RequestShape:
-    """Return the shape with the links between these ports."""
-    shown = {load.address for load in (*prefills, *decodes)}
-    links = tuple(link for link in ports.links() if link.prefill in shown and link.decode in shown)
-    return attrs.evolve(shape, links=links)
-
-
-def _shows(loads: Iterable[EngineLoad], address: PeerAddress) -> bool:
-    return any(load.address == address for load in loads)

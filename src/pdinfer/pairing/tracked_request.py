@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
 import attrs
 
 from pdinfer.engine.schedule import due_at
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.types import FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
+from pdinfer.pairing.found import PromptKeys
+from pdinfer.types import Choice, FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
 """How often to check whether a port has ended a request whose deadline has passed."""
@@ -40,10 +41,12 @@ class TrackedRequest:
 
     It waits in the queue while `decode` is None; `queued_s` is how long it did. `forwarded` says that prefill has the
     current attempt; before that, only the Pairing knows that it is coming. `landed` is set by the first token after a
-    grant, when prefill is done with it. `failure` is why decode was asked to end it, and `ends_by` is when the Pairing
-    ends it even if decode does not answer. `give_up_at` is when it stops waiting for a missing port or link.
-    `displaced` is why it gives its place in the queue to another request. `lost` is why it had to leave its last
-    decode, `tokens` are those emitted since `request` was made, and `streamed_s` is how long lost decodes ran it."""
+    grant, when prefill is done with it. `choice` is the last that was made for it. `failure` is why decode was asked to
+    end it, and `ends_by` is when the Pairing ends it even if decode does not answer. `give_up_at` is when it stops
+    waiting for a missing port or link. `displaced` is why it gives its place in the queue to another request. `lost` is
+    why it had to leave its last decode, `tokens` are those emitted since `request` was made, and `streamed_s` is how
+    long lost decodes ran it. When its pair was chosen, its prefill had to compute `prefill_tokens`, and `link_bytes`
+    had to cross the link."""
 
     request_id: str
     request: Request
@@ -51,6 +54,7 @@ class TrackedRequest:
     deadline_at: float | None
     prefill: PeerAddress | None = None
     decode: PeerAddress | None = None
+    choice: Choice | None = None
     queued_s: float = 0.0
     num_tokens: int = 0
     num_grants: int = 0
@@ -69,6 +73,9 @@ class TrackedRequest:
     continued: bool = False
     streamed_s: float = 0.0
     tokens: list[int] = attrs.field(factory=list)
+    prefill_tokens: int = 0
+    link_bytes: int = 0
+    _keys: PromptKeys | None = None
 
     @classmethod
     def of(
@@ -112,6 +119,13 @@ class TrackedRequest:
     def due_at(self) -> float:
         """The key by which requests of one priority are ordered."""
         return due_at(self.submitted_at, self.deadline_at)
+
+    @property
+    def keys(self) -> PromptKeys:
+        """The keys of its pages, by which ports find them."""
+        if self._keys is None or self._keys.request.output != self.request.output:
+            self._keys = PromptKeys(self.request)
+        return self._keys
 
     def needs(self, address: PeerAddress) -> bool:
         """Return whether the request cannot go on without this port."""
@@ -183,18 +197,25 @@ class TrackedRequest:
 
     def request_at(self, now: float) -> Request:
         """Return the request for the next hop, with the seconds that are left."""
-        left_s = None if self.deadline_at is None else max(0.0, self.deadline_at - now)
-        return attrs.evolve(self.request, deadline_s=left_s)
+        if self.deadline_at is None:
+            return self.request
+        return attrs.evolve(self.request, deadline_s=max(0.0, self.deadline_at - now))
 
-    def shape(self, ordinal: int) -> RequestShape:
-        """Return what a policy may know of it."""
+    def shape(self, ordinal: int, found_tokens: Mapping[PeerAddress, int]) -> RequestShape:
+        """Return what a policy may know of it, but for the links."""
         return RequestShape(
             ordinal=ordinal,
             num_prompt_tokens=len(self.request.prompt),
             num_output_tokens=self.num_tokens,
             max_new_tokens=self.request.sampling.max_new_tokens,
             priority=self.request.priority,
+            found_tokens=found_tokens,
         )
+
+    def chosen(self, choice: Choice, now: float) -> None:
+        """Note the pair that serves it from now on."""
+        self.choice, self.prefill, self.decode = choice, choice.prefill, choice.decode
+        self.queued_s = now - self.submitted_at
 
     def granted(self, now: float) -> None:
         """Note that decode has granted pages and a new attempt begins."""
@@ -214,17 +235,20 @@ class TrackedRequest:
             self.first_token_s = now - self.submitted_at
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
+        at_s = None if event.at_s is None else event.at_s + self.queued_s
         usage = event.usage
         if usage is None:
-            return event
+            return attrs.evolve(event, at_s=at_s)
         ttft_s = None if usage.ttft_s is None else usage.ttft_s + self.queued_s
         usage = attrs.evolve(
             usage,
             queue_s=usage.queue_s + self.queued_s - self.streamed_s,
             ttft_s=self.first_token_s if self.continued else ttft_s,
             timeline=self._timeline(usage.timeline),
+            choice=self.choice,
+            num_retries=usage.num_retries + self.num_decodes_lost,
         )
-        return attrs.evolve(event, usage=usage)
+        return attrs.evolve(event, usage=usage, at_s=at_s)
 
     def _check(self, event: TokenEvent) -> None:
         """Check that events come in order and match what the request asked for."""
@@ -257,6 +281,8 @@ class TrackedRequest:
             queue_s=(now - self.submitted_at if self.decode is None else self.queued_s) - self.streamed_s,
             ttft_s=self.first_token_s,
             timeline=self._timeline(None),
+            choice=self.choice,
+            num_retries=max(0, self.num_grants - 1) + self.num_decodes_lost,
         )
         return TokenEvent(
             request_id=self.request_id,

@@ -1,18 +1,27 @@
-"""Whether a deployment fits its devices and its engines fit each other, computed without a device.
+"""From a deployment to numbers, computed without a device: whether it fits, and what a load would see of it.
 
-    cluster.py        a checked plan of engines over ranks
+    simulation/       a load through a cluster of simulated engines
+    plan.py           a checked plan of engines over ranks
     rank_weights.py   how many bytes of weights a rank holds
 
-May import: checkpoint, config, kernels, kv, model, moe, parallel, the ground.
+May import: bench, checkpoint, config, engine, kernels, kv, model, moe, pairing, parallel, the ground.
 """
 
 from __future__ import annotations
 
-from pdinfer.planning.cluster import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.planning.plan import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.planning.simulation import Change, Cluster, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
+    "Change",
+    "Cluster",
     "ClusterPlan",
     "EnginePlan",
+    "Simulator",
+    "Stall",
+    "StepRows",
+    "cluster",
     "engine_nodes",
     "h800_cluster",
+    "simulate",
 ]

@@ -2,6 +2,7 @@
 
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
     known.py      what a client knows of its engine
+    pages.py      which pages an engine can find, told and mirrored
     served.py     `serve`, where the engine is
     session.py    the threads that carry messages, and notice when the other end is silent
     messages.py   the messages

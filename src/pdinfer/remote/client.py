@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import attrs
 
@@ -29,6 +29,7 @@ from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.process.forked import OfOneProcess
 from pdinfer.process.locks import new_lock
 from pdinfer.remote import messages
@@ -42,7 +43,6 @@ from pdinfer.remote.messages import (
     Connect,
     Connected,
     Disconnect,
-    Load,
     PackedRequest,
     Ready,
     Renew,
@@ -188,12 +188,20 @@ class _Client(OfOneProcess):
             if self._engine.submit(num_tokens):
                 self._session.post(message)
 
-    def _seen(self) -> tuple[Load, int, int, float]:
-        """Return the load that the engine reported, the requests and tokens submitted that are not part of it yet, and
-        the age of its last step."""
+    @property
+    def key_scheme(self) -> KeyScheme | None:
+        """How the keys of the engine's cached pages are made; None when it caches none."""
+        return None if self._engine.ready is None else self._engine.ready.key_scheme
+
+    def count_known(self, keys: Sequence[bytes]) -> int:
+        """Return how many of these keys, from the first, belong to pages that the engine has told of."""
+        return self._engine.pages.count_known(keys)
+
+    def _told(self, *, brief: bool = False) -> Any:
         with self._lock:
-            engine = self._engine
-            return engine.load, engine.num_unseen_requests, engine.num_unseen_tokens, engine.step_age_s
+            if brief:
+                return self._engine.brief_load()
+            return attrs.evolve(self._engine.load_now(), step_age_s=self._engine.step_age_s)
 
     # -- what is heard, in the threads that read and keep time ---------------------------------------------------------
 
@@ -348,15 +356,11 @@ class PrefillClient(_Client):
         self._send_submit(message, len(request.prompt) + len(request.output))
 
     def load(self) -> PrefillLoad:
-        known, requests, tokens, step_age_s = self._seen()
-        load = known.prefill
-        assert load is not None
-        return attrs.evolve(
-            load,
-            step_age_s=step_age_s,
-            num_queued_requests=load.num_queued_requests + requests,
-            num_queued_tokens=load.num_queued_tokens + tokens,
-        )
+        return cast(PrefillLoad, self._told())
+
+    def brief_load(self) -> PrefillLoad:
+        """Return the part of `load` that policies need, as it was after the last report or `submit`."""
+        return cast(PrefillLoad, self._told(brief=True))
 
 
 class DecodeClient(_Client):
@@ -372,12 +376,8 @@ class DecodeClient(_Client):
         self._session.post(ChangeWriters(request_id, tuple(writers)))
 
     def load(self) -> DecodeLoad:
-        known, requests, tokens, step_age_s = self._seen()
-        load = known.decode
-        assert load is not None
-        return attrs.evolve(
-            load,
-            step_age_s=step_age_s,
-            num_waiting_requests=load.num_waiting_requests + requests,
-            num_waiting_tokens=load.num_waiting_tokens + tokens,
-        )
+        return cast(DecodeLoad, self._told())
+
+    def brief_load(self) -> DecodeLoad:
+        """Return the part of `load` that policies need, as it was after the last report or `submit`."""
+        return cast(DecodeLoad, self._told(brief=True))

@@ -4,34 +4,54 @@ from __future__ import annotations
 
 import time
 
+import attrs
+
 from pdinfer.errors import TransferError
 from pdinfer.remote import messages
 from pdinfer.remote.messages import Load, Ready, Stepped
+from pdinfer.remote.pages import MirroredPages
+from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 
 
 class KnownEngine:
     """An engine as its reports describe it, checked against what it was sent. `is_live` is true from a Ready until the
-    port is lost. `num_renewals` is the number of the last Renew of this session. The client calls it under one lock."""
+    port is lost. `pages` are those that it can find. `num_renewals` is the number of the last Renew of this session.
+    The client calls it under one lock."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.ready: Ready | None = None
         self.is_live = False
         self.load = Load()
+        self.pages = MirroredPages()
+        self._brief: PrefillLoad | DecodeLoad | None = None
         self.num_renewals = 0
         self._num_submitted = self._num_seen = 0
         self._unseen: list[tuple[int, int]] = []
         self._step_age_s, self._told_at = 0.0, time.monotonic()
 
-    @property
-    def num_unseen_requests(self) -> int:
-        """Requests submitted that are not part of `load` yet."""
-        return len(self._unseen)
+    def load_now(self) -> PrefillLoad | DecodeLoad:
+        """Return the load that the engine reported, with the requests submitted since."""
+        load, new = self.load.of_role(self.role), [tokens for _, tokens in self._unseen]
+        if isinstance(load, PrefillLoad):
+            return attrs.evolve(
+                load,
+                num_queued_requests=load.num_queued_requests + len(new),
+                num_queued_tokens=load.num_queued_tokens + sum(new),
+                queued=load.queued.plus(new),
+            )
+        assert load is not None
+        return attrs.evolve(
+            load,
+            num_waiting_requests=load.num_waiting_requests + len(new),
+            num_waiting_tokens=load.num_waiting_tokens + sum(new),
+        )
 
-    @property
-    def num_unseen_tokens(self) -> int:
-        """The tokens of those requests."""
-        return sum(tokens for _, tokens in self._unseen)
+    def brief_load(self) -> PrefillLoad | DecodeLoad:
+        """Return the part of it that policies need, which is made again only when something has changed."""
+        if self._brief is None:
+            self._brief = attrs.evolve(self.load_now(), transport="", providers=(), kv=ChannelStats())
+        return self._brief
 
     @property
     def step_age_s(self) -> float:
@@ -47,12 +67,14 @@ class KnownEngine:
         if not self.is_live:
             return False
         self._num_submitted += 1
+        self._brief = None
         self._unseen.append((self._num_submitted, num_tokens))
         return True
 
     def lose(self) -> None:
         """Note that the port is lost, and give up what was submitted."""
         self.is_live = False
+        self._brief = None
         self._unseen.clear()
 
     def take(self, report: Ready | Stepped) -> bool:
@@ -62,6 +84,7 @@ class KnownEngine:
             return False
         self._check(report)
         self.load = report.load
+        self._brief = None
         self._unseen = [(number, tokens) for number, tokens in self._unseen if number > self._num_seen]
         return True
 
@@ -77,6 +100,8 @@ class KnownEngine:
         ready, load = self.ready, report.load.of_role(self.role)
         if ready is None or (load is not None and load.address != ready.address):
             raise TransferError("it tells the load of another engine than the one it said it is")
+        if load is not None:
+            self.pages.take(report.pages, num_pages=load.num_total_pages)
         if isinstance(report, Ready):
             return
         if load is None:

@@ -16,10 +16,11 @@ from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, TokenEvent
 
-VERSION = 2
+VERSION = 4
 """The version of these messages. An engine tells its own in Ready."""
 AnyLoad = TypeVar("AnyLoad", PrefillLoad, DecodeLoad)
 Addresses = Annotated[tuple[PeerAddress, ...], FEW]
@@ -73,6 +74,24 @@ class Load(msgspec.Struct):
 def _ageless(load: AnyLoad) -> AnyLoad:
     peers = tuple(attrs.evolve(peer, step_age_s=None) for peer in load.kv.peers)
     return attrs.evolve(load, kv=attrs.evolve(load.kv, peers=peers))
+
+
+KEY_BYTES = 16
+"""How much of a page's key travels: enough to tell pages apart for a choice of ports, which is all it is used for."""
+
+
+class PageChanges(msgspec.Struct):
+    """How the pages that an engine can find have changed since the last report: all are `forgotten` first if it says
+    so, then some were `added` and others `dropped`. Both are the first KEY_BYTES of keys, one behind the other."""
+
+    forgotten: bool = False
+    added: Packed = b""
+    dropped: Packed = b""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which refuses the message, for bytes that are not whole keys."""
+        if len(self.added) % KEY_BYTES or len(self.dropped) % KEY_BYTES:
+            raise ValueError(f"keys of pages have {KEY_BYTES} bytes each")
 
 
 class Beat(msgspec.Struct, tag="beat"):
@@ -137,7 +156,8 @@ Command = Beat | Connect | Disconnect | SubmitPrefill | SubmitDecode | ChangeWri
 class Ready(msgspec.Struct, tag="ready"):
     """The first message of a session, and the first after each renewal, whose number is `session`. It tells who the
     engine is, with the addresses of all ranks behind this port. `version` is the VERSION it speaks, 1 where it says
-    none, and `hung_s` is how long its steps may take."""
+    none, and `hung_s` is how long its steps may take. `key_scheme` says how the keys of its cached pages are made,
+    and `pages` has all of them; both are None where none are cached."""
 
     address: PeerAddress
     limits: RequestLimits
@@ -146,6 +166,8 @@ class Ready(msgspec.Struct, tag="ready"):
     version: Index = 1
     session: Count = 0
     hung_s: Seconds | None = None
+    key_scheme: KeyScheme | None = None
+    pages: PageChanges | None = None
 
 
 class Connected(msgspec.Struct, tag="connected"):
@@ -157,13 +179,15 @@ class Connected(msgspec.Struct, tag="connected"):
 
 
 class Stepped(msgspec.Struct, tag="stepped"):
-    """The events of a step. `num_seen` counts the submits taken since Ready, which the load includes."""
+    """The events of a step, and how the pages that can be found have changed. `num_seen` counts the submits taken since
+    Ready, which the load includes."""
 
     num_seen: Count
     load: Load
     granted: Annotated[list[tuple[PackedGrant, PackedRequest]], MANY] = []
     refused: Annotated[list[Refused], MANY] = []
     tokens: Annotated[list[TokenEvent], Meta(max_length=MAX_EVENTS)] = []
+    pages: PageChanges | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError, which refuses the message, when a grant and the request beside it do not match."""

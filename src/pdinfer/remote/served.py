@@ -43,6 +43,7 @@ from pdinfer.remote.messages import (
     SubmitDecode,
     SubmitPrefill,
 )
+from pdinfer.remote.pages import PageNews
 from pdinfer.remote.session import MessageStream, Session
 from pdinfer.types import Event, Granted, PeerAddress, Refused
 
@@ -113,6 +114,7 @@ class _Host(OfOneProcess):
         self.has_begun = False
         self.num_seen = 0
         self.num_steps = 0
+        self.pages = PageNews(engine.pool) if engine.key_scheme is not None else None
         self.stepped_at = time.monotonic()
         self.reported: Load | None = None
         self.reported_at = 0.0
@@ -249,6 +251,8 @@ class _Host(OfOneProcess):
                 messages.VERSION,
                 session=self.renewal,
                 hung_s=hung_s,
+                key_scheme=engine.key_scheme,
+                pages=None if self.pages is None else self.pages.all(),
             )
         )
         self.renewal, self.has_begun, self.num_seen = None, True, 0
@@ -320,6 +324,7 @@ class _Host(OfOneProcess):
         if urgent or (
             load != self.reported and not self.session.is_behind and (not busy or now > self.reported_at + REPORT_S)
         ):
+            report.pages = None if self.pages is None else self.pages.take()
             self.session.post(report)
             self.reported, self.reported_at = load, now
 

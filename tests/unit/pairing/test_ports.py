@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import pdinfer as pd
 from pdinfer.pairing import policy
+from pdinfer.pairing.choosing import Board, choose
 from pdinfer.pairing.ports import Ports
-from pdinfer.pairing.queue import PendingLoad, choose
 from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PeerStats, PrefillLoad
 from pdinfer.types import Choice, PeerAddress, RequestLimits, RequestShape
 
@@ -99,7 +99,7 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
             fakes[decode].links[prefill] = False
     ports.look()
     assert ports.links_down == down
-    choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), max_queued_per_decode=1)
+    choice = choose(Board(ports, max_queued_per_decode=1), chosen_by, shape(ordinal))
     if len(down) == len(PAIRS):
         assert choice is None
     else:
@@ -107,7 +107,7 @@ def test_a_pair_that_reaches_each_other_is_chosen_if_there_is_one(
         assert (choice.prefill, choice.decode) in set(PAIRS) - down
     for decode in DECODES:
         near = [prefill for prefill in PREFILLS if (prefill, decode) not in down]
-        choice = choose(ports, chosen_by, shape(ordinal), PendingLoad(), decode=decode)
+        choice = choose(Board(ports), chosen_by, shape(ordinal), decode=decode)
         assert (choice.prefill in near) if choice is not None else not near
 
 
@@ -157,7 +157,7 @@ def test_a_policy_that_insists_on_a_pair_without_a_link_is_told_so() -> None:
         return Choice(prefill=PREFILLS[0], decode=DECODES[0])
 
     with pytest.raises(pd.ConfigError, match="out of the other's reach"):
-        choose(ports, stubborn, shape(), PendingLoad(), max_queued_per_decode=1)
+        choose(Board(ports, max_queued_per_decode=1), stubborn, shape())
 
 
 def fastest_link(shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]) -> Choice | None:
@@ -183,7 +183,7 @@ def test_a_policy_gets_every_link_with_its_speed_and_is_asked_once(
         asked.append(shape)
         return fastest_link(shape, *loads)
 
-    choice = choose(ports, watched, shape(), PendingLoad(), max_queued_per_decode=1)
+    choice = choose(Board(ports, max_queued_per_decode=1), watched, shape())
     up = set(PAIRS) - down
     (seen,) = asked
     assert {(link.prefill, link.decode) for link in seen.links} == up
@@ -206,7 +206,7 @@ def test_links_are_told_anew_when_a_port_joins_or_leaves_and_only_between_ports_
     ports.add(fakes[DECODES[2]])  # type: ignore[arg-type]
     ports.leaving.add(PREFILLS[0])
     seen: list[RequestShape] = []
-    choose(ports, lambda shape, *_: seen.append(shape), shape(), PendingLoad(), decode=DECODES[2])
+    choose(Board(ports), lambda shape, *_: seen.append(shape), shape(), decode=DECODES[2])
     assert {(link.prefill, link.decode) for link in seen[0].links} == {(one, DECODES[2]) for one in PREFILLS[1:]}
 
 

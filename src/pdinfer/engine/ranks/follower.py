@@ -17,7 +17,7 @@ from pdinfer.engine.ranks import messages as say
 from pdinfer.engine.ranks.leader import RunEmpty
 from pdinfer.engine.ranks.lockstep import Lockstep
 from pdinfer.errors import PDInferError, TransferError
-from pdinfer.execution.drafting import Draft
+from pdinfer.execution.drafting import Draft, Sampler
 from pdinfer.execution.runner import ModelRunner
 from pdinfer.execution.sampling import Draw, Drawn, sample
 from pdinfer.kv.channel.channel import KVChannel
@@ -172,16 +172,18 @@ class Follower:
 
 
 class SharedSampler:
-    """Draws on the leader and gives its tokens to the followers: drafts are the input of what all ranks run next."""
+    """Draws on the leader, with its `sampler`, and gives its tokens to the followers: drafts are the input of what all
+    ranks run next."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, sampler: Sampler = sample) -> None:
         self._group = group
+        self._sampler = sampler
 
     def __call__(self, logits_BV: Tensor, draws: Sequence[Draw]) -> list[Drawn]:
         if not draws:
             return []
         if self._group.rank == 0:
-            drawn = sample(logits_BV, draws)
+            drawn = self._sampler(logits_BV, draws)
             self._group.broadcast(torch.tensor([-1 if new.error else new.token for new in drawn]))
             return drawn
         tokens = self._group.broadcast(torch.empty(len(draws), dtype=torch.int64)).tolist()

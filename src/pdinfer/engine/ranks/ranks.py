@@ -144,7 +144,7 @@ class SeveralRanks(Ranks):
         if attention.size > 1:
             self.channel = leader
             if runner.drafts:
-                runner.sample_with(SharedSampler(attention))
+                runner.sample_with(SharedSampler(attention, runner.sample))
         if attention.rank:
             self.follower = Follower(runner, channel, self._lockstep, run_empty)
         self._runner = self.runner = RankRunner(runner, self._lockstep, run_empty, leader)

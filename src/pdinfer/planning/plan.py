@@ -147,11 +147,12 @@ class EnginePlan:
         size = self.topology.attention_size
         return [range(first, first + size) for first in range(0, self.topology.world_size, size)]
 
-    def check_steps(self, num_tokens: int, told: str) -> None:
-        """Raise ConfigError where a step is larger than DeepEP's low-latency kernels can carry."""
+    def check_steps(self, num_tokens: int, told: str, *, num_queries: int = 1) -> None:
+        """Raise ConfigError where a step is larger than DeepEP's kernels for few tokens can carry."""
         options = self.experts
-        if (options.moe_a2a_backend, options.deepep_mode) == ("deep_ep", "low_latency"):
-            most, overlap = options.num_max_dispatch_tokens_per_rank, options.two_batch_overlap
+        if options.moe_a2a_backend == "deep_ep" and options.deepep_mode != "normal":
+            most = options.num_max_dispatch_tokens_per_rank
+            overlap = num_queries if options.two_batch_overlap else None
             check_step_fits(most, overlap, num_tokens, f"{self.name}: {told}", tp_size=self.topology.tp_size)
 
     def __str__(self) -> str:
@@ -190,7 +191,7 @@ class ClusterPlan:
         for engine in self.prefill:
             engine.check_steps(*engine.engine.largest_prefill_step(engine.config.max_position_embeddings))
         for engine in self.decode:
-            engine.check_steps(*engine.engine.largest_decode_step)
+            engine.check_steps(*engine.engine.largest_decode_step, num_queries=1 + engine.engine.num_draft_tokens)
         ours = self.prefill[0]
         for other in self.engines[1:]:
             ours.layout.compatible_with(other.layout)

@@ -1,0 +1,177 @@
+"""Eight checks of a summary's honesty. Each has caught a published figure that was none.
+
+    identities      rate x time = count
+    decode floor    no client sees tokens faster than an engine makes them
+    single token    one token per request has no output rate
+    Little          requests in flight = rate x time in the system
+    delivery        the client reads tokens when they are there
+    monotone        more tokens do not arrive sooner
+    repeats         figures that scatter are no figures
+    failures        percentiles leave out what failed
+
+A check whose fields are not there is left out. `compare` refuses what repeats cannot tell apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from pdinfer.bench.summary import Finding, Summary
+
+IDENTITY_TOLERANCE = 0.005
+FLOOR_SHARE = 0.9
+"""A step may be a little faster than the fastest that was recorded."""
+LEAST_TOKENS = 16
+"""The tokens of a request from which its mean step is told from one late read."""
+LITTLE_TOLERANCE = 0.1
+DELIVERY_SHARE = 0.05
+DELIVERY_S = 0.01
+"""Later than this, too: below it, P99 of delivery is what one turn of a host's loop takes."""
+FALLS_BY = 1.3
+FALLS_BY_S = 1.0
+"""How much longer the smaller of two bursts takes before it counts: by this factor, and by more than one round of
+prefill, which costs 0.3 to 2 s where experts are spread over nodes."""
+MOST_CV = 0.25
+FAILED_SHARE = 0.01
+
+
+def check(summary: Summary, beside: Sequence[Summary] = ()) -> tuple[Finding, ...]:
+    """Return what is wrong with a summary. `beside` are other runs of the same deployment (equal `name`), which
+    `monotone` compares it with."""
+    return (
+        *_failures(summary),
+        *_identities(summary),
+        *_single_token(summary),
+        *_decode_floor(summary),
+        *_little(summary),
+        *_delivery(summary),
+        *_monotone(summary, beside),
+        *_repeats(summary),
+    )
+
+
+def _identities(run: Summary) -> Iterator[Finding]:
+    duration_s = run.duration_s
+    rows = (
+        ("request_throughput", run.request_throughput, duration_s, run.completed, 1),
+        ("input_throughput", run.input_throughput, run.input_duration_s or duration_s, run.total_input_tokens, 1),
+        ("output_throughput", run.output_throughput, _output_s(run), run.total_output_tokens, 2),
+        ("total_token_throughput", run.total_token_throughput, duration_s, _total_tokens(run), 1),
+    )
+    for name, rate, seconds, count, num_times in rows:
+        if rate is None or seconds is None or not count or run.num_repeats > 1:
+            continue
+        if name == "output_throughput" and run.max_output_tokens == 1:
+            continue
+        rounding = num_times * run.time_resolution_ms / 2e3 / seconds if seconds > 0 else 0.0
+        if seconds <= 0 or abs(rate * seconds / count - 1) > IDENTITY_TOLERANCE + rounding:
+            yield Finding(
+                check="identities",
+                expected=f"{name} x seconds = {count}",
+                found=f"{rate:g} x {seconds:g} s = {rate * seconds:g}",
+                advice="do not use the rate: compute it from counts and times that belong together",
+            )
+
+
+def _output_s(run: Summary) -> float | None:
+    return run.duration_s if run.output_duration_s is None else run.output_duration_s
+
+
+def _total_tokens(run: Summary) -> int:
+    return (run.total_input_tokens or 0) + (run.total_output_tokens or 0)
+
+
+def _decode_floor(run: Summary) -> Iterator[Finding]:
+    fastest_ms = run.fastest_step_ms
+    seen_ms = run.median_tpot_ms if run.min_tpot_ms is None else run.min_tpot_ms
+    if fastest_ms is None or seen_ms is None or run.max_output_tokens == 1:
+        return
+    floor_ms = FLOOR_SHARE * fastest_ms - (run.max_step_ms or 0.0) / (LEAST_TOKENS - 1)
+    if seen_ms < floor_ms:
+        yield Finding(
+            check="decode floor",
+            expected=f"at least {floor_ms:.3g} ms per token after the first, {FLOOR_SHARE:g} of the fastest step",
+            found=f"{seen_ms:.3g} ms",
+            advice="the client saw first tokens late: use E2E, and no output rate or TTFT of this run",
+        )
+
+
+def _single_token(run: Summary) -> Iterator[Finding]:
+    rate = run.output_throughput or run.peak_output_throughput
+    if run.max_output_tokens == 1 and rate is not None:
+        yield Finding(
+            check="single token",
+            expected="no output rate when every request has one output token",
+            found=f"{rate:g} tok/s",
+            advice="use the input rate and TTFT; ask for more tokens to measure decode",
+        )
+
+
+def _little(run: Summary) -> Iterator[Finding]:
+    asked, held = run.max_concurrency, run.concurrency
+    if held is None and run.request_throughput is not None and run.mean_e2el_ms is not None:
+        held = run.request_throughput * run.mean_e2el_ms / 1e3
+    if run.mode != "closed_loop" or not asked or held is None:
+        return
+    if abs(held / asked - 1) > LITTLE_TOLERANCE:
+        yield Finding(
+            check="Little",
+            expected=f"{asked:g} requests in flight, as asked for",
+            found=f"{held:.4g}",
+            advice=f"report this run as concurrency {held:.4g}, or find what keeps the client from sending",
+        )
+
+
+def _delivery(run: Summary) -> Iterator[Finding]:
+    late_ms, ttft_ms = run.p99_delivery_ms, run.p99_ttft_ms
+    if late_ms is None or ttft_ms is None:
+        return
+    most_ms = max(DELIVERY_SHARE * ttft_ms, DELIVERY_S * 1e3) + (run.max_step_ms or 0.0)
+    if late_ms > most_ms:
+        yield Finding(
+            check="delivery",
+            expected=f"tokens read within {most_ms:.3g} ms of being made (P99), about 5 % of P99 TTFT",
+            found=f"{late_ms:.3g} ms",
+            advice="the client is the bottleneck: step more often, or give the client a process of its own",
+        )
+
+
+def _monotone(run: Summary, beside: Sequence[Summary]) -> Iterator[Finding]:
+    tokens, ttft_ms = run.total_input_tokens, run.max_ttft_ms
+    if run.mode != "burst" or not tokens or ttft_ms is None:
+        return
+    for other in beside:
+        if other.mode != run.mode or other.name != run.name or other.max_ttft_ms is None:
+            continue
+        longer = other.total_input_tokens or 0
+        most_ms = max(FALLS_BY * other.max_ttft_ms, other.max_ttft_ms + FALLS_BY_S * 1e3)
+        if longer >= 2 * tokens and ttft_ms > most_ms:
+            yield Finding(
+                check="monotone",
+                expected=f"the last first token of {tokens} tokens within {most_ms / 1e3:.3g} s, since {longer} took "
+                f"{other.max_ttft_ms / 1e3:.3g} s",
+                found=f"{ttft_ms / 1e3:.3g} s",
+                advice="something stalled, such as a shape that was not warm: warm up and measure again",
+            )
+            return
+
+
+def _repeats(run: Summary) -> Iterator[Finding]:
+    for name, interval in run.intervals.items():
+        if interval.cv is not None and interval.cv > MOST_CV and name in ("request_goodput", "mean_ttft_ms"):
+            yield Finding(
+                check="repeats",
+                expected=f"{name} within a CV of {MOST_CV:.0%} over {run.num_repeats} repeats",
+                found=f"CV {interval.cv:.0%}, 95 % interval {interval.low:.4g} to {interval.high:.4g}",
+                advice="find what changes between runs, or repeat more often, before you compare",
+            )
+
+
+def _failures(run: Summary) -> Iterator[Finding]:
+    if run.failed_share > FAILED_SHARE:
+        yield Finding(
+            check="failures",
+            expected=f"at most {FAILED_SHARE:.0%} of the requests without an answer",
+            found=f"{run.failed + run.unfinished} of {run.num_requests}",
+            advice="percentiles leave these requests out: read them as censored, and use attainment",
+        )

@@ -1,0 +1,154 @@
+"""What is sent, and when: loads are plain values, made by seed, that `run` sends and a simulator replays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+
+from pdinfer.bench.traces import Arrival, Trace
+from pdinfer.checks import clip, is_int
+from pdinfer.errors import ConfigError
+
+Lengths = int | tuple[int, int] | Trace
+"""The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
+MAX_REQUESTS = 10_000_000
+
+
+@attrs.frozen(kw_only=True)
+class Load:
+    """Requests with the times at which they are due, in seconds since the run begins, in order.
+
+    In the mode "closed_loop" `at_s` is when a client starts, for the first `max_concurrency` requests; each of the
+    others is due when one before it ends. In other modes times do not depend on what is served, and
+    `max_concurrency` only holds requests back: they still count as due.
+    """
+
+    mode: str
+    arrivals: tuple[Arrival, ...]
+    max_concurrency: int | None = None
+    request_rate: float | None = None
+    speed: float | None = None
+    seed: int = 0
+    name: str = ""
+    block_tokens: int = 512
+    environment: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def burst(num_requests: int, *, prompt_tokens: Lengths, output_tokens: Lengths, seed: int = 0) -> Load:
+    """Send all requests at once."""
+    arrivals = _arrivals([0.0] * _count(num_requests), prompt_tokens, output_tokens, seed)
+    return Load(mode="burst", arrivals=arrivals, seed=seed)
+
+
+def closed_loop(
+    concurrency: int,
+    num_requests: int,
+    *,
+    prompt_tokens: Lengths,
+    output_tokens: Lengths,
+    ramp_s: float = 0.0,
+    seed: int = 0,
+) -> Load:
+    """Keep `concurrency` requests in flight. The clients start one after the other, spread over `ramp_s`."""
+    _count(concurrency, "concurrency")
+    _finite("ramp_s", ramp_s, above=False)
+    starts = [ramp_s * min(at, concurrency) / concurrency for at in range(_count(num_requests))]
+    arrivals = _arrivals(starts, prompt_tokens, output_tokens, seed)
+    return Load(mode="closed_loop", arrivals=arrivals, max_concurrency=concurrency, seed=seed)
+
+
+def open_loop(
+    request_rate: float,
+    num_requests: int,
+    *,
+    prompt_tokens: Lengths,
+    output_tokens: Lengths,
+    arrivals: str = "poisson",
+    cv: float = 1.0,
+    max_concurrency: int | None = None,
+    seed: int = 0,
+) -> Load:
+    """Send `request_rate` requests a second, whatever is served. `arrivals` are "poisson", "constant", or "gamma" with
+    the coefficient of variation `cv` between them. The first request is due at 0."""
+    _finite("request_rate", request_rate)
+    _finite("cv", cv)
+    rng, count = np.random.default_rng(seed), _count(num_requests)
+    mean_s = 1.0 / request_rate
+    draws: dict[str, Callable[[], np.ndarray]] = {
+        "constant": lambda: np.full(count - 1, mean_s),
+        "poisson": lambda: rng.exponential(mean_s, count - 1),
+        "gamma": lambda: rng.gamma(1 / cv**2, mean_s * cv**2, count - 1),
+    }
+    if arrivals not in draws:
+        raise ConfigError(f"arrivals must be one of {', '.join(draws)}, got {clip(arrivals)}")
+    if max_concurrency is not None:
+        _count(max_concurrency, "max_concurrency")
+    times_s = [0.0, *np.cumsum(draws[arrivals]()).tolist()]
+    return Load(
+        mode="open_loop",
+        arrivals=_arrivals(times_s, prompt_tokens, output_tokens, seed),
+        request_rate=request_rate,
+        max_concurrency=max_concurrency,
+        seed=seed,
+        notes=(f"arrivals: {arrivals}" + (f", CV {cv:g}" if arrivals == "gamma" else ""),),
+    )
+
+
+def replay(trace: Trace, *, speed: float = 1.0, num_requests: int | None = None, seed: int = 0) -> Load:
+    """Send the requests of a trace at its times, divided by `speed`. `num_requests` takes the first ones only."""
+    _finite("speed", speed)
+    chosen = trace.arrivals if num_requests is None else trace.arrivals[: _count(num_requests)]
+    first_s = chosen[0].at_s if chosen else 0.0
+    return Load(
+        mode="replay",
+        arrivals=tuple(attrs.evolve(arrival, at_s=(arrival.at_s - first_s) / speed) for arrival in chosen),
+        speed=speed,
+        seed=seed,
+        name=trace.name,
+        block_tokens=trace.block_tokens,
+        environment=(("trace", trace.name), ("trace_format", trace.format), ("trace_sha256", trace.sha256)),
+        notes=trace.notes,
+    )
+
+
+def _arrivals(
+    times_s: Sequence[float], prompt_tokens: Lengths, output_tokens: Lengths, seed: int
+) -> tuple[Arrival, ...]:
+    """Return requests at these times. Where both lengths are of one trace, prefixes are those of the trace too."""
+    rng = np.random.default_rng([seed, 1])
+    if isinstance(prompt_tokens, Trace) and prompt_tokens is output_tokens:
+        known = prompt_tokens.arrivals
+        return tuple(attrs.evolve(known[at % len(known)], at_s=time_s) for at, time_s in enumerate(times_s))
+    prompts = _lengths("prompt_tokens", prompt_tokens, len(times_s), rng, "prompt_tokens")
+    outputs = _lengths("output_tokens", output_tokens, len(times_s), rng, "output_tokens")
+    return tuple(
+        Arrival(at_s=at_s, prompt_tokens=prompt, output_tokens=output)
+        for at_s, prompt, output in zip(times_s, prompts, outputs, strict=True)
+    )
+
+
+def _lengths(name: str, lengths: Lengths, count: int, rng: np.random.Generator, field: str) -> list[int]:
+    if isinstance(lengths, Trace):
+        known = [getattr(arrival, field) for arrival in lengths.arrivals]
+        return [known[at % len(known)] for at in range(count)]
+    low, high = lengths if isinstance(lengths, tuple) and len(lengths) == 2 else (lengths, lengths)
+    if not is_int(low) or not is_int(high) or not 1 <= low <= high <= 2**31:
+        raise ConfigError(f"{name} must be an int from 1 to 2^31, (least, most), or a trace, got {clip(lengths)}")
+    return [int(value) for value in rng.integers(low, high, count, endpoint=True)]
+
+
+def _count(value: int, name: str = "num_requests") -> int:
+    if not is_int(value) or not 1 <= value <= MAX_REQUESTS:
+        raise ConfigError(f"{name} must be an int from 1 to {MAX_REQUESTS}, got {clip(value)}")
+    return value
+
+
+def _finite(name: str, value: float, *, above: bool = True) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ConfigError(f"{name} must be a finite number, at least 0, got {clip(value)}")
+    if above and value == 0:
+        raise ConfigError(f"{name} must be greater than 0")

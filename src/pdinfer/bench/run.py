@@ -1,0 +1,239 @@
+"""Sends a load to a Pairing and returns the summary. Requests are due on an absolute schedule, and latency counts from
+when they were due."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+from pdinfer.bench.load import Load
+from pdinfer.bench.prompts import PromptMaker
+from pdinfer.bench.record import Record, Recorder
+from pdinfer.bench.slo import SLO
+from pdinfer.bench.summarize import summarize
+from pdinfer.bench.summary import EngineUse, Summary
+from pdinfer.bench.traces import Arrival
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.stats import DecodeLoad
+from pdinfer.types import Request, SamplingParams, TokenEvent
+
+PROGRESS_S = 10.0
+SAMPLE_S = 1.0
+"""How often loads are looked at for the use of slots and pages."""
+WAIT_S = 0.05
+VERSIONS = ("pdinfer", "torch", "numpy", "msgspec")
+_log = logging.getLogger("pdinfer")
+
+
+class Serving(Protocol):
+    """What `run` needs of a Pairing."""
+
+    @property
+    def ports(self) -> Sequence[Any]: ...
+    def submit(self, request: Request) -> str: ...
+    def cancel(self, request_id: str) -> None: ...
+    def step(self) -> list[TokenEvent]: ...
+    def wait(self, timeout_s: float) -> bool: ...
+
+
+def run(
+    pairing: Serving,
+    load: Load,
+    *,
+    slo: SLO | None = None,
+    vocab_size: int | None = None,
+    num_gpus: int | None = None,
+    timeout_s: float = 600.0,
+    name: str = "",
+    on_record: Callable[[Record], None] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Summary:
+    """Send every request of `load`, read every token, and return the summary with its findings.
+
+    Warm the engines up before (`engine.warm_up()`): the first request of each size is tagged, since it may pay for what
+    was cold. `timeout_s` bounds the silence after which what is unfinished counts as a miss; it is cancelled. Use the
+    Pairing for nothing else meanwhile. `on_record` gets the record of every request when the run is over, in the order
+    of intended sends: `on_record=records.append` keeps them for plots. `clock` must be that of the Pairing. Raises
+    ConfigError for an empty load.
+    """
+    sender = Sender(pairing, load, vocab_size=vocab_size, clock=clock)
+    records = sender.run(timeout_s)
+    if on_record is not None:
+        for record in records:
+            on_record(record)
+    return summarize(
+        records,
+        slo=slo,
+        num_gpus=num_gpus,
+        max_concurrency=load.max_concurrency,
+        environment={**environment(), **dict(load.environment)},
+        engines=sender.engines,
+        max_step_ms=None if sender.max_step_s is None else sender.max_step_s * 1e3,
+        mode=load.mode,
+        request_rate=load.request_rate,
+        speed=load.speed,
+        seed=load.seed,
+        name=name or load.name,
+        notes=load.notes,
+    )
+
+
+class Sender:
+    """One run: the requests that are still to be sent, and the recorder of those that were."""
+
+    def __init__(
+        self, pairing: Serving, load: Load, *, vocab_size: int | None = None, clock: Callable[[], float]
+    ) -> None:
+        if not load.arrivals:
+            raise ConfigError("the load has no request to send")
+        self._pairing, self._load = pairing, load
+        vocab_size = vocab_size or min((port.limits.vocab_size for port in pairing.ports), default=256)
+        maker = PromptMaker(vocab_size, block_tokens=load.block_tokens, seed=load.seed)
+        self._source = _requests(load, maker)
+        self._next: tuple[Arrival, Request] | None = next(self._source)
+        self._unfinished: set[str] = set()
+        self._num_sent = 0
+        self._free_at: list[float] = []
+        self._recorder = Recorder(clock=clock)
+        self._gauges: dict[tuple[str, str], _Gauge] = {}
+        self._computes_here = any(isinstance(port, PrefillEngine | DecodeEngine) for port in pairing.ports)
+        self.max_step_s: float | None = None
+
+    @property
+    def engines(self) -> tuple[EngineUse, ...]:
+        """What loads told of slots and pages, one value per engine."""
+        return tuple(gauge.use(role, name) for (role, name), gauge in self._gauges.items())
+
+    def run(self, timeout_s: float) -> tuple[Record, ...]:
+        """Send and read until nothing is left, or nothing came for `timeout_s` after the last request."""
+        heard_s = shown_s = sampled_s = self._recorder.now_s
+        while self._next is not None or self._unfinished:
+            self._send_due()
+            now_s = self._recorder.now_s
+            if now_s - sampled_s >= SAMPLE_S:
+                sampled_s = now_s
+                self._sample()
+            if now_s - shown_s >= PROGRESS_S:
+                shown_s = now_s
+                _log.info("bench: %d of %d sent, %d unfinished, %.0f s", *self._progress(), now_s)
+            began_s = self._recorder.now_s
+            events = self._pairing.step()
+            if self._computes_here:
+                self.max_step_s = max(self.max_step_s or 0.0, self._recorder.now_s - began_s)
+            ended = self._recorder.read(events)
+            self._unfinished.difference_update(ended)
+            self._free_at += [self._recorder.now_s] * len(ended)
+            if events or (self._next is not None and self._may_send()):
+                heard_s = self._recorder.now_s
+            elif self._recorder.now_s - heard_s > timeout_s and self._unfinished:
+                break
+            if not events:
+                self._pairing.wait(max(0.0, min(self._due_s() - self._recorder.now_s, WAIT_S)))
+        for request_id in self._unfinished:
+            self._pairing.cancel(request_id)
+        return self._recorder.records()
+
+    def _may_send(self) -> bool:
+        most = self._load.max_concurrency
+        return most is None or len(self._unfinished) < most
+
+    def _due_s(self) -> float:
+        """Seconds since the run began at which the next request can be sent."""
+        if self._next is None or not self._may_send():
+            return float("inf")
+        is_closed = self._load.mode == "closed_loop" and self._num_sent >= (self._load.max_concurrency or 0)
+        return self._free_at[0] if is_closed and self._free_at else self._next[0].at_s
+
+    def _send_due(self) -> None:
+        """Send what is due. The next prompt is made after a send, so that making it delays nothing that is due now."""
+        while self._next is not None and self._may_send() and self._due_s() <= self._recorder.now_s:
+            due_s, (arrival, request) = self._due_s(), self._next
+            if self._load.mode == "closed_loop" and self._num_sent >= (self._load.max_concurrency or 0):
+                self._free_at.pop(0)
+            sent_s, refused = self._recorder.now_s, None
+            try:
+                self._pairing.submit(request)
+            except PDInferError as error:
+                refused = f"{error.code}: {error}"
+            self._recorder.sent(
+                str(request.request_id),
+                prompt_tokens=arrival.prompt_tokens,
+                sent_s=sent_s,
+                intended_s=due_s,
+                refused=refused,
+            )
+            if refused is None:
+                self._unfinished.add(str(request.request_id))
+            else:
+                self._free_at.append(sent_s)
+            self._num_sent += 1
+            self._next = next(self._source, None)
+
+    def _progress(self) -> tuple[int, int, int]:
+        return self._num_sent, len(self._load.arrivals), len(self._unfinished)
+
+    def _sample(self) -> None:
+        for port in self._pairing.ports:
+            if hasattr(port, "load"):
+                load = port.load()
+                role = "decode" if isinstance(load, DecodeLoad) else "prefill"
+                gauge = self._gauges.setdefault((role, load.address.engine_id.hex()[:8]), _Gauge())
+                config = getattr(port, "config", None)
+                gauge.add(load, getattr(config, "max_running_requests", None))
+
+
+class _Gauge:
+    """The use of one engine, as its loads told it."""
+
+    def __init__(self) -> None:
+        self._slots: list[float] = []
+        self._pages: list[float] = []
+        self._inflight_bytes = 0
+
+    def add(self, load: Any, num_slots: int | None) -> None:
+        self._pages.append(1.0 - load.num_available_pages / load.num_total_pages)
+        if isinstance(load, DecodeLoad) and num_slots:
+            self._slots.append((load.num_running_requests + load.num_granted_requests) / num_slots)
+        self._inflight_bytes = max([self._inflight_bytes, *(peer.inflight_bytes for peer in load.kv.peers)])
+
+    def use(self, role: str, name: str) -> EngineUse:
+        return EngineUse(
+            name=name,
+            role=role,
+            mean_slots=sum(self._slots) / len(self._slots) if self._slots else None,
+            max_slots=max(self._slots, default=None),
+            mean_pages=sum(self._pages) / len(self._pages) if self._pages else None,
+            max_pages=max(self._pages, default=None),
+            max_inflight_bytes=self._inflight_bytes,
+        )
+
+
+def _requests(load: Load, maker: PromptMaker) -> Iterator[tuple[Arrival, Request]]:
+    """Make the requests one by one, each when it is the next, so that a long trace fits in memory."""
+    run_id = os.urandom(4).hex()
+    for at, arrival in enumerate(load.arrivals):
+        sampling = SamplingParams(max_new_tokens=arrival.output_tokens, ignore_eos=True, seed=at)
+        yield arrival, Request(request_id=f"bench-{run_id}-{at}", prompt=maker.prompt(arrival), sampling=sampling)
+
+
+def environment() -> dict[str, str]:
+    """Return versions and hardware, as text."""
+    found = {"python": platform.python_version(), "platform": platform.platform(), "cpus": str(os.cpu_count())}
+    for package in VERSIONS:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name(0)
+        found["gpus"] = str(torch.cuda.device_count())
+    return found

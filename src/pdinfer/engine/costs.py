@@ -1,0 +1,114 @@
+"""What the steps of an engine take, learned from the steps themselves.
+
+A step's seconds are taken to be a sum of terms with constant weights: so much for the step, so much for each token. The
+weights' ratios are fitted to many steps, because sizes must have varied for them to be told apart; their scale follows
+the last few steps, so that an engine that slows down is soon seen to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+RATIO_DECAY = 0.99
+"""What a step counts for in the ratios after each later one: about 100 steps are remembered."""
+SCALE_DECAY = 0.85
+"""The same for the scale: after 20 steps the old pace counts for 4 % of it."""
+OUTLIER = 4.0
+"""A step counts for at most this many times what was expected of it: one pause says nothing of the next step. A step
+that takes so many times less proves that those before it were the exceptions, such as first uses. Both hold whichever
+term the seconds belong to, since sizes that were not seen before prove nothing."""
+FIT_EVERY = 8
+LEAST_STEPS = 8
+"""Fewer steps say too little: an engine whose first one happened to be slow would never be given another."""
+LEAST_PIVOT = 1e-6
+"""Terms that varied together are not told apart."""
+
+
+class StepCosts:
+    """The weights of `num_terms` terms, none of them negative."""
+
+    def __init__(self, num_terms: int) -> None:
+        self._num_terms = num_terms
+        self._products: list[list[float]]
+        self._sums: list[float]
+        self._ratios: list[float]
+        self._recent_terms: list[float]
+        self._recent_s: float
+        self._num_steps: int
+        self.forget()
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Seconds per unit of each term; zeros before there were LEAST_STEPS steps."""
+        return self._now() if self._num_steps >= LEAST_STEPS else (0.0,) * self._num_terms
+
+    def forget(self) -> None:
+        """Begin again."""
+        self._products = [[0.0] * self._num_terms for _ in range(self._num_terms)]
+        self._sums = [0.0] * self._num_terms
+        self._ratios = [0.0] * self._num_terms
+        self._recent_terms = [0.0] * self._num_terms
+        self._recent_s = 0.0
+        self._num_steps = 0
+
+    def add(self, terms: Sequence[float], seconds: float) -> None:
+        """Learn from one step. The first term should be 1."""
+        if self._recent_s > 0:
+            shares = [self._recent_s / total * term for total, term in zip(self._recent_terms, terms, strict=True)]
+            expected = _dot(self._now(), terms)
+            if seconds * OUTLIER < min(expected, *shares):
+                self.forget()
+            seconds = min(seconds, OUTLIER * max(expected, *shares))
+        for row, own in zip(self._products, terms, strict=True):
+            row[:] = [RATIO_DECAY * old + own * other for old, other in zip(row, terms, strict=True)]
+        self._sums = [RATIO_DECAY * old + own * seconds for old, own in zip(self._sums, terms, strict=True)]
+        self._recent_terms = [SCALE_DECAY * old + new for old, new in zip(self._recent_terms, terms, strict=True)]
+        self._recent_s = SCALE_DECAY * self._recent_s + seconds
+        self._num_steps += 1
+        if self._num_steps < FIT_EVERY or self._num_steps % FIT_EVERY == 0:
+            self._ratios = _fit(self._products, self._sums)
+
+    def _now(self) -> tuple[float, ...]:
+        expected = _dot(self._ratios, self._recent_terms)
+        scale = self._recent_s / expected if expected > 0 else 0.0
+        return tuple(scale * ratio for ratio in self._ratios)
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum(one * other for one, other in zip(left, right, strict=True))
+
+
+def _fit(products: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
+    """Return the weights w >= 0 with the least squared error, w' products w - 2 w' sums. There are few terms, so every
+    set of terms that may have a weight above 0 is tried."""
+    best, least = [0.0] * len(sums), 0.0
+    for count in range(1, len(sums) + 1):
+        for used in combinations(range(len(sums)), count):
+            solved = _solve([[products[i][j] for j in used] for i in used], [sums[i] for i in used])
+            if solved is None or min(solved) < 0:
+                continue
+            error = -_dot(solved, [sums[i] for i in used])
+            if error < least * (1 + 1e-9) - 1e-18:
+                least, best = error, [0.0] * len(sums)
+                for index, weight in zip(used, solved, strict=True):
+                    best[index] = weight
+    return best
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Return the solution of symmetric equations by elimination, or None when they are nearly dependent."""
+    size = len(right)
+    diagonal = [matrix[i][i] for i in range(size)]
+    for i in range(size):
+        if matrix[i][i] <= LEAST_PIVOT * diagonal[i]:
+            return None
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            matrix[j] = [below - factor * above for below, above in zip(matrix[j], matrix[i], strict=True)]
+            right[j] -= factor * right[i]
+    solved = [0.0] * size
+    for i in reversed(range(size)):
+        rest = sum(matrix[i][j] * solved[j] for j in range(i + 1, size))
+        solved[i] = (right[i] - rest) / matrix[i][i]
+    return solved

@@ -1,0 +1,250 @@
+"""How a policy is asked for a pair, and what it is shown.
+
+Loads are taken once for all requests that are sent on in one step of the Pairing. What was chosen since, and what a
+prefill will get once decode has granted pages for it, is added to them: a policy that saw only what the engines know
+would send a whole burst to one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import attrs
+
+from pdinfer.errors import ConfigError
+from pdinfer.pairing.found import FoundTokens
+from pdinfer.pairing.policy import Policy
+from pdinfer.pairing.ports import Ports
+from pdinfer.pairing.tracked_request import TrackedRequest
+from pdinfer.stats import DecodeLoad, Links, PrefillLoad
+from pdinfer.types import Choice, Link, PeerAddress, RequestShape
+
+
+class Board:
+    """The loads and links of all ports, and what was chosen while this board was used.
+
+    `coming` are requests whose KV is not at their decode yet. A prefill does not know of those that are not forwarded
+    to it; the links of all of them still have bytes to carry."""
+
+    def __init__(self, ports: Ports, coming: Iterable[TrackedRequest] = (), *, max_queued_per_decode: int = 0) -> None:
+        self._ports = ports
+        self._max_queued_per_decode = max_queued_per_decode
+        self._prefills, self._decodes = ports.brief_loads()
+        self._links = ports.links()
+        self._full = {address for address, load in self._decodes.items() if self._is_full(load)}
+        self._fitting: dict[int, tuple[list[PeerAddress], list[PeerAddress]]] = {}
+        sizes: dict[PeerAddress, list[TrackedRequest]] = {}
+        backlog: dict[tuple[PeerAddress, PeerAddress], int] = {}
+        for tracked in coming:
+            if tracked.prefill is None or tracked.decode is None:
+                continue
+            if not tracked.forwarded:
+                sizes.setdefault(tracked.prefill, []).append(tracked)
+            pair = tracked.prefill, tracked.decode
+            backlog[pair] = backlog.get(pair, 0) + tracked.link_bytes
+        for prefill, pending in sizes.items():
+            self._queue(
+                prefill,
+                num_tokens=sum(tracked.num_prompt_tokens for tracked in pending),
+                sizes=[tracked.prefill_tokens for tracked in pending],
+            )
+        for pair, num_bytes in backlog.items():
+            self._load_link(*pair, num_bytes)
+
+    def fitting(self, total: int) -> tuple[list[PeerAddress], list[PeerAddress]]:
+        """Return the ports of each side that may be chosen for a request of `total` tokens, full or not."""
+        if total not in self._fitting:
+            prefills, decodes = self._ports.fitting(total)
+            self._fitting[total] = list(prefills), list(decodes)
+        return self._fitting[total]
+
+    def prefill_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, PrefillLoad]:
+        """Return the loads of these prefills."""
+        prefills = self._prefills
+        return {address: prefills[address] for address in addresses} if len(addresses) < len(prefills) else prefills
+
+    def decode_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, DecodeLoad]:
+        """Return the loads of those decodes that are not full."""
+        decodes, full = self._decodes, self._full
+        if not full and len(addresses) == len(decodes):
+            return decodes
+        return {address: decodes[address] for address in addresses if address not in full}
+
+    def decode_load(self, address: PeerAddress) -> dict[PeerAddress, DecodeLoad]:
+        """Return the load of this decode, full or not."""
+        return {address: self._decodes[address]}
+
+    def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
+        """Return the links between these ports."""
+        if len(prefills) == len(self._prefills) and len(decodes) == len(self._decodes):
+            return self._links
+        return self._links.among(set(prefills), set(decodes))
+
+    def linked(self, prefill: PeerAddress, decode: PeerAddress) -> bool:
+        """Return whether two ports reach each other."""
+        return self._ports.linked(prefill, decode)
+
+    def chosen(self, shape: RequestShape, prefill: PeerAddress, decode: PeerAddress, *, joins: bool) -> tuple[int, int]:
+        """Add a request that this pair serves from now on, and return the tokens that its prefill has to compute and
+        the bytes that have to cross the link. It `joins` the line of its decode unless that holds it already."""
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        found = shape.found_tokens
+        at_prefill, at_decode = found.at_pair(prefill, decode) if isinstance(found, FoundTokens) else (0, 0)
+        to_compute = num_tokens - at_prefill
+        self._queue(prefill, num_tokens=num_tokens, sizes=[to_compute])
+        load = self._decodes[decode]
+        if joins:
+            self._decodes[decode] = load = attrs.evolve(
+                load,
+                num_waiting_requests=load.num_waiting_requests + 1,
+                num_waiting_tokens=load.num_waiting_tokens + num_tokens,
+            )
+            if self._is_full(load):
+                self._full.add(decode)
+        link_bytes = (num_tokens - at_decode) * load.token_bytes
+        self._load_link(prefill, decode, link_bytes)
+        return to_compute, link_bytes
+
+    def _is_full(self, load: DecodeLoad) -> bool:
+        return load.num_waiting_requests >= self._max_queued_per_decode
+
+    def _queue(self, prefill: PeerAddress, *, num_tokens: int, sizes: Sequence[int]) -> None:
+        load = self._prefills.get(prefill)
+        if load is not None:
+            self._prefills[prefill] = attrs.evolve(
+                load,
+                num_queued_requests=load.num_queued_requests + len(sizes),
+                num_queued_tokens=load.num_queued_tokens + num_tokens,
+                queued=load.queued.plus(sizes),
+            )
+
+    def _load_link(self, prefill: PeerAddress, decode: PeerAddress, num_bytes: int) -> None:
+        link = self._links.between(prefill, decode)
+        if link is not None and num_bytes:
+            self._links = self._links.with_link(
+                Link(
+                    prefill=prefill,
+                    decode=decode,
+                    bytes_per_s=link.bytes_per_s,
+                    inflight_bytes=link.inflight_bytes,
+                    backlog_bytes=link.backlog_bytes + num_bytes,
+                )
+            )
+
+
+class Chooser:
+    """Asks one policy for every request, and counts its choices."""
+
+    def __init__(self, ports: Ports, policy: Policy, max_queued_per_decode: int) -> None:
+        self._ports = ports
+        self._policy = policy
+        self._max_queued_per_decode = max_queued_per_decode
+        self._num_choices = 0
+        self._coming: dict[TrackedRequest, None] = {}
+
+    def follow(self, tracked: TrackedRequest) -> None:
+        """Count a request among those whose KV is not at their decode yet, until it is there or the request ends."""
+        self._coming[tracked] = None
+
+    def board(self, requests: Mapping[str, TrackedRequest]) -> Board:
+        """Return what a policy is shown now. `requests` have not ended."""
+        gone = [
+            tracked for tracked in self._coming if tracked.landed or requests.get(tracked.request_id) is not tracked
+        ]
+        for tracked in gone:
+            del self._coming[tracked]
+        return Board(self._ports, self._coming, max_queued_per_decode=self._max_queued_per_decode)
+
+    def pair(self, tracked: TrackedRequest, board: Board) -> Choice | None:
+        """Return a prefill and a decode for a request, and add it to the board; None lets the request wait."""
+        shape = self._shape(tracked)
+        choice = choose(board, self._policy, shape)
+        if choice is not None:
+            self._num_choices += 1
+            self._note(tracked, board.chosen(shape, choice.prefill, choice.decode, joins=True))
+        return choice
+
+    def prefill(self, tracked: TrackedRequest, decode: PeerAddress, board: Board) -> PeerAddress | None:
+        """Return another prefill for a request that `decode` holds, and add it to the board; None when there is
+        none."""
+        shape = self._shape(tracked)
+        choice = choose(board, self._policy, shape, decode=decode)
+        if choice is None:
+            return None
+        self._note(tracked, board.chosen(shape, choice.prefill, decode, joins=False))
+        return choice.prefill
+
+    def _shape(self, tracked: TrackedRequest) -> RequestShape:
+        return tracked.shape(self._num_choices, FoundTokens(tracked.keys, *self._ports.caching))
+
+    def _note(self, tracked: TrackedRequest, work: tuple[int, int]) -> None:
+        tracked.prefill_tokens, tracked.link_bytes = work
+        self.follow(tracked)
+
+
+class Shown(Protocol):
+    """The ports that a policy may be shown: those of a `Board`, or simulated ones."""
+
+    def fitting(self, total: int) -> tuple[Collection[PeerAddress], Collection[PeerAddress]]:
+        """Return the ports of each side that may be chosen for a request of `total` tokens, full or not."""
+
+    def prefill_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, PrefillLoad]:
+        """Return the loads of these prefills."""
+
+    def decode_loads(self, addresses: Collection[PeerAddress]) -> dict[PeerAddress, DecodeLoad]:
+        """Return the loads of those decodes that are not full."""
+
+    def decode_load(self, address: PeerAddress) -> dict[PeerAddress, DecodeLoad]:
+        """Return the load of this decode, full or not."""
+
+    def links(self, prefills: Collection[PeerAddress], decodes: Collection[PeerAddress]) -> Links:
+        """Return the links between these ports."""
+
+    def linked(self, prefill: PeerAddress, decode: PeerAddress) -> bool:
+        """Return whether two ports reach each other."""
+
+
+def choose(board: Shown, policy: Policy, shape: RequestShape, *, decode: PeerAddress | None = None) -> Choice | None:
+    """Return the pair that `policy` chooses for a request, or None to let it wait.
+
+    The policy is shown the ports that can hold the request and are not full, with every link between them. With
+    `decode`, it is shown that decode alone, full or not. A policy that names a link of `shape.links` is asked once. One
+    that looks at loads alone may name two ports without a link: it is asked again with only the prefills that reach
+    that decode, or without a decode that no prefill reaches. Raises ConfigError when it names a port it was not shown.
+    """
+    fitting, decode_ports = board.fitting(shape.num_prompt_tokens + shape.max_new_tokens)
+    prefills = board.prefill_loads(fitting)
+    decodes = board.decode_loads(decode_ports) if decode is None else board.decode_load(decode)
+    near = prefills
+    while (choice := _ask(policy, shape, board, near, decodes)) is not None:
+        if choice.prefill not in near or choice.decode not in decodes:
+            raise ConfigError(
+                "the policy chose a port that is not part of this pairing, is full or out of the other's reach; "
+                "it must take one it was shown"
+            )
+        if board.linked(choice.prefill, choice.decode):
+            break
+        near = {at: load for at, load in prefills.items() if board.linked(at, choice.decode)}
+        decodes = {at: load for at, load in decodes.items() if (at == choice.decode) == bool(near)}
+        near = near or prefills
+    return choice
+
+
+def _ask(
+    policy: Policy,
+    shape: RequestShape,
+    board: Shown,
+    prefills: Mapping[PeerAddress, PrefillLoad],
+    decodes: Mapping[PeerAddress, DecodeLoad],
+) -> Choice | None:
+    shown = RequestShape(
+        ordinal=shape.ordinal,
+        num_prompt_tokens=shape.num_prompt_tokens,
+        num_output_tokens=shape.num_output_tokens,
+        max_new_tokens=shape.max_new_tokens,
+        priority=shape.priority,
+        links=board.links(prefills.keys(), decodes.keys()),
+        found_tokens=shape.found_tokens,
+    )
+    return policy(shown, list(prefills.values()), list(decodes.values()))

@@ -1,0 +1,207 @@
+"""A policy that predicts, for every pair, when the first token comes and how fast the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import attrs
+
+from pdinfer.checks import as_float, float_in
+from pdinfer.pairing.policies.by_load import weight
+from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
+from pdinfer.types import Choice, Link, RequestShape
+
+Cost = TypeVar("Cost", PrefillCost, DecodeCost)
+
+UNMEASURED_PREFILL = PrefillCost(token_s=1e-4)
+"""What prefills are taken to cost before any has been measured: then only the ratios of their queues matter."""
+UNMEASURED_DECODE = DecodeCost(step_s=0.02, sequence_s=1e-4, token_s=2e-8)
+
+
+@attrs.frozen(kw_only=True)
+class TrafficAware:
+    """Choose the pair with the least predicted seconds, over every pair that reaches each other:
+
+    - `prefill_s`: until the prefill is done, at the pace of recent steps. It computes only the tokens that its pages
+      lack. Half of its steps goes to the shortest prompts, so it is done after twice the shorter prompts in its queue
+      and itself, or after all of its queue and itself, whichever is sooner;
+    - `work_s`: `work_weight` times the seconds that the prefill computes it: later requests will wait for them;
+    - `delay_s`: `delay_weight` times these seconds for every longer prompt queued there, which it overtakes;
+    - `link_s`: the backlog of the link, and `tail_share` of the prompt's own bytes. The others cross the link while the
+      prefill computes. 0 where no speed was measured;
+    - `line_s`: this many seconds for the request itself and for each that waits already, when it would wait for pages
+      or for a place at the decode;
+    - `step_s`: the decode's step once the request and those ahead of it have joined;
+    - `pool_s`: `pool_weight` times the share of the decode's pool that they hold.
+
+    Prefills whose seconds are within `prefill_slack_s` of the least count as equal, and so do decodes within
+    `decode_slack_s`; they have their turns. Ports whose steps take at most `pace_ratio` times as long as those of the
+    fastest are taken to be equally fast, since measured seconds scatter, and so is a port that was not measured yet;
+    only slower ones are judged by their own steps."""
+
+    work_weight: float = weight(1.0)
+    delay_weight: float = weight(1.0)
+    tail_share: float = weight(0.1)
+    line_s: float = weight(5.0)
+    pool_weight: float = weight(0.02)
+    prefill_slack_s: float = weight(0.01)
+    decode_slack_s: float = weight(0.002)
+    pace_ratio: float = attrs.field(default=1.5, converter=as_float, validator=float_in(1.0, 1e6, low_included=True))
+
+    def __call__(
+        self, shape: RequestShape, prefills: Sequence[PrefillLoad], decodes: Sequence[DecodeLoad]
+    ) -> Choice | None:
+        """Choose a pair; None when a side is empty or no two ports reach each other."""
+        if not prefills or not decodes:
+            return None
+        found, num_tokens = shape.found_tokens, shape.num_prompt_tokens + shape.num_output_tokens
+        slow = [
+            self._prefill(load, cost, max(1, num_tokens - found.get(load.address, 0)))
+            for load, cost in zip(prefills, self._prefill_costs(prefills, num_tokens), strict=True)
+        ]
+        late = [
+            self._decode(load, cost, num_tokens, num_tokens - found.get(load.address, 0))
+            for load, cost in zip(decodes, self._decode_costs(decodes), strict=True)
+        ]
+        pair = self._best_pair(
+            shape, prefills, [one + two + three for one, two, three in slow], decodes, [a + b + c for a, b, c in late]
+        )
+        if pair is None:
+            return None
+        at, to, link_s = pair
+        return Choice(
+            prefill=prefills[at].address,
+            decode=decodes[to].address,
+            score=(
+                *zip(("prefill_s", "work_s", "delay_s"), slow[at], strict=True),
+                ("link_s", link_s),
+                *zip(("line_s", "step_s", "pool_s"), late[to], strict=True),
+            ),
+        )
+
+    def _prefill_costs(self, loads: Sequence[PrefillLoad], num_tokens: int) -> list[PrefillCost]:
+        costs = [load.cost for load in loads]
+        seconds = [cost.seconds(num_tokens) for cost in costs]
+        alike = _alike(costs, seconds, self.pace_ratio)
+        count = len(alike)
+        if not count:
+            return [UNMEASURED_PREFILL] * len(costs)
+        mean = PrefillCost(
+            step_s=sum([cost.step_s for cost in alike]) / count,
+            token_s=sum([cost.token_s for cost in alike]) / count,
+            chunk_tokens=max([cost.chunk_tokens for cost in alike]),
+        )
+        if count == len(costs):
+            return [mean] * count
+        most = self.pace_ratio * min(took_s for took_s in seconds if took_s)
+        return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
+
+    def _decode_costs(self, loads: Sequence[DecodeLoad]) -> list[DecodeCost]:
+        costs, batch = (
+            [load.cost for load in loads],
+            1 + sum([load.num_running_requests for load in loads]) / len(loads),
+        )
+        context = sum([load.num_running_tokens for load in loads]) / len(loads)
+        seconds = [cost.seconds(batch, context) for cost in costs]
+        alike = _alike(costs, seconds, self.pace_ratio)
+        count = len(alike)
+        if not count:
+            return [UNMEASURED_DECODE] * len(costs)
+        mean = DecodeCost(
+            step_s=sum([cost.step_s for cost in alike]) / count,
+            sequence_s=sum([cost.sequence_s for cost in alike]) / count,
+            token_s=sum([cost.token_s for cost in alike]) / count,
+        )
+        if count == len(costs):
+            return [mean] * count
+        most = self.pace_ratio * min(took_s for took_s in seconds if took_s)
+        return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
+
+    def _prefill(self, load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
+        """Return the seconds until a prefill has computed `size` tokens behind what it has, of this work, and of the
+        delay that it means to others."""
+        own_s = cost.seconds(size)
+        token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
+        num_tokens, num_requests = load.queued.num_tokens, load.queued.num_requests
+        if not num_tokens:  # an idle port, or one that does not tell sizes
+            return load.num_queued_tokens * token_s + own_s, self.work_weight * own_s, 0.0
+        bits = size.bit_length()
+        shorter, longer = sum(num_tokens[:bits]), float(sum(num_requests[bits + 1 :]))
+        if bits < len(num_tokens):  # of about its own size: half of them are shorter
+            shorter += num_tokens[bits] // 2
+            longer += num_requests[bits] / 2
+        ahead = min(2 * shorter + size, sum(num_tokens))
+        return ahead * token_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer
+
+    def _decode(self, load: DecodeLoad, cost: DecodeCost, num_tokens: int, missing: int) -> tuple[float, float, float]:
+        """Return the seconds in a decode's line for a request of `num_tokens`, of which it lacks the `missing` ones, of
+        its step, and those that stand for the share of its pool."""
+        waiting, most = load.num_waiting_requests, load.max_running_requests
+        holding = load.num_running_requests + load.num_granted_requests
+        available = (load.num_free_pages + load.num_cached_pages) * load.page_size
+        waits = waiting > 0 or missing > available or (most > 0 and holding >= most)
+        together = holding + waiting + 1
+        context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
+        return (
+            self.line_s * (waiting + 1) if waits else 0.0,
+            cost.seconds(min(together, most) if most else together, context),
+            self.pool_weight * context / (load.num_total_pages * load.page_size),
+        )
+
+    def _link_s(self, shape: RequestShape, decode: DecodeLoad, link: Link) -> float:
+        if not link.bytes_per_s:
+            return 0.0
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens - shape.found_tokens.get(decode.address, 0)
+        return (link.backlog_bytes + self.tail_share * num_tokens * decode.token_bytes) / link.bytes_per_s
+
+    def _best_pair(
+        self,
+        shape: RequestShape,
+        prefills: Sequence[PrefillLoad],
+        slow: Sequence[float],
+        decodes: Sequence[DecodeLoad],
+        late: Sequence[float],
+    ) -> tuple[int, int, float] | None:
+        """Return the places of the pair with the least seconds, and those of its link. `slow` and `late` are the
+        seconds of the ports. Ports are tried in the order in which to take them if links made no difference. So the
+        first pair is usually good enough, and few others are looked at."""
+        soonest = min(late)
+        enough = min(slow) + self.prefill_slack_s, soonest + self.decode_slack_s
+        near, num_near = _in_turn(slow, enough[0], shape.ordinal)
+        free, _ = _in_turn(late, enough[1], shape.ordinal // num_near)
+        links, least, best = Links.of(shape.links), float("inf"), None
+        for at in near:
+            if slow[at] + soonest >= least:
+                continue
+            for to in free:
+                if slow[at] + late[to] >= least:
+                    continue
+                link = links.between(prefills[at].address, decodes[to].address)
+                if link is None and links:
+                    continue
+                link_s = 0.0 if link is None else self._link_s(shape, decodes[to], link)
+                seconds = slow[at] + late[to] + link_s
+                if seconds < least:
+                    least, best = seconds, (at, to, link_s)
+                if seconds <= sum(enough):
+                    return best
+        return best
+
+
+traffic_aware = TrafficAware()
+
+
+def _in_turn(scores: Sequence[float], limit: float, turn: int) -> tuple[list[int], int]:
+    """Return the places of scores in the order in which to try them, and how many of them are up to `limit`: these come
+    first, in turn, and then the others, the least first."""
+    equal = [at for at, score in enumerate(scores) if score <= limit]
+    first = turn % len(equal)
+    others = sorted((at for at, score in enumerate(scores) if score > limit), key=scores.__getitem__)
+    return [*equal[first:], *equal[:first], *others], len(equal)
+
+
+def _alike(costs: Sequence[Cost], seconds: Sequence[float], ratio: float) -> list[Cost]:
+    """Return the costs whose seconds are at most `ratio` times the least that were measured."""
+    least = min(seconds) or min([took_s for took_s in seconds if took_s], default=0.0)
+    return [cost for cost, took_s in zip(costs, seconds, strict=True) if 0 < took_s <= ratio * least]

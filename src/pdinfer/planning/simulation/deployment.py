@@ -1,0 +1,218 @@
+"""What is simulated: engines with the limits of real ones, the seconds of their steps, links, and what happens to them.
+
+Step times are functions that the host gives. They are asked with `StepRows`, the sizes of one step.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from pdinfer.checks import clip, float_in, int_in
+from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
+from pdinfer.errors import ConfigError
+
+MANY_PAGES = 2**31 - 1
+"""The pages of a pool whose size is not given: more than any load fills."""
+MAX_ENGINES = 1024
+_SHAPE = re.compile(r"P([1-9]\d{0,3})D([1-9]\d{0,3})", re.ASCII)
+_PROBES = (1, 7, 4096, 100_000)
+
+
+@attrs.frozen
+class StepRows:
+    """The sizes of one step. A row is the part of one request that it runs.
+
+    `num_tokens` are run, over all rows: one per row at decode. `num_context_tokens` is the sum of the contexts, the
+    tokens that are run included. `num_pairs` counts pairs of a token and one that it attends to, itself included; at
+    decode it equals `num_context_tokens`. At decode both may be numpy arrays, with an item for each step of a burst.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_context_tokens: Any
+    num_pairs: Any
+
+
+StepSeconds = Callable[[StepRows], Any]
+"""The seconds of a step."""
+
+
+@attrs.frozen(kw_only=True)
+class Change:
+    """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on. At a speed of
+    0 it is gone, at once and for good."""
+
+    engine: str
+    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
+    speed: float = attrs.field(validator=float_in(0.0, 1e3, low_included=True), converter=float)
+
+
+@attrs.frozen(kw_only=True)
+class Stall:
+    """The host of the Pairing does nothing for `for_s` seconds from `at_s` on: it sends, forwards and reads nothing."""
+
+    at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
+    for_s: float = attrs.field(validator=float_in(0.0, 1e6), converter=float)
+
+
+@attrs.frozen(kw_only=True)
+class Network:
+    """The links between engines. Each engine's end carries `bytes_per_s`, which its transfers share max-min; None is
+    without limit. A token has `token_bytes`. A chunk's bytes leave in `num_pushes` equal parts as its layers are
+    computed, so the last part is what compute cannot hide. A hand-off lands `latency_s` after its last byte."""
+
+    bytes_per_s: float | None = None
+    token_bytes: int = 0
+    num_pushes: int = attrs.field(default=1, validator=int_in(1, 1 << 16))
+    latency_s: float = attrs.field(default=0.0, validator=float_in(0.0, 3600.0, low_included=True), converter=float)
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a link whose transfers would never end or never begin."""
+        rate = self.bytes_per_s
+        if rate is not None and not (0 < rate < math.inf):
+            raise ConfigError(f"bytes_per_s must be a finite number greater than 0, or None, got {clip(rate)}")
+        if rate is not None and self.token_bytes < 1:
+            raise ConfigError(f"bytes_per_s is {rate:g} and token_bytes {self.token_bytes}: say how large a token is")
+
+
+@attrs.frozen(kw_only=True)
+class EngineModel:
+    """All engines of one side: their limits, their pools, and the seconds of their steps. `takes_arrays` says that
+    `step_s` answers for many steps at once."""
+
+    step_s: StepSeconds
+    engine: EngineConfig
+    cache: CacheConfig
+    takes_arrays: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of each pool."""
+        return self.cache.num_pages or MANY_PAGES
+
+
+@attrs.frozen(kw_only=True)
+class Cluster:
+    """Engines to simulate. Make it with `cluster`."""
+
+    num_prefills: int
+    num_decodes: int
+    prefill: EngineModel
+    decode: EngineModel
+    pairing: PairingConfig
+    network: Network
+    changes: tuple[Change, ...]
+    stalls: tuple[Stall, ...]
+    colocated: bool
+    step_cv: float
+
+    @property
+    def name(self) -> str:
+        """Its shape, such as P4D4."""
+        return f"P{self.num_prefills}D{self.num_decodes}" + (" colocated" if self.colocated else "")
+
+
+def cluster(
+    shape: str,
+    *,
+    prefill_s: StepSeconds,
+    decode_s: StepSeconds,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    bytes_per_s: float | None = None,
+    token_bytes: int = 0,
+    num_pushes: int = 1,
+    latency_s: float = 0.0,
+    pairing: PairingConfig | None = None,
+    changes: tuple[Change, ...] = (),
+    stalls: tuple[Stall, ...] = (),
+    colocated: bool = False,
+    step_cv: float = 0.0,
+    **limits: Any,
+) -> Cluster:
+    """Return `shape` ("P4D4": 4 prefills and 4 decodes) as a value to simulate.
+
+    `prefill_s` and `decode_s` give the seconds of a step (`StepRows`). `limits` are fields of EngineConfig and
+    CacheConfig, for both sides; `prefill` and `decode` have those of one side. Without `num_pages` a pool never fills.
+    `bytes_per_s` to `latency_s` are those of `Network`. With `colocated`, prefill i and decode i share one device, on
+    which they take turns, and one pool, of which `decode` says the size; they serve each other alone. Steps scatter
+    around their times with the coefficient of variation `step_cv`, drawn by the seed of a run. Raises ConfigError for
+    what does not fit together, and for step times that are no seconds.
+    """
+    found = _SHAPE.fullmatch(shape) if isinstance(shape, str) else None
+    if found is None or max(int(found[1]), int(found[2])) > MAX_ENGINES:
+        raise ConfigError(
+            f"the shape of a cluster is P4D4 or alike, with at most {MAX_ENGINES} each, got {clip(shape)}"
+        )
+    num_prefills, num_decodes = int(found[1]), int(found[2])
+    if colocated and num_prefills != num_decodes:
+        raise ConfigError(f"colocated engines come in pairs; {shape} has {num_prefills} and {num_decodes}")
+    names = {f"P{at}" for at in range(num_prefills)} | {f"D{at}" for at in range(num_decodes)}
+    for change in changes:
+        if change.engine not in names:
+            raise ConfigError(f"a change is for {clip(change.engine)}, and {shape} has P0 to D{num_decodes - 1}")
+    if not 0.0 <= step_cv <= 2.0:
+        raise ConfigError(f"step_cv must be from 0 to 2, got {clip(step_cv)}")
+    return Cluster(
+        num_prefills=num_prefills,
+        num_decodes=num_decodes,
+        prefill=_engine_model("prefill_s", prefill_s, {**limits, **(prefill or {})}, one_token=False),
+        decode=_engine_model("decode_s", decode_s, {**limits, **(decode or {})}, one_token=True),
+        pairing=pairing or PairingConfig(),
+        network=Network(bytes_per_s=bytes_per_s, token_bytes=token_bytes, num_pushes=num_pushes, latency_s=latency_s),
+        changes=tuple(changes),
+        stalls=tuple(sorted(stalls, key=lambda stall: stall.at_s)),
+        colocated=colocated,
+        step_cv=step_cv,
+    )
+
+
+def _engine_model(name: str, step_s: StepSeconds, limits: Mapping[str, Any], *, one_token: bool) -> EngineModel:
+    engine_fields, cache_fields = (set(attrs.fields_dict(kind)) for kind in (EngineConfig, CacheConfig))
+    unknown = sorted(set(limits) - engine_fields - cache_fields)
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)}: no field of EngineConfig or CacheConfig")
+    engine = EngineConfig(**{key: value for key, value in limits.items() if key in engine_fields})
+    if engine.num_draft_tokens:
+        raise ConfigError(f"num_draft_tokens is {engine.num_draft_tokens}; drafts are not simulated, give 0")
+    return EngineModel(
+        step_s=step_s,
+        engine=engine,
+        cache=CacheConfig(**{key: value for key, value in limits.items() if key in cache_fields}),
+        takes_arrays=_probe(name, step_s, one_token=one_token),
+    )
+
+
+def _probe(name: str, step_s: StepSeconds, *, one_token: bool) -> bool:
+    """Return whether the function answers for arrays as it does for numbers. Raise ConfigError when it does not answer
+    with seconds."""
+    if not callable(step_s):
+        raise ConfigError(f"{name} must be a function from StepRows to seconds, got {clip(step_s)}")
+    rows = [StepRows(1, 1 if one_token else size, size, size) for size in _PROBES]
+    told = [seconds(name, step_s, row) for row in rows]
+    if not one_token:
+        return False
+    sizes = np.array(_PROBES)
+    try:
+        at_once = np.broadcast_to(step_s(StepRows(1, 1, sizes, sizes)), sizes.shape)
+        return bool(np.allclose(at_once, told, rtol=1e-12, atol=0.0))
+    except Exception:  # noqa: BLE001 - the host's own function, which need not know arrays
+        return False
+
+
+def seconds(name: str, step_s: StepSeconds, rows: StepRows) -> float:
+    """Return the seconds of one step. Raise ConfigError unless they are finite and not negative."""
+    told = step_s(rows)
+    try:
+        took_s = float(told)
+    except (TypeError, ValueError):
+        took_s = math.nan
+    if not 0.0 <= took_s < math.inf:
+        raise ConfigError(f"{name} must return seconds, finite and at least 0; for {rows} it returned {clip(told)}")
+    return took_s

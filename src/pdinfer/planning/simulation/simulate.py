@@ -1,0 +1,49 @@
+"""One call from a cluster and a load to a summary."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from pdinfer.bench.load import Load
+from pdinfer.bench.slo import SLO
+from pdinfer.bench.summarize import summarize
+from pdinfer.bench.summary import Summary
+from pdinfer.pairing.policy import Policy, least_tokens
+from pdinfer.planning.simulation.deployment import Cluster
+from pdinfer.planning.simulation.simulator import Simulator
+
+
+def simulate(
+    cluster: Cluster,
+    load: Load,
+    *,
+    policy: Policy = least_tokens,
+    slo: SLO | None = None,
+    seed: int = 0,
+    num_gpus: int | None = None,
+    name: str = "",
+) -> Summary:
+    """Run a load through a simulated cluster and return the summary. Equal arguments give equal bytes.
+
+    The Pairing's host takes no time, except where the cluster says that it stalls. `seed` draws how steps scatter
+    (`step_cv`); loads are drawn by their own. Raises ConfigError for an empty load, for a policy that names a port
+    that it was not shown, and for step times that are no seconds.
+    """
+    simulator = Simulator(cluster, load, policy=policy, seed=seed)
+    records = simulator.run()
+    return summarize(
+        records,
+        slo=slo,
+        num_gpus=num_gpus,
+        max_concurrency=load.max_concurrency,
+        environment={"pdinfer": version("pdinfer"), "cluster": cluster.name, **dict(load.environment)},
+        engines=simulator.engines,
+        max_step_ms=max(decode.max_step_s for decode in simulator.decodes) * 1e3,
+        source="simulated",
+        mode=load.mode,
+        request_rate=load.request_rate,
+        speed=load.speed,
+        seed=seed,
+        name=name or load.name,
+        notes=load.notes,
+    )
