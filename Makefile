@@ -16,6 +16,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Without CUDA; the build for CUDA imports as the same name, and is the host's to choose.
 MOONCAKE := mooncake-transfer-engine-non-cuda
+# Compiles and interprets kernels, which needs no GPU. A build of torch for CUDA brings its own, which stays.
+TRITON := triton==3.6.0
 
 # By environment rather than `-c`, so that they also hold in the environment pip makes for the build.
 export PIP_CONSTRAINT := constraints.txt
@@ -67,6 +69,8 @@ $(VENV)/.library: pyproject.toml constraints.txt
 $(VENV)/.test: $(VENV)/.library
 	@echo 'Installing the test tools into $(VENV) ...'
 	@$(BIN)/python -m pip install -qq --editable '.[test]'
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -qq $(TRITON) 2>/dev/null || \
+		echo '$(TRITON) cannot be installed here: its tests will be skipped'
 	@[ -e /dev/nvidiactl ] || $(BIN)/python -m pip install -qq $(MOONCAKE) 2>/dev/null || \
 		echo '$(MOONCAKE) cannot be installed here: its tests will be skipped'
 	@touch $@

@@ -25,6 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
         ("testing",),
         ("planning",),
+        ("bench",),
         ("pairing", "remote"),
         ("engine",),
         ("execution",),
@@ -40,20 +41,42 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors",),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
-    "planning": (("cluster",), ("rank_weights",)),
+    "bench": (
+        ("plots",),
+        ("compare", "search"),
+        ("run", "formats"),
+        ("summarize",),
+        ("checks",),
+        ("summary", "record"),
+        ("load", "prompts", "slo"),
+        ("traces",),
+    ),
+    "bench.plots": (("requests", "runs"), ("plot",)),
+    "planning": (("plan", "simulation"), ("rank_weights",)),
+    "planning.simulation": (
+        ("simulate",),
+        ("simulator",),
+        ("view", "device"),
+        ("prefill", "decode"),
+        ("world", "records"),
+        ("job",),
+        ("links", "pages", "growth", "deployment"),
+    ),
     "pairing": (
         ("pairing",),
         ("admission",),
         ("broker",),
-        ("queue", "joining"),
+        ("choosing", "queue", "joining"),
         ("ports", "tracked_request", "policy"),
+        ("found", "policies"),
     ),
-    "remote": (("client", "served"), ("session", "known"), ("messages", "orphan")),
+    "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
+    "remote": (("client", "served"), ("session", "known"), ("pages",), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "snapshot"),
         ("experts", "sequence"),
-        ("ranks", "schedule", "admission", "commands"),
+        ("ranks", "schedule", "admission", "commands", "costs"),
     ),
     "engine.ranks": (("ranks",), ("follower",), ("leader",), ("lockstep",), ("messages", "wakeup")),
     "execution": (("warm_up",), ("runner",), ("resident",), ("drafting", "graphs"), ("sampling",)),
@@ -62,7 +85,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("load_plan",),
         ("unread",),
         ("model",),
-        ("mtp",),
+        ("mtp", "overlap"),
         ("block",),
         ("attention",),
         ("mla",),
@@ -82,12 +105,17 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("exchange", "deepseek"),
         ("assignment",),
     ),
-    "moe.dispatchers": (("choose",), ("all_to_all", "deep_ep"), ("base", "deep_ep_config")),
+    "moe.dispatchers": (
+        ("choose",),
+        ("all_to_all", "deep_ep_elastic"),
+        ("deep_ep",),
+        ("base", "deep_ep_config"),
+    ),
     "moe.placement": (("replicas", "recorder", "files", "difference"), ("placement",)),
     "checkpoint": (("quantize", "schemes"), ("reader",), ("header",)),
     "kv": (
         ("channel",),
-        ("transports",),
+        ("transports", "events"),
         ("pool", "view"),
         ("copies",),
         ("memory", "prefix", "memfd"),
@@ -122,17 +150,26 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "parallel": (("topology",), ("groups", "slices")),
     "kernels": (
         ("resolve",),
-        ("native", "compositions"),
+        ("native", "triton", "compositions", "deep_gemm", "flash_mla"),
         ("torch_ops",),
         ("torch_attention", "torch_experts"),
         ("torch_products",),
         ("reference",),
-        ("ops", "row_formats"),
+        ("ops", "row_formats", "torch_draws"),
         ("fused",),
-        ("activations",),
+        ("activations", "draws"),
         ("weight_formats", "spec"),
     ),
     "kernels.native": (("ops",), ("build",)),
+    "kernels.triton": (
+        ("provider",),
+        ("grouped",),
+        ("products", "mla_prefill", "mla_sparse", "mla_decode", "index_topk", "routing", "draws"),
+        ("norms", "activations", "cache", "experts", "pages", "int8_rows"),
+        ("tile_products", "filters", "select", "tiles", "softmax", "latent_parts"),
+        ("product_kernel",),
+        ("launch", "configs", "rounding", "rows"),
+    ),
     "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
 }
 
@@ -164,6 +201,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_ep": ("moe.dispatchers.deep_ep",),
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
+    "matplotlib": ("bench.plots.*",),
     "mooncake": ("kv.transports.mooncake",),
     "safetensors": (
         "moe.placement.files",
@@ -186,6 +224,7 @@ FORBIDDEN_IMPORTS: dict[str, frozenset[str]] = {
     "moe.placement.replicas": frozenset(),
     "engine.admission": frozenset({"torch"}),
     "engine.page_tables": frozenset({"torch"}),
+    "engine.costs": frozenset({"torch"}),
     "engine.schedule": frozenset({"torch"}),
     "pairing": frozenset({"torch"}),
     "parallel.slices": frozenset({"torch"}),
@@ -210,9 +249,12 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-# `topology` discovers ranks. `native.build` asks where caches belong. The Mooncake engine is configured by its
-# environment alone, so its adapter sets what it needs, where unset, and logs all of it.
-ENVIRONMENT_READERS = frozenset({"parallel.topology", "kernels.native.build", "kv.transports.mooncake"})
+# `topology` discovers ranks. `native.build` asks where caches belong. `triton.provider` asks whether Triton
+# interprets kernels. The Mooncake engine is configured by its environment alone, so its adapter sets what it needs,
+# where unset, and logs all of it.
+ENVIRONMENT_READERS = frozenset(
+    {"parallel.topology", "kernels.native.build", "kernels.triton.provider", "kv.transports.mooncake"}
+)
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})
 MUTABLE_CALLS = frozenset(
@@ -225,6 +267,7 @@ LONGER: dict[str, str] = {
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
+    "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

@@ -64,6 +64,8 @@ def test_there_are_snippets() -> None:
 def test_snippet_runs(text: str, tmp_path: Path) -> None:
     if "MooncakeTransport(" in text:
         need_mooncake()
+    if ".draw(" in text:
+        pytest.importorskip("matplotlib")
     snippet = tmp_path / "snippet.py"  # a file, so that the snippet may start processes of its own
     snippet.write_text(text)
     assert _run(str(snippet))

@@ -12,6 +12,7 @@ from pdinfer.engine.ranks import messages as rank_messages
 from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.prefix import KeyScheme
 from pdinfer.kv.transports.one_sided import ring
 from pdinfer.kv.transports.shm.sender import packed_spans
 from pdinfer.kv.transports.stream import framing
@@ -170,7 +171,14 @@ DECODE_LOAD = DecodeLoad(
     **COMMON,
 )
 TIMELINE = Timeline(
-    queued_s=0.0, granted_s=0.125, first_byte_s=0.25, last_byte_s=0.5, committed_s=0.75, first_token_s=1.0
+    queued_s=0.0,
+    granted_s=0.125,
+    prefill_began_s=0.1875,
+    prefill_ended_s=0.5,
+    first_byte_s=0.25,
+    last_byte_s=0.5,
+    committed_s=0.75,
+    first_token_s=1.0,
 )
 USAGE = Usage(
     prompt_tokens=3,
@@ -181,6 +189,7 @@ USAGE = Usage(
     timeline=TIMELINE,
     num_draft_tokens=6,
     num_accepted_tokens=3,
+    num_retries=1,
 )
 LAST_TOKEN = TokenEvent(
     request_id="a",
@@ -190,6 +199,7 @@ LAST_TOKEN = TokenEvent(
     top_logprobs=TOPS,
     finish_reason=FinishReason.STOP,
     usage=USAGE,
+    at_s=1.25,
 )
 FAILED = TokenEvent(request_id="b", token=None, index=0, finish_reason=FinishReason.FAILED, error=RequestError("bad"))
 DIFFERENCES = (("page_size", "64", "32"),)
@@ -225,9 +235,11 @@ REPORTS: dict[str, messages.Report] = {
         RequestLimits(name="prefill", vocab_size=129280, max_tokens=1024, logits_processors=("json",)),
         messages.Load(prefill=PREFILL_LOAD),
         (PREFILL,),
-        version=2,
+        version=4,
         session=3,
         hung_s=60.0,
+        key_scheme=KeyScheme(layout_id=b"l" * 32, page_size=64, lookahead=1, by_writer=True),
+        pages=messages.PageChanges(True, b"a" * 16),
     ),
     "connected": messages.Connected(DECODE, LayoutMismatch("they differ"), DIFFERENCES),
     "stepped decode": messages.Stepped(
@@ -236,6 +248,7 @@ REPORTS: dict[str, messages.Report] = {
         granted=[_PACKED[::-1]],
         refused=[Refused(request_id="b", error=Overloaded("full", retry_after_s=4.0))],
         tokens=[LAST_TOKEN, FAILED],
+        pages=messages.PageChanges(added=b"b" * 32, dropped=b"c" * 16),
     ),
 }
 SESSION: dict[str, messages.Command | messages.Report] = {**COMMANDS, **REPORTS}

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import pytest
 
-from pdinfer.engine import prefill
+from pdinfer.engine import schedule
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.page_tables import PageTables
 from pdinfer.engine.prefill import PrefillEngine
@@ -405,7 +405,7 @@ def only_short_prompts_are_run(patch: pytest.MonkeyPatch) -> None:
             counts[index] = min(remaining[index], chunk_size - sum(counts))
         return counts
 
-    patch.setattr(prefill, "plan_chunk", shortest_first)
+    patch.setattr(schedule, "plan_chunk", shortest_first)
 
 
 def find(name: str, *, most: int = 2000) -> tuple[int, str]:

@@ -112,7 +112,7 @@ class NoExperts:
     recorder: None = None
     epoch: int = 0
 
-    def check_step(self, num_tokens: int, told: str, *, tp_size: int) -> None:
+    def check_step(self, num_tokens: int, told: str, *, tp_size: int, num_queries: int = 1) -> None:
         """Accept a step of any size."""
 
 
