@@ -6,6 +6,7 @@ A provider from elsewhere passes these tests once it is in `kernels.resolve.PROV
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,16 +35,31 @@ LIBRARIES = ("deep_gemm", "flash_mla")
 NAMES = [name for name, _ in resolve.PROVIDERS if name not in LIBRARIES]
 SCALE = 0.25
 
-every_provider = pytest.mark.parametrize("provider", NAMES)
-every_device = pytest.mark.parametrize(
-    "device",
-    ["cpu", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("gpusim", marks=pytest.mark.full)],
-)
+MADE_FOR = {"native": {"cpu"}, "triton": {"cuda", "cpu"} if os.environ.get("TRITON_INTERPRET") == "1" else {"cuda"}}
+"""Kinds of device of the providers that are not for all of them."""
+MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
+
+
+def places() -> list[Any]:
+    """Return every provider with every device it is made for. Without CUDA, one provider there stands for all, whose
+    tests say what is missing."""
+    return [
+        pytest.param(name, device, marks=marks, id=f"{name}-{device}")
+        for name in NAMES
+        for device, marks in MARKS.items()
+        if device in MADE_FOR.get(name, MARKS)
+        and (device != "cuda" or torch.cuda.is_available() or name == "reference")
+    ]
+
+
+every_provider = pytest.mark.parametrize("provider", [name for name in NAMES if "cpu" in MADE_FOR.get(name, MARKS)])
+"""On a CPU, in tests that have no device."""
+every_place = pytest.mark.parametrize(("provider", "device"), places())
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
 def for_every_provider(test: Any) -> Any:
-    return every_provider(every_device(every_dtype(test)))
+    return every_place(every_dtype(test))
 
 
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:

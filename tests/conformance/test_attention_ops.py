@@ -14,9 +14,8 @@ from tests.conformance.op_suite import (
     Attention,
     contexts_of,
     draw,
-    every_device,
     every_dtype,
-    every_provider,
+    every_place,
     for_every_provider,
     op_of,
     query_lens_of,
@@ -55,8 +54,7 @@ def test_attention(
         Attention(dtype, heads, page_size, contexts, query_lens_of(contexts), dims).check(name, provider, device)
 
 
-@every_provider
-@every_device
+@every_place
 @every_dtype
 @pytest.mark.parametrize("part_tokens", [32, 1024])
 def test_long_contexts_are_decoded_in_parts(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.draws import Controls, DrawKind
-from tests.conformance.op_suite import draw, every_device, every_provider, op_of
+from tests.conformance.op_suite import draw, every_place, op_of
 from tests.rounding import assert_within
 
 VOCABS = [1, 500, 2048, 4100]
@@ -80,8 +80,7 @@ def check(
     return tokens_B
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("vocab", VOCABS)
 @pytest.mark.parametrize("kind", DrawKind)
 def test_tokens_are_those_of_the_reference(provider: str, device: str, kind: DrawKind, vocab: int) -> None:
@@ -96,8 +95,7 @@ def test_tokens_are_those_of_the_reference(provider: str, device: str, kind: Dra
     check(provider, device, draw(5, vocab) * 3, controls, kind)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("top_k", [0, 2, 30])
 @pytest.mark.parametrize("top_p", [1.0, 0.999, 0.7])
 def test_the_filters_keep_what_a_sort_keeps(provider: str, device: str, top_k: int, top_p: float) -> None:
@@ -107,8 +105,7 @@ def test_the_filters_keep_what_a_sort_keeps(provider: str, device: str, top_k: i
     check(provider, device, logits_BV, controls)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("kept", [1, 3])
 def test_no_token_beyond_the_filters_is_drawn(provider: str, device: str, kept: int) -> None:
     """Of equal shares each is worth the same: with a share of top_p a little less than `kept` of them, so many come."""
@@ -127,8 +124,7 @@ def test_no_token_beyond_the_filters_is_drawn(provider: str, device: str, kept: 
         assert set(tokens_B.tolist()) <= set(allowed)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_equal_logits_are_drawn_alike(provider: str, device: str, temperature: float) -> None:
     """All are tied, and a zero has no sign. Of a row's equal logits the first is the greedy token."""
@@ -140,8 +136,7 @@ def test_equal_logits_are_drawn_alike(provider: str, device: str, temperature: f
     assert (set(tokens) == {0}) is (temperature == 0)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("temperature", [1e-6, 1e-45])
 def test_a_tiny_temperature_takes_the_largest(provider: str, device: str, temperature: float) -> None:
     logits_BV = draw(4, 700)
@@ -149,8 +144,7 @@ def test_a_tiny_temperature_takes_the_largest(provider: str, device: str, temper
     assert check(provider, device, logits_BV, controls).tolist() == logits_BV.argmax(-1).tolist()
 
 
-@every_provider
-@every_device
+@every_place
 def test_changed_logits_are_drawn_from_and_raw_ones_weighed(provider: str, device: str) -> None:
     raw_BV = draw(4, 4500) * 2
     changed_BV = raw_BV + draw(4, 4500, seed=1) * 3
@@ -160,8 +154,7 @@ def test_changed_logits_are_drawn_from_and_raw_ones_weighed(provider: str, devic
     assert (tokens_B % 2 == 0).all()
 
 
-@every_provider
-@every_device
+@every_place
 def test_what_a_row_cannot_have_is_never_drawn(provider: str, device: str) -> None:
     """A row has few logits that are not -inf, in tiles that may have none."""
     logits_BV = torch.full((4, 9000), -torch.inf)
@@ -172,8 +165,7 @@ def test_what_a_row_cannot_have_is_never_drawn(provider: str, device: str) -> No
     assert logits_BV.gather(1, tokens_B[:, None]).isfinite().all()
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # of Triton's interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("kind", DrawKind)
@@ -194,7 +186,6 @@ def test_a_spoilt_row_is_known_by_its_normalizer(provider: str, device: str, kin
         assert drawn_3B[:, [0, 2]].equal(expected_3B[:, [0, 2]])
 
 
-@every_provider
-@every_device
+@every_place
 def test_no_rows_are_no_tokens(provider: str, device: str) -> None:
     assert check(provider, device, torch.empty(0, 50), controls_of(0)).tolist() == []

@@ -18,8 +18,7 @@ from tests.conformance.op_suite import (
     Rows,
     assert_turned,
     draw,
-    every_device,
-    every_provider,
+    every_place,
     for_every_provider,
     op_of,
 )
@@ -183,8 +182,7 @@ def test_no_expert_adds_nothing(provider: str, device: str, dtype: torch.dtype, 
     assert torch.equal(got, torch.zeros(4, 37, device=device))
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("width", [32, 45, 167])
 def test_a_router_stays_float32(provider: str, device: str, width: int) -> None:
     """This holds also in a model whose other products are bfloat16."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.conformance.op_suite import every_device, every_provider, op_of
+from tests.conformance.op_suite import every_place, op_of
 
 WORDS = [torch.uint8, torch.int32, torch.int64]
 
@@ -17,8 +17,7 @@ def numbers(rows: int, width: int, word: torch.dtype, device: str) -> torch.Tens
 @pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
 @pytest.mark.parametrize("width", [1, 3, 9216])
 @pytest.mark.parametrize("word", WORDS)
-@every_device
-@every_provider
+@every_place
 def test_rows_are_gathered_in_order(provider: str, device: str, word: torch.dtype, width: int, rows: list[int]) -> None:
     pool = numbers(7, width, word, device)
     whole = torch.full((len(rows) + 2, width), 77, dtype=word, device=device)
@@ -32,8 +31,7 @@ def test_rows_are_gathered_in_order(provider: str, device: str, word: torch.dtyp
 @pytest.mark.parametrize("rows", [[], [4], [6, 0, 3, 1], list(range(7))])
 @pytest.mark.parametrize("width", [1, 3, 9216])
 @pytest.mark.parametrize("word", WORDS)
-@every_device
-@every_provider
+@every_place
 def test_rows_are_scattered_to_their_places(
     provider: str, device: str, word: torch.dtype, width: int, rows: list[int]
 ) -> None:
@@ -45,8 +43,7 @@ def test_rows_are_scattered_to_their_places(
         assert pool[row].tolist() == expected
 
 
-@every_device
-@every_provider
+@every_place
 def test_rows_begin_at_any_byte(provider: str, device: str) -> None:
     pool, data, rows = numbers(8, 16, torch.uint8, device), numbers(3, 16, torch.uint8, device) + 1, [4, 0, 2]
     chosen = torch.tensor(rows, dtype=torch.int64, device=device)

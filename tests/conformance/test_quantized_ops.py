@@ -16,9 +16,8 @@ from tests.conformance.op_suite import (
     ROWS,
     Rows,
     draw,
-    every_device,
     every_dtype,
-    every_provider,
+    every_place,
     for_every_provider,
     for_tma,
     fp8_weight,
@@ -61,8 +60,7 @@ MANY_ROWS = (30, 64, 150)
 """Of these a kernel may make tiles of other sizes than of a few, of which the last one is not full."""
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("rows", MANY_ROWS)
 @pytest.mark.parametrize("ue8m0", [False, True], ids=["any-scale", "ue8m0"])
 def test_linear_fp8_of_many_rows(provider: str, device: str, rows: int, ue8m0: bool) -> None:
@@ -159,8 +157,7 @@ def test_linear_int8(provider: str, device: str, dtype: torch.dtype, rows: int, 
     check_linear_int8(provider, device, outliers(rows, size[1]).to(dtype), size)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("rows", MANY_ROWS)
 def test_linear_int8_of_many_rows(provider: str, device: str, rows: int) -> None:
     check_linear_int8(provider, device, outliers(rows, 272).to(torch.bfloat16), (200, 272))
@@ -220,8 +217,7 @@ def test_grouped_mlp_of_quantized_experts(
     check_experts(provider, device, dtype, form, counts, sizes, kind)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize(
     ("form", "counts"),
     [

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.conformance.op_suite import (
     draw,
-    every_device,
-    every_provider,
+    every_place,
     op_of,
 )
 from tests.rounding import (
@@ -93,8 +92,7 @@ RULES = [
 ]
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("tokens", [0, 1, 5, 64])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_route(provider: str, device: str, rule: Routing, tokens: int) -> None:
@@ -111,8 +109,7 @@ def check_routing(provider: str, device: str, rule: Routing, logits: Tensor) -> 
         assert_within(torch.tensor(weight), exact, gamma(rule.top_k + 5) * exact, torch.float32)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("values", ["few", "large", "nothing"])
 def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Routing, values: str) -> None:
@@ -127,8 +124,7 @@ def test_ties_of_a_router_are_broken_alike(provider: str, device: str, rule: Rou
     check_routing(provider, device, rule, logits)
 
 
-@every_provider
-@every_device
+@every_place
 @pytest.mark.parametrize("experts", [7, 17, 33, 250])
 def test_equal_logits_are_equal_scores_wherever_they_stand(provider: str, device: str, experts: int) -> None:
     rule = Routing("equal", sigmoid=True, bias=None, experts=experts, top_k=5)

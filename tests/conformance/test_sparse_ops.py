@@ -20,8 +20,7 @@ from tests.conformance.op_suite import (
     assert_turned,
     contexts_of,
     draw,
-    every_device,
-    every_provider,
+    every_place,
     for_every_provider,
     op_of,
     query_lens_of,
@@ -319,8 +318,7 @@ def test_tables_that_are_read_whole_change_nothing(
     kind(torch.float32, 3, 16, contexts, (1,) * 4, (128, 8, 12, 10), 2, spare_columns=9).check("mla_decode", "torch")
 
 
-@every_provider
-@every_device
+@every_place
 def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: str) -> None:
     pages = torch.ones(4, 4, 2)
     q, weights = torch.ones(16, 1, 2), torch.zeros(16, 1)
@@ -333,8 +331,7 @@ def test_of_equal_scores_the_lowest_positions_are_taken(provider: str, device: s
     assert op(*(x.to(device) for x in inputs), top_k=3).tolist() == [[[0, 1, -1], [0, 1, 2], [0, 1, 2]]]
 
 
-@every_provider
-@every_device
+@every_place
 def test_equal_scores_of_a_long_context_are_counted_from_its_start(provider: str, device: str) -> None:
     """A few higher ones are taken wherever they are."""
     best = [2098, 700, 1400]
@@ -508,8 +505,7 @@ def test_all_positions_are_the_dense_way(provider: str, device: str, dtype: torc
     assert_within(got, case.exact("mla_decode"), case.error("mla_decode"), dtype)
 
 
-@every_provider
-@every_device
+@every_place
 def test_no_tokens_read_nothing(provider: str, device: str) -> None:
     shapes = ((0, 2, 4), (0, 2, 2), (3, 4, 6))
     q_latent, q_rope, pages = (torch.zeros(shape, device=device) for shape in shapes)

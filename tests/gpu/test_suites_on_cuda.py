@@ -12,7 +12,7 @@ from tests.backends import ROOT, child_environment
 SUITES = sorted(
     path.relative_to(ROOT).as_posix()
     for path in (ROOT / "tests" / "conformance").glob("test_*.py")
-    if "for_every_provider" in path.read_text() or "every_device" in path.read_text()
+    if "for_every_provider" in path.read_text() or "every_place" in path.read_text()
 )
 MINUTES = 9
 NO_TESTS = 5
