@@ -108,7 +108,8 @@ def test_all_is_sorted_and_is_what_can_be_imported():
 
 # ---- what one request goes through ---------------------------------------------------------------------------------
 
-MAX_ROOMS, MAX_MODULES = 10, 57
+MAX_ROOMS, MAX_MODULES = 10, 51
+"""The modules are those outside `kernels`: which of them run there depends on the CPU."""
 
 
 def test_a_request_enters_few_rooms_and_modules():
@@ -132,7 +133,8 @@ def test_a_request_enters_few_rooms_and_modules():
             sys.setprofile(before)
     rooms = {path.parts[0] for path in entered if len(path.parts) > 1}
     assert len(rooms) <= MAX_ROOMS, sorted(rooms)
-    assert 30 < len(entered) <= MAX_MODULES, sorted(map(str, entered))
+    modules = sorted(str(path) for path in entered if path.parts[0] != "kernels")
+    assert 30 < len(modules) <= MAX_MODULES, modules
 
 
 # ---- the rules can be broken ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import attrs
@@ -170,7 +171,7 @@ class Attention:
     spare_columns: int = 0
     """How much wider than the longest context the table is in decode, of pages of other sequences."""
 
-    @property
+    @cached_property
     def owned(self) -> list[list[int]]:
         """The pages of each sequence. Those of all sequences are shuffled, and one page is left out."""
         sizes = [-(-context // self.page_size) for context in self.contexts]
@@ -179,6 +180,11 @@ class Attention:
 
     @property
     def pages(self) -> Tensor:
+        """A copy of the pool."""
+        return _filled(self).clone()
+
+    def fill(self) -> Tensor:
+        """Return the pool."""
         latent, rope, _, _ = self.dims
         used = self.owned
         num_pages = sum(map(len, used)) + 1
@@ -189,7 +195,7 @@ class Attention:
                 pages[page, : len(part)] = part
         return pages.to(self.dtype)
 
-    @property
+    @cached_property
     def table(self) -> Tensor:
         rows = [Row([0], context - 1, pages) for context, pages in zip(self.contexts, self.owned, strict=True)]
         return Batch.build(rows, page_size=self.page_size, device=CPU, decode=True).page_table_BM
@@ -236,12 +242,15 @@ class Attention:
         """The values of the pages in float64."""
         return self.pages.double()
 
+    def expected(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return the exact result, and how far off it one may be."""
+        return _expected(self, name)
+
     def exact(self, name: str) -> Tensor:
         op = getattr(reference, name)
         return (self.prefill if name == "mla_prefill" else self.decode)(op, self.unpacked(), Tensor.double)
 
-    def error(self, name: str) -> Tensor:
-        """Return how far from the exact result a result may be."""
+    def error(self, name: str, exact: Tensor) -> Tensor:
         latent, _, nope, v = self.dims
         prefill, pages, first, errors = name == "mla_prefill", self.unpacked(), 0, []
         q_THQ = self.of_prefill[0].double() if prefill else torch.cat(self.of_decode, -1).flatten(0, 1).double()
@@ -263,11 +272,22 @@ class Attention:
             q = q_THQ[first : first + count]
             errors.append(error_of_attention(q, *turned[:2], visible_TS, SCALE, self.dtype, *turned[2:]))
             first += count
-        exact = self.exact(name)
         return torch.cat(errors).view_as(exact) if errors else torch.zeros_like(exact)
 
     def check(self, name: str, provider: str, device: str = "cpu") -> None:
-        assert_within(self.run(name, provider, device), self.exact(name), self.error(name), self.dtype)
+        assert_within(self.run(name, provider, device), *self.expected(name), self.dtype)
+
+
+@cache
+def _filled(case: Attention) -> Tensor:
+    return case.fill()
+
+
+@cache
+def _expected(case: Attention, name: str) -> tuple[Tensor, Tensor]:
+    # once for all providers
+    exact = case.exact(name)
+    return exact, case.error(name, exact)
 
 
 def contexts_of(page_size: int, count: int) -> tuple[int, ...]:
