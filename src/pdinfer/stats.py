@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import cached_property
-from typing import Annotated, overload
+from typing import Annotated, TypeVar, overload
 
 import attrs
 from msgspec import Meta
@@ -25,6 +25,8 @@ from pdinfer.bounds import (
     Text,
 )
 from pdinfer.types import FinishReason, Link, PeerAddress
+
+L = TypeVar("L", bound="EngineLoad")
 
 
 @attrs.frozen(kw_only=True)
@@ -123,7 +125,7 @@ class QueuedSizes:
         return QueuedSizes(tuple(num_requests), tuple(num_tokens))
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class EngineLoad:
     """What the snapshots of both engines have in common.
 
@@ -166,7 +168,7 @@ class EngineLoad:
         return self.num_tokens / self.busy_s if self.busy_s else 0.0
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class PrefillLoad(EngineLoad):
     """Snapshot of a prefill engine. `num_queued_tokens` are prompt tokens that are still to be computed, and those of
     prompts that wait to start count in full. `queued` has them by size, without those that are cached. `unsent_bytes`
@@ -179,7 +181,7 @@ class PrefillLoad(EngineLoad):
     cost: PrefillCost = PrefillCost()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, slots=False)
 class DecodeLoad(EngineLoad):
     """Snapshot of a decode engine. `num_running_tokens` is the context held by running and granted sequences.
     `num_draft_tokens` were proposed since the engine was made, and `num_accepted_tokens` of them were the model's own
@@ -197,6 +199,14 @@ class DecodeLoad(EngineLoad):
     accept_length: Rate = 0.0
     max_running_requests: Count = 0
     cost: DecodeCost = DecodeCost()
+
+
+def changed(load: L, **values: object) -> L:
+    """Return the load with other values. It is what `attrs.evolve` does, ten times as fast: every choice of a pair
+    changes two loads."""
+    new = object.__new__(type(load))
+    new.__dict__.update(load.__dict__, **values)
+    return new
 
 
 LinksByEnds = Mapping[PeerAddress, Mapping[PeerAddress, Link]]

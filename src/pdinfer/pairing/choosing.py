@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-import attrs
-
 from pdinfer.errors import ConfigError
 from pdinfer.pairing.found import FoundTokens
 from pdinfer.pairing.policy import Policy
 from pdinfer.pairing.ports import Ports
 from pdinfer.pairing.tracked_request import TrackedRequest
-from pdinfer.stats import DecodeLoad, Links, PrefillLoad
+from pdinfer.stats import DecodeLoad, Links, PrefillLoad, changed
 from pdinfer.types import Choice, Link, PeerAddress, RequestShape
 
 
@@ -95,7 +93,7 @@ class Board:
         self._queue(prefill, num_tokens=num_tokens, sizes=[to_compute])
         load = self._decodes[decode]
         if joins:
-            self._decodes[decode] = load = attrs.evolve(
+            self._decodes[decode] = load = changed(
                 load,
                 num_waiting_requests=load.num_waiting_requests + 1,
                 num_waiting_tokens=load.num_waiting_tokens + num_tokens,
@@ -112,7 +110,7 @@ class Board:
     def _queue(self, prefill: PeerAddress, *, num_tokens: int, sizes: Sequence[int]) -> None:
         load = self._prefills.get(prefill)
         if load is not None:
-            self._prefills[prefill] = attrs.evolve(
+            self._prefills[prefill] = changed(
                 load,
                 num_queued_requests=load.num_queued_requests + len(sizes),
                 num_queued_tokens=load.num_queued_tokens + num_tokens,
