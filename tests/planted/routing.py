@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant(
         "one pause makes an engine slow",
         COSTS,
-        "            seconds = min(seconds, OUTLIER * max(expected, *shares))\n",
+        "            seconds = min(seconds, OUTLIER * max(expected))\n",
         "",
         COSTS_TESTS,
     ),

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import combinations
+from operator import mul
+
+import numpy as np
 
 RATIO_DECAY = 0.99
 """What a step counts for in the ratios after each later one: about 100 steps are remembered."""
@@ -30,8 +33,8 @@ class StepCosts:
 
     def __init__(self, num_terms: int) -> None:
         self._num_terms = num_terms
-        self._products: list[list[float]]
-        self._sums: list[float]
+        self._products: np.ndarray
+        self._unfitted: list[tuple[float, ...]]
         self._ratios: list[float]
         self._recent_terms: list[float]
         self._recent_s: float
@@ -41,12 +44,13 @@ class StepCosts:
     @property
     def weights(self) -> tuple[float, ...]:
         """Seconds per unit of each term; zeros before there were LEAST_STEPS steps."""
-        return self._now() if self._num_steps >= LEAST_STEPS else (0.0,) * self._num_terms
+        scale = self._scale() if self._num_steps >= LEAST_STEPS else 0.0
+        return tuple([scale * ratio for ratio in self._ratios])
 
     def forget(self) -> None:
         """Begin again."""
-        self._products = [[0.0] * self._num_terms for _ in range(self._num_terms)]
-        self._sums = [0.0] * self._num_terms
+        self._products = np.zeros((self._num_terms + 1, self._num_terms + 1))  # of terms and seconds, summed over steps
+        self._unfitted = []
         self._ratios = [0.0] * self._num_terms
         self._recent_terms = [0.0] * self._num_terms
         self._recent_s = 0.0
@@ -55,44 +59,48 @@ class StepCosts:
     def add(self, terms: Sequence[float], seconds: float) -> None:
         """Learn from one step. The first term should be 1."""
         if self._recent_s > 0:
-            shares = [self._recent_s / total * term for total, term in zip(self._recent_terms, terms, strict=True)]
-            expected = _dot(self._now(), terms)
-            if seconds * OUTLIER < min(expected, *shares):
+            expected = [self._recent_s / total * term for total, term in zip(self._recent_terms, terms, strict=True)]
+            expected.append(self._scale() * sum(map(mul, self._ratios, terms)))
+            if seconds * OUTLIER < min(expected):
                 self.forget()
-            seconds = min(seconds, OUTLIER * max(expected, *shares))
-        for row, own in zip(self._products, terms, strict=True):
-            row[:] = [RATIO_DECAY * old + own * other for old, other in zip(row, terms, strict=True)]
-        self._sums = [RATIO_DECAY * old + own * seconds for old, own in zip(self._sums, terms, strict=True)]
+            seconds = min(seconds, OUTLIER * max(expected))
+        self._unfitted.append((*terms, seconds))
         self._recent_terms = [SCALE_DECAY * old + new for old, new in zip(self._recent_terms, terms, strict=True)]
         self._recent_s = SCALE_DECAY * self._recent_s + seconds
         self._num_steps += 1
         if self._num_steps < FIT_EVERY or self._num_steps % FIT_EVERY == 0:
-            self._ratios = _fit(self._products, self._sums)
+            self._fit()
 
-    def _now(self) -> tuple[float, ...]:
-        expected = _dot(self._ratios, self._recent_terms)
-        scale = self._recent_s / expected if expected > 0 else 0.0
-        return tuple(scale * ratio for ratio in self._ratios)
+    def _scale(self) -> float:
+        expected = sum(map(mul, self._ratios, self._recent_terms))
+        return self._recent_s / expected if expected > 0 else 0.0
+
+    def _fit(self) -> None:
+        rows, count = np.array(self._unfitted), len(self._unfitted)
+        self._unfitted = []
+        self._products *= RATIO_DECAY**count
+        self._products += (rows.T * RATIO_DECAY ** np.arange(count - 1, -1, -1)) @ rows
+        self._ratios = _fitted(self._products.tolist())
 
 
-def _dot(left: Sequence[float], right: Sequence[float]) -> float:
-    return sum(one * other for one, other in zip(left, right, strict=True))
-
-
-def _fit(products: Sequence[Sequence[float]], sums: Sequence[float]) -> list[float]:
-    """Return the weights w >= 0 with the least squared error, w' products w - 2 w' sums. There are few terms, so every
-    set of terms that may have a weight above 0 is tried."""
-    best, least = [0.0] * len(sums), 0.0
-    for count in range(1, len(sums) + 1):
-        for used in combinations(range(len(sums)), count):
+def _fitted(products: list[list[float]]) -> list[float]:
+    """Return the weights w >= 0 with the least squared error, w' products w - 2 w' sums, which are the last column.
+    There are few terms, so every set of them that may have weights above 0 is tried, the set of all first: without a
+    negative weight nothing is better."""
+    *products, sums = products
+    best, least = [0.0] * len(products), 0.0
+    for count in range(len(products), 0, -1):
+        for used in combinations(range(len(products)), count):
             solved = _solve([[products[i][j] for j in used] for i in used], [sums[i] for i in used])
             if solved is None or min(solved) < 0:
                 continue
-            error = -_dot(solved, [sums[i] for i in used])
-            if error < least * (1 + 1e-9) - 1e-18:
-                least, best = error, [0.0] * len(sums)
+            error = -sum(weight * sums[i] for weight, i in zip(solved, used, strict=True))
+            if error < least:
+                least, best = error, [0.0] * len(products)
                 for index, weight in zip(used, solved, strict=True):
                     best[index] = weight
+                if count == len(products):
+                    return best
     return best
 
 
