@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
         ("testing",),
         ("planning",),
-        ("bench",),
+        ("bench", "metrics"),
         ("pairing", "remote"),
         ("engine",),
         ("execution",),
@@ -52,6 +52,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("traces",),
     ),
     "bench.plots": (("requests", "runs"), ("plot",)),
+    "metrics": (("recorder", "spans"), ("series",), ("names",)),
     "planning": (("plan", "simulation"), ("rank_weights",)),
     "planning.simulation": (
         ("simulate",),
@@ -74,7 +75,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (("client", "served"), ("session", "known"), ("pages",), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables", "snapshot"),
+        ("engine", "page_tables", "snapshot", "tracks"),
         ("experts", "sequence"),
         ("ranks", "schedule", "admission", "commands", "costs"),
     ),
@@ -203,6 +204,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "flash_mla": ("kernels.flash_mla",),
     "matplotlib": ("bench.plots.*",),
     "mooncake": ("kv.transports.mooncake",),
+    "opentelemetry": ("metrics.spans",),
+    "prometheus_client": (),  # the parser that tests give our text to
     "safetensors": (
         "moe.placement.files",
         "checkpoint.quantize",
