@@ -47,6 +47,13 @@ MUTANTS = [
     ),
     # -- timelines
     Mutant(
+        "no arrow leaves prefill",
+        "src/pdinfer/engine/tracks.py",
+        "        trace.depart(_arrow(prompt.grant))\n",
+        "        pass\n",
+        TRACES + "test_an_arrow_leads_from_the_step_that_handed_off_to_the_step_that_took_over",
+    ),
+    Mutant(
         "a short step in which a hand-off landed is left out",
         "src/pdinfer/trace.py",
         "            if model_ns or has_arrow or end - start >= IDLE_NS:\n",
