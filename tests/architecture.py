@@ -22,10 +22,10 @@ import attrs
 # a row imports only rows below it, and its neighbours not at all. A file's `__init__` may import all of its folder.
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "": (
-        ("__init__",),
+        ("__init__", "__main__"),
         ("testing",),
         ("planning",),
-        ("bench",),
+        ("bench", "metrics", "diagnosis"),
         ("pairing", "remote"),
         ("engine",),
         ("execution",),
@@ -52,6 +52,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("traces",),
     ),
     "bench.plots": (("requests", "runs"), ("plot",)),
+    "metrics": (("recorder", "spans"), ("series",), ("names",)),
+    "diagnosis": (("doctor",), ("software", "limits", "variables"), ("network",), ("machine",), ("report",)),
     "planning": (("plan", "simulation"), ("rank_weights",)),
     "planning.simulation": (
         ("simulate",),
@@ -74,7 +76,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "remote": (("client", "served"), ("session", "known"), ("pages",), ("messages", "orphan")),
     "engine": (
         ("prefill", "decode"),
-        ("engine", "page_tables", "snapshot"),
+        ("engine", "page_tables", "snapshot", "tracks"),
         ("experts", "sequence"),
         ("ranks", "schedule", "admission", "commands", "costs"),
     ),
@@ -203,6 +205,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "flash_mla": ("kernels.flash_mla",),
     "matplotlib": ("bench.plots.*",),
     "mooncake": ("kv.transports.mooncake",),
+    "opentelemetry": ("metrics.spans",),
+    "prometheus_client": (),  # the parser that tests give our text to
     "safetensors": (
         "moe.placement.files",
         "checkpoint.quantize",
@@ -251,9 +255,12 @@ UNSAFE_CALLS = frozenset(
 
 # `topology` discovers ranks. `native.build` asks where caches belong. `triton.provider` asks whether Triton
 # interprets kernels. The Mooncake engine is configured by its environment alone, so its adapter sets what it needs,
-# where unset, and logs all of it.
+# where unset, and logs all of it. The doctor tells what it says.
 ENVIRONMENT_READERS = frozenset(
-    {"parallel.topology", "kernels.native.build", "kernels.triton.provider", "kv.transports.mooncake"}
+    {
+        *("parallel.topology", "kernels.native.build", "kernels.triton.provider", "kv.transports.mooncake"),
+        "diagnosis.machine",
+    }
 )
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
 EMPTY_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "impl", "misc"})

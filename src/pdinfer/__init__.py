@@ -5,6 +5,8 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     __init__      The names that hosts use.
     testing/      Tests get tiny models, virtual time and a network that fails on demand.
     planning/     A plan of many engines is checked, and a load is run through simulated ones, without a device.
+    diagnosis/    A machine is examined before anything runs on it.
+    metrics/      A service shows what it does: metrics for Prometheus, and spans for OpenTelemetry.
     bench/        A load is sent, every request is recorded, and the figures are checked.
     pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
     remote/       An engine in another process takes part in a Pairing like one that is here.
@@ -35,10 +37,11 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import bench, kernels, kv, moe, remote, testing
+from pdinfer import bench, kernels, kv, metrics, moe, remote, testing
 from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
+from pdinfer.diagnosis.doctor import doctor
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import (
@@ -65,6 +68,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.pairing import policy
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.parallel.topology import Topology
+from pdinfer.trace import join_traces
 from pdinfer.types import (
     FinishReason,
     Granted,
@@ -114,11 +118,14 @@ __all__ = [  # noqa: RUF022 - in plain order
     "Topology",
     "TransferError",
     "bench",
+    "doctor",
     "explain_backends",
     "explain_graphs",
+    "join_traces",
     "kernels",
     "kv",
     "load_model",
+    "metrics",
     "moe",
     "policy",
     "quantize_checkpoint",

@@ -55,8 +55,8 @@ MUTANTS = [
     Mutant(
         "code is loaded from where others can write",
         "src/pdinfer/kernels/native/build.py",
-        "if status.st_uid == os.getuid() and not _others_write(status):\n        return folder",
-        "if status.st_uid == os.getuid():\n        return folder",
+        "return status.st_uid != os.getuid() or _others_write(status)",
+        "return status.st_uid != os.getuid()",
         BUILD + "test_a_folder_that_others_can_write_is_not_used",
     ),
     Mutant(

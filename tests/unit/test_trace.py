@@ -34,10 +34,16 @@ class Clock:
 
 
 def events_of(file: Path) -> list[Event]:
+    """Those of the engine's own track."""
+    events = all_events(file)
+    assert len({event["pid"] for event in events}) == 1
+    return [event for event in events if event["tid"] == events[0]["tid"]]
+
+
+def all_events(file: Path) -> list[Event]:
     made = json.loads(file.read_text("utf-8"))
-    assert set(made) == {"displayTimeUnit", "traceEvents"}
+    assert set(made) == {"displayTimeUnit", "traceEvents", "otherData"}
     events: list[Event] = made["traceEvents"]
-    assert len({(event["pid"], event["tid"]) for event in events}) == 1
     return events
 
 

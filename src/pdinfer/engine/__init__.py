@@ -9,6 +9,7 @@
     costs.py         what steps take, learned from the steps themselves
     sequence.py      one request in an engine: a prompt at prefill, a sequence at decode, and those that wait for pages
     page_tables.py   the pages of the sequences in a decode engine
+    tracks.py        what the trace of an engine shows of requests
     snapshot.py      what an engine holds at one moment, for finding faults
     experts.py       what a host may do with the experts of an engine
     ranks/           one engine in many processes

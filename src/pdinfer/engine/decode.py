@@ -19,6 +19,7 @@ from pdinfer.engine.ranks.leader import empty_decode
 from pdinfer.engine.schedule import choose_victim
 from pdinfer.engine.sequence import WRITER_GRACE_S, Sequence, SequenceState, WaitingQueue, ends_of
 from pdinfer.engine.snapshot import DecodeSnapshot, SequenceSnapshot
+from pdinfer.engine.tracks import show_landed, show_sequence
 from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
@@ -243,8 +244,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _admit(self, sequence: Sequence, handoffs: Seq[Handoff]) -> None:
         """Take over the pages of a room whose parts have all landed and were verified, and emit the first token."""
+        now = self._clock()
+        sequence.committed(handoffs, now)
+        if self._trace is not None and sequence.grant is not None:
+            show_landed(self._trace, sequence, sequence.grant, now)
         self._tables.adopt(sequence)
-        sequence.committed(handoffs, self._clock())
         sequence.state = SequenceState.RUNNING
         self._running.append(sequence)
         try:
@@ -413,7 +417,10 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         new: Drawn | None = None,
     ) -> None:
         """Emit the one final event, and return everything that the request held."""
-        self._events.append(sequence.event(new, now=self._clock(), finish_reason=reason, error=error))
+        now = self._clock()
+        self._events.append(sequence.event(new, now=now, finish_reason=reason, error=error))
+        if self._trace is not None:
+            show_sequence(self._trace, sequence, reason, now)
         del self._sequences[sequence.request_id]
         if sequence.state is SequenceState.GRANTED and sequence.grant is not None:
             self._give_up(sequence, error or TransferError(f"the request ended: {reason.value}"))

@@ -19,6 +19,7 @@ from pdinfer.engine.ranks.leader import empty_prefill
 from pdinfer.engine.schedule import by_age, plan_step
 from pdinfer.engine.sequence import Prompt
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
+from pdinfer.engine.tracks import show_prompt, show_sent
 from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
@@ -286,6 +287,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
             mark(self._trace, "push", layer=layer)
             for prompt, span in zip(prompts, spans, strict=True):
                 if span:
+                    prompt.pushed_at = prompt.pushed_at or self._clock()
                     self._channel.push(
                         prompt.grant, layers=range(layer, layer + 1), tokens=span, pages=prompt.pages, ready=ready
                     )
@@ -347,6 +349,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
             compute_s=now - started,
         )
         prompt.landed = error is None
+        if self._trace is not None:
+            show_prompt(self._trace, prompt, now)
         prompt.sent = self._channel.finish(prompt.grant, handoff)
         for prompts in (self._queue, self._active):
             if prompt in prompts:
@@ -357,6 +361,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def _return_pages(self) -> None:
         for prompt in [prompt for prompt in self._sending if prompt.sent is not None and prompt.sent.done]:
             self._sending.remove(prompt)
+            if self._trace is not None:
+                show_sent(self._trace, prompt, self._clock())
             if prompt.landed:
                 full = prompt.held[: len(prompt.keys)]
                 kept = self.pool.keep(prompt.keys, full, partial(getattr, prompt.request, "tokens"))

@@ -259,7 +259,8 @@ class Prompt:
     `pages` is its page table: known pages of its beginning, then new ones. In a pool that both ends share, the new
     ones are the grant's own. All other pages are `held` until everything is sent. The pages contain `num_computed`
     tokens, the first `num_cached` of them from earlier requests. Tokens up to `num_pushed` are at decode or on the way.
-    `keys` are the keys of its full pages. When it came, the pool knew its first `num_found` tokens.
+    `keys` are the keys of its full pages. When it came, the pool knew its first `num_found` tokens. `pushed_at` is when
+    the first of them were pushed.
     """
 
     request: Request
@@ -272,6 +273,7 @@ class Prompt:
     pages: tuple[int, ...] = ()
     held: tuple[int, ...] = ()
     started_at: float = 0.0
+    pushed_at: float | None = None
     num_found: int = 0
     num_cached: int = 0
     num_computed: int = 0

@@ -23,7 +23,7 @@ import re
 import shutil
 import stat
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from pdinfer.errors import BackendUnavailable
@@ -34,6 +34,7 @@ _log = logging.getLogger("pdinfer")
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
 NEEDED = "avx512_bf16"
+COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120.0
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
@@ -86,7 +87,7 @@ def find_or_build() -> ctypes.CDLL:
     """Load a library that was kept, or build one. Raises BackendUnavailable with the reason when neither can be."""
     openmp = _loaded_openmp()
     fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     folder = _cache_folder()
     if compiler is not None:
         stem = f"native-{fits}-{_digest(_version(compiler))}"
@@ -105,10 +106,10 @@ def find_or_build() -> ctypes.CDLL:
     return library
 
 
-def cpu_flags() -> frozenset[str]:
+def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
     """Return the instruction sets of this machine's CPU, as /proc/cpuinfo names them; empty where it is not there."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = (root / "proc/cpuinfo").read_text()
     except OSError:
         return frozenset()
     match = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
@@ -137,16 +138,36 @@ def _digest(*parts: bytes | str) -> str:
     return digest.hexdigest()[:24]
 
 
+def cache_path(environment: Mapping[str, str]) -> Path | None:
+    """Return our folder in the user's cache, which need not be there, or None when nobody knows where the user is at
+    home."""
+    named = Path(environment.get("XDG_CACHE_HOME", ""))
+    try:
+        return (named if named.is_absolute() else Path.home() / ".cache") / "pdinfer"
+    except RuntimeError:
+        return None
+
+
+def is_open_to_others(folder: Path) -> bool:
+    """Return whether a folder, if it is there, is another user's or can be written by others."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid != os.getuid() or _others_write(status)
+
+
 def _cache_folder() -> Path | None:
     """Return our folder in the user's cache if nobody else can write it, because what lies there is loaded and run."""
-    try:
-        named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        folder = (named if named.is_absolute() else Path.home() / ".cache") / "pdinfer"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except (OSError, RuntimeError):
+    folder = cache_path(os.environ)
+    if folder is None:
         return None
-    if status.st_uid == os.getuid() and not _others_write(status):
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.stat()
+    except OSError:
+        return None
+    if not is_open_to_others(folder):
         return folder
     _log.warning("compiled kernels are not kept: %s is another user's, or others can write it (chmod go-w)", folder)
     return None

@@ -52,13 +52,10 @@ def _load(protocol: str, devices: Sequence[str]) -> Any:
             f"CUDA or {DISTRIBUTIONS[1]} on one without, never both"
         ) from error
     except (ImportError, OSError) as error:
-        library = re.search(r"(lib\w+)\.so", str(error))
-        name = library[1] if library else ""
-        if name.startswith("libcu") and name != "libcurl":
-            advice = f"that build is for CUDA; on a machine without it install {DISTRIBUTIONS[1]} instead"
-        else:
-            advice = f"install it (Debian: {DEBIAN.get(name) or ' '.join(DEBIAN.values())})"
-        raise BackendUnavailable(f"Mooncake cannot load {name or 'a library'} ({error}): {advice}") from error
+        advice, _ = advice_for(str(error))
+        raise BackendUnavailable(
+            f"Mooncake cannot load {_missing(str(error)) or 'a library'} ({error}): {advice}"
+        ) from error
     for distribution in DISTRIBUTIONS:
         try:
             version = importlib.metadata.version(distribution)
@@ -70,6 +67,21 @@ def _load(protocol: str, devices: Sequence[str]) -> Any:
                 f"{distribution} is {version}, and pdinfer needs {needed}: older ones report writes before they landed"
             )
     return module
+
+
+def advice_for(error: str) -> tuple[str, str]:
+    """Return what to do about an error of importing the library: a sentence, and the command."""
+    name = _missing(error)
+    if name.startswith("libcu") and name != "libcurl":
+        sentence = f"that build is for CUDA; on a machine without it install {DISTRIBUTIONS[1]} instead"
+        return sentence, f"pip uninstall -y {DISTRIBUTIONS[0]} && pip install {DISTRIBUTIONS[1]}"
+    packages = DEBIAN.get(name) or " ".join(DEBIAN.values())
+    return f"install it (Debian: {packages})", f"apt-get install -y {packages}"
+
+
+def _missing(error: str) -> str:
+    library = re.search(r"(lib\w+)\.so", error)
+    return library[1] if library else ""
 
 
 def _prepare_environment(protocol: str, devices: Sequence[str]) -> None:

@@ -1,0 +1,179 @@
+"""Versions, libraries that can be imported, providers of ops, the compiler and the caches of what is compiled."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from pdinfer.diagnosis.machine import Machine
+from pdinfer.diagnosis.report import Fact, Found, failure, warning
+from pdinfer.kernels.native.build import COMPILERS, NEEDED, cache_path, cpu_flags, is_open_to_others
+from pdinfer.kernels.resolve import OpChoice
+from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
+
+PYTHON = (3, 11)
+REQUIRED = {
+    "torch": (2, 8),
+    "numpy": (1, 26),
+    "attrs": (23, 2),
+    "safetensors": (0, 5),
+    "msgspec": (0, 19),
+    "xxhash": (3, 4),
+}
+"""The oldest versions that are good enough, as pyproject.toml has them."""
+OPTIONAL = ("triton", "deep_gemm", "deep_ep", "flash_mla", *DISTRIBUTIONS, "matplotlib", "opentelemetry-api")
+TRITON = (3, 4)
+ON_GPUS = ("triton", "deep_gemm", "deep_ep", "flash_mla")
+"""Libraries that only run on GPUs, named as their modules are."""
+
+
+def versions(machine: Machine) -> Found:
+    """pdinfer, Python, and every library that has a part in it."""
+    yield Fact(name="pdinfer", value=machine.version("pdinfer") or "not installed, runs from its sources")
+    yield Fact(name="python", value=machine.python)
+    yield Fact(name="system", value=machine.system)
+    if _numbers(machine.python) < PYTHON:
+        yield failure(f"pdinfer needs Python 3.11 or newer, this is {machine.python}", "python3.12 -m venv .venv")
+    for name in (*REQUIRED, *OPTIONAL):
+        version = machine.version(name)
+        yield Fact(name=name, value=version)
+        oldest = REQUIRED.get(name, (0,))
+        if name in REQUIRED and (version is None or _numbers(version) < oldest):
+            wanted = f"{name}>={'.'.join(map(str, oldest))}"
+            yield failure(f"pdinfer needs {wanted}, found {version or 'none'}", f"pip install '{wanted}'")
+
+
+def libraries(machine: Machine) -> Found:
+    """Whether optional libraries that are installed can be imported."""
+    has_gpu = bool(machine.gpus())
+    for name in ON_GPUS:
+        if (version := machine.version(name)) is None:
+            yield Fact(name=name, value="not installed")
+            continue
+        reason = machine.why_not_imported(name)
+        yield Fact(name=name, value="can be imported" if reason is None else "cannot be imported")
+        mend = f"pip install --force-reinstall --no-deps '{name}=={version}'"
+        if reason is not None and has_gpu and name in ("triton", "deep_ep"):
+            yield failure(f"{name} {version} is installed and cannot be imported: {reason}", mend)
+        elif reason is not None:
+            yield warning(f"{name} {version} is installed and cannot be imported, so it is not used: {reason}", mend)
+        elif name == "triton" and _numbers(version) < TRITON:
+            yield warning(f"triton must be 3.4 or newer to be used, found {version}", "pip install 'triton>=3.4'")
+    yield from _mooncake(machine)
+
+
+def _mooncake(machine: Machine) -> Found:
+    """Whether `kv.MooncakeTransport` can be made. Nothing is wrong where Mooncake is not installed."""
+    found = {name: version for name in DISTRIBUTIONS if (version := machine.version(name)) is not None}
+    if not found:
+        yield Fact(name="mooncake", value="not installed")
+        return
+    reason = machine.why_not_imported("mooncake.engine")
+    yield Fact(name="mooncake", value="can be imported" if reason is None else "cannot be imported")
+    if len(found) > 1:
+        yield failure(
+            f"{' and '.join(found)} overwrite each other's files",
+            f"pip uninstall -y {' '.join(found)} && pip install --force-reinstall {DISTRIBUTIONS[0]}",
+        )
+    elif reason is not None:
+        sentence, mend = advice_for(reason)
+        yield failure(f"MooncakeTransport cannot load Mooncake ({reason}): {sentence}", mend)
+    for name, version in found.items():
+        if _numbers(version) < OLDEST:
+            wanted = f"{name}>={'.'.join(map(str, OLDEST))}"
+            yield failure(f"MooncakeTransport refuses {name} {version}", f"pip install '{wanted}'")
+
+
+def devices(machine: Machine) -> Found:
+    """The CPU and the GPUs."""
+    cpu = re.search(r"^model name\s*:\s*(.*)$", machine.read("/proc/cpuinfo") or "", re.MULTILINE)
+    yield Fact(name="cpu", value=cpu[1] if cpu else None, remarks=(f"{machine.num_cpus} cores for this process",))
+    gpus = machine.gpus()
+    for gpu in gpus:
+        capability = "{}.{}".format(*gpu.capability)
+        told = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB, compute capability {capability}"
+        yield Fact(name=f"cuda:{gpu.index}", value=told)
+    yield Fact(name="torch's CUDA", value=machine.torch_cuda)
+    driver = re.search(r"Kernel Module.*?(\d+\.[\d.]+)", machine.read("/proc/driver/nvidia/version") or "")
+    yield Fact(name="nvidia driver", value=driver[1] if driver else None)
+    if driver and not gpus and machine.torch_cuda is None:
+        yield warning(
+            "there is an NVIDIA driver, and torch was built without CUDA: everything runs on the CPU",
+            "pip install --force-reinstall torch",
+        )
+    elif driver and not gpus and machine.environment.get("CUDA_VISIBLE_DEVICES", "all").strip() not in ("", "-1"):
+        yield failure(
+            f"torch for CUDA {machine.torch_cuda} finds no GPU with driver {driver[1]}, so load_model(device='cuda') "
+            "fails: update the driver, or install a torch for an older CUDA",
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+        )
+
+
+def ops(machine: Machine) -> Found:
+    """The provider of each op on each kind of device, and why not a faster one."""
+    for device in ("cpu", "cuda") if machine.gpus() else ("cpu",):
+        try:
+            choices = machine.choices(device)
+        except Exception as error:  # noqa: BLE001 - a provider's library may raise anything
+            library = error.name if isinstance(error, ImportError) else None
+            mend = f"pip install --force-reinstall --no-deps {library}" if library else ""
+            yield failure(f"no model can be loaded on {device}: {type(error).__name__}: {error}", mend)
+            continue
+        for choice in choices:
+            remarks = [f"not {refusal}" for refusal in choice.refusals]
+            remarks += [f"slow: {choice.slow}"] if choice.slow else []
+            provider = ", else ".join((choice.provider, *choice.others))
+            yield Fact(name=f"{device}: {choice.op}", value=provider, remarks=tuple(remarks))
+
+
+def compilers(machine: Machine) -> Found:
+    """The C compiler, and the folders where what was compiled is kept."""
+    compiler, install = machine.which(*COMPILERS), "apt-get install -y gcc libc6-dev"
+    yield Fact(name="C compiler", value=compiler)
+    has_gpu, has_triton = bool(machine.gpus()), machine.version("triton") is not None
+    if compiler is None and has_gpu and has_triton:
+        yield failure("Triton compiles the launchers of its kernels with a C compiler, and there is none", install)
+    is_able = NEEDED in cpu_flags(machine.root)
+    yield Fact(name=NEEDED, value="yes" if is_able else "no", remarks=() if is_able else ("no native ops",))
+    if is_able and (reason := _why_not_native(machine.choices("cpu"))) is not None:
+        yield warning(f"bfloat16 on this CPU runs slower than it could: the native library {reason}", install)
+    yield from _cache(machine)
+    if has_gpu and has_triton:
+        home = Path(machine.environment.get("TRITON_HOME") or machine.environment.get("HOME", "/root"))
+        kept = Path(machine.environment.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+        yield Fact(name="Triton's cache", value=str(kept))
+        if (problem := machine.why_not_written(kept)) is not None:
+            yield failure(
+                f"Triton cannot write what it compiles to {kept} ({problem})",
+                "export TRITON_CACHE_DIR=$(mktemp -d)",
+            )
+    if machine.environment.get("TRITON_INTERPRET") == "1":
+        yield warning("TRITON_INTERPRET=1 runs Triton's kernels in Python, for tests", "unset TRITON_INTERPRET")
+
+
+def _why_not_native(choices: Sequence[OpChoice]) -> str | None:
+    """Return why no op is native, or None when one is."""
+    refusals = [refusal for choice in choices for refusal in choice.refusals if refusal.startswith("native: ")]
+    if not refusals or any(choice.provider == "native" for choice in choices):
+        return None
+    return refusals[0].removeprefix("native: ")
+
+
+def _cache(machine: Machine) -> Found:
+    """The folder of compiled kernels."""
+    folder = cache_path(machine.environment)
+    yield Fact(name="cache folder", value=None if folder is None else str(folder))
+    if folder is None:
+        reason, mend = "no home folder is known", "export XDG_CACHE_HOME=$(mktemp -d)"
+    elif (problem := machine.why_not_written(folder)) is not None:
+        reason, mend = f"{folder} cannot be written ({problem})", "export XDG_CACHE_HOME=$(mktemp -d)"
+    elif is_open_to_others(folder):
+        reason, mend = f"{folder} is another user's, or others can write it", f"chmod go-w {folder}"
+    else:
+        return
+    yield warning(f"kernels are compiled anew in every process: {reason}", mend)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:3])

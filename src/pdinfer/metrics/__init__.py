@@ -1,0 +1,21 @@
+"""What a service shows of itself: metrics for Prometheus, and spans for OpenTelemetry.
+
+    metrics = pd.metrics.Recorder()
+    metrics.read(pairing.step())
+    metrics.render(pairing)
+
+    recorder.py   from events and loads to metrics
+    spans.py      a span for each request and for its stages
+    series.py     counts and histograms, and their text
+    names.py      the metrics there are
+
+May import: the ground.
+"""
+
+from __future__ import annotations
+
+from pdinfer.metrics.names import BUCKETS_S, METRICS, Metric
+from pdinfer.metrics.recorder import CONTENT_TYPE, Recorder
+from pdinfer.metrics.spans import STAGES, Spans
+
+__all__ = ["BUCKETS_S", "CONTENT_TYPE", "METRICS", "STAGES", "Metric", "Recorder", "Spans"]

@@ -1,0 +1,177 @@
+"""Turns events and loads of a Pairing into metrics: `read` what `step` returns, `render` when a scraper asks."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from pdinfer.checks import clip
+from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.metrics import names
+from pdinfer.metrics.series import Counters, Histogram, Labels, render
+from pdinfer.stats import ChannelStats, DecodeLoad, EngineLoad, PairingStats, PeerStats, PrefillLoad
+from pdinfer.types import PeerAddress, TokenEvent
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""The Content-Type of an answer with the text."""
+
+_LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*", re.ASCII)
+
+
+class Port(Protocol):
+    """What metrics need of a port."""
+
+    @property
+    def role(self) -> str: ...
+    def load(self) -> EngineLoad: ...
+
+
+class Observed(Protocol):
+    """What metrics need of a Pairing."""
+
+    @property
+    def stats(self) -> PairingStats: ...
+    @property
+    def ports(self) -> Sequence[Port]: ...
+
+
+class Recorder:
+    """The metrics of one Pairing, or of one after the other.
+
+    Times are those of events, as decode tells them. Counters never fall, also when an engine begins anew or a link is
+    opened again. Those of engines that have left stay. `labels` stand on every sample, for example the model's name.
+    Any thread may call any method. Raises ConfigError for labels that cannot be such, or are pdinfer's.
+    """
+
+    def __init__(self, *, labels: Mapping[str, str] | None = None) -> None:
+        self._labels = dict(labels or {})
+        taken = {"le", *(label for metric in names.METRICS for label in metric.labels)}
+        for name, value in self._labels.items():
+            if not isinstance(name, str) or not isinstance(value, str) or not _LABEL.fullmatch(name) or name in taken:
+                raise ConfigError(
+                    f"a label is a name of letters, digits and _ with a text, and none of {', '.join(sorted(taken))}; "
+                    f"got {clip(name)}: {clip(value)}"
+                )
+        self._lock = threading.Lock()
+        self._counters = Counters()
+        self._histograms = {metric: Histogram() for metric in names.METRICS if metric.kind == names.HISTOGRAM}
+        self._token_s: dict[str, float | None] = {}
+        for metric in (names.PROMPT_TOKENS, names.CACHED_TOKENS, names.OUTPUT_TOKENS):
+            self._counters.add(metric, 0)
+
+    def read(self, events: Iterable[TokenEvent]) -> list[str]:
+        """Note events that were just read, and return the ids of requests that ended."""
+        with self._lock:
+            return [event.request_id for event in events if self._note(event)]
+
+    def refused(self, error: PDInferError) -> None:
+        """Note a request that `submit` did not take."""
+        with self._lock:
+            self._counters.add(names.REFUSED, 1, error.code)
+
+    def render(self, pairing: Observed) -> str:
+        """Return what was read and what the Pairing and its ports tell now, in Prometheus's text format. Serve it with
+        CONTENT_TYPE. Never blocks."""
+        stats, loads = pairing.stats, [(port.role, port.load()) for port in pairing.ports]
+        with self._lock:
+            self._count(_counts(stats))
+            gauges = [*_gauges(stats, [role for role, _ in loads])]
+            for role, load in loads:
+                self._count(_engine_counts(role, load))
+                gauges += _engine_gauges(role, load)
+            values = [*self._counters.values(), *gauges]
+            return render(names.METRICS, values, self._histograms, self._labels)
+
+    def _note(self, event: TokenEvent) -> bool:
+        """Note one event, and return whether its request ended."""
+        at_s, last_s = event.at_s, self._token_s.get(event.request_id)
+        if event.token is not None:
+            self._counters.add(names.OUTPUT_TOKENS, 1)
+            if at_s is not None and event.request_id not in self._token_s:
+                self._histograms[names.TTFT].add(at_s)
+            elif at_s is not None and last_s is not None:
+                self._histograms[names.ITL].add(at_s - last_s)
+            self._token_s[event.request_id] = at_s
+        if event.finish_reason is None:
+            return False
+        self._token_s.pop(event.request_id, None)
+        if at_s is not None:
+            self._histograms[names.DURATION].add(at_s)
+        if event.usage is not None:
+            self._histograms[names.QUEUE_TIME].add(event.usage.queue_s)
+            self._counters.add(names.PROMPT_TOKENS, event.usage.prompt_tokens)
+            self._counters.add(names.CACHED_TOKENS, event.usage.cached_tokens)
+        return True
+
+    def _count(self, told: Iterable[tuple[names.Metric, Labels, float]]) -> None:
+        for metric, labels, value in told:
+            self._counters.set(metric, value, *labels)
+
+
+Told = Iterator[tuple[names.Metric, Labels, float]]
+
+
+def _counts(stats: PairingStats) -> Told:
+    yield from ((names.ENDED, (reason.value,), count) for reason, count in stats.ended)
+    yield names.RETRIES, (), stats.num_retries
+    yield names.REROUTES, (), stats.num_reroutes
+    yield names.MOVED, (), stats.num_moved
+    yield names.PORTS_LOST, (), stats.num_ports_lost
+
+
+def _gauges(stats: PairingStats, roles: Sequence[str]) -> Told:
+    yield names.QUEUED, (), stats.num_queued_requests
+    yield names.UNFINISHED, (), stats.num_unfinished_requests
+    yield from ((names.PORTS, (role,), roles.count(role)) for role in ("prefill", "decode"))
+    yield names.PORTS_AWAY, (), len(stats.ports_away)
+    yield names.LINKS_DOWN, (), len(stats.links_down)
+
+
+def _engine_counts(role: str, load: EngineLoad) -> Told:
+    engine = (_short(load.address), role)
+    yield names.TOKENS, engine, load.num_tokens
+    yield names.BUSY, engine, load.busy_s
+    yield names.PREFIX_LOOKED_UP, engine, load.prefix_query_tokens
+    yield names.PREFIX_FOUND, engine, load.prefix_hit_tokens
+    if isinstance(load, DecodeLoad):
+        yield names.DRAFTED, engine, load.num_draft_tokens
+        yield names.ACCEPTED, engine, load.num_accepted_tokens
+    yield names.DAMAGED, engine, load.kv.writes_damaged
+    for peer, between in _peers(engine[0], load.kv):
+        yield names.SENT, between, peer.bytes_sent
+        yield names.RECEIVED, between, peer.bytes_received
+        yield names.RELINKS, between, peer.retries
+        yield names.DROPPED, between, peer.frames_dropped
+
+
+def _engine_gauges(role: str, load: EngineLoad) -> Told:
+    engine = (_short(load.address), role)
+    yield names.INFO, (*engine, load.transport), 1
+    used = load.num_total_pages - load.num_available_pages
+    states = (("free", load.num_free_pages), ("cached", load.num_cached_pages), ("used", used))
+    yield from ((names.PAGES, (*engine, state), count) for state, count in states)
+    if isinstance(load, PrefillLoad):
+        yield names.REQUESTS, (*engine, "queued"), load.num_queued_requests
+        yield names.QUEUED_TOKENS, engine, load.num_queued_tokens
+    if isinstance(load, DecodeLoad):
+        yield names.REQUESTS, (*engine, "waiting"), load.num_waiting_requests
+        yield names.REQUESTS, (*engine, "granted"), load.num_granted_requests
+        yield names.REQUESTS, (*engine, "running"), load.num_running_requests
+        yield names.QUEUED_TOKENS, engine, load.num_waiting_tokens
+    if load.step_age_s is not None:
+        yield names.STEP_AGE, engine, load.step_age_s
+    for peer, between in _peers(engine[0], load.kv):
+        yield names.SPEED, between, peer.mb_per_s * 1e6
+        yield names.INFLIGHT, between, peer.inflight_bytes
+        yield names.LINKED, between, peer.connected
+
+
+def _peers(engine: str, kv: ChannelStats) -> Iterator[tuple[PeerStats, Labels]]:
+    return ((peer, (engine, _short(peer.address))) for peer in kv.peers)
+
+
+def _short(address: PeerAddress) -> str:
+    """Return the name by which logs and records call an engine."""
+    return address.engine_id.hex()[:8]
