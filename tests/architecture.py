@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__",),
         ("testing",),
         ("planning",),
-        ("bench",),
+        ("bench", "aio"),
         ("pairing", "remote"),
         ("engine",),
         ("execution",),
@@ -268,6 +268,7 @@ LONGER: dict[str, str] = {
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",
+    "pairing.pairing": "one object: what a host calls",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""
