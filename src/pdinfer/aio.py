@@ -148,9 +148,10 @@ class AsyncPairing:
     def _check_open(self) -> None:
         if self._loop is None:
             raise ConfigError("the AsyncPairing was not entered; write `async with AsyncPairing(pairing) as host`")
-        if self._is_closing or self._stopped.is_set():
-            why = "" if self._failure is None else f": {self._failure}"
-            raise RequestError(f"the host of the pairing is closed{why}")
+        if self._failure is not None:
+            raise RequestError(f"the host of the pairing is closed: {self._failure}")
+        if self._is_closing:
+            raise RequestError("the host of the pairing is closed")
 
     def _begin(self, request: Request) -> _Stream:
         """Make a place for the events before the first can come."""
