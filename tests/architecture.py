@@ -71,7 +71,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("found", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
-    "remote": (("client", "served"), ("session", "known"), ("pages",), ("messages", "orphan")),
+    "remote": (
+        ("spawning", "child"),
+        ("client", "served", "orders"),
+        ("session", "known"),
+        ("pages",),
+        ("messages", "orphan"),
+    ),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "snapshot"),
