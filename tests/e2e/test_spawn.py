@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,13 +32,12 @@ END_S = 60.0
 
 
 @pytest.fixture(autouse=True)
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which sockets are made."""
-    folder = tmp_path / "scratch"
-    folder.mkdir()
-    monkeypatch.setenv("TMPDIR", str(folder))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    return folder
+def scratch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder in which sockets are made; its name is short, as theirs have to be."""
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield Path(folder)
 
 
 def is_there(pid: int) -> bool:
