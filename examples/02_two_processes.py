@@ -6,16 +6,14 @@ Each process loads the model, makes a pool and an end of the channel, and serves
 this process holds no tensor: it sends requests one way and gets tokens the other; the KV never passes through it.
 """
 
-import multiprocessing
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
 from tiny_tasks import BOS, decode, encode
 
 import pdinfer as pd
@@ -23,39 +21,11 @@ from pdinfer.stats import DecodeLoad, PrefillLoad
 
 CHECKPOINT = Path(__file__).parent / "tiny"
 PAGES = pd.CacheConfig(page_size=16, num_pages=1024)
+ENGINE = pd.EngineConfig(num_threads=1)  # a small model, and two processes that share a small machine
 STORY = "One morning Tom found an old key by the river. He "
 FILLER = "Zoe gave the lamp to Ben, and Ben smiled. "
 FACTS = "set tom=4821; set ann=x7f3; set ben=90210; set mia=k2k2; set zoe=314159; "
 QUESTIONS = (FACTS + "get ben=", FACTS + FILLER * 20 + "get zoe=", "copy q8w2e5r1 > ", "calc 47+38=", "calc 9*7=")
-
-
-def host(role: str, checkpoint: Path, connection: Connection, report: Connection) -> None:
-    """Run one of the two processes."""
-    torch.set_num_threads(1)  # a small model, and two processes that share a small machine
-
-    def progress(done: int, total: int) -> None:
-        report.send((role, done / total))
-
-    model = pd.load_model(checkpoint, progress=progress)
-    channel = pd.KVChannel(pd.PagePool(model, PAGES), pd.kv.same_host_transport())
-    kind = pd.PrefillEngine if role == "prefill" else pd.DecodeEngine
-    pd.remote.serve(kind(model, channel), connection)
-
-
-def show_loading(report: Connection, roles: Sequence[str]) -> None:
-    """Show one progress bar for all processes; return when each has its model."""
-    done = dict.fromkeys(roles, 0.0)
-    shown = -1
-    while min(done.values()) < 1.0:
-        if not report.poll(60):
-            raise SystemExit("a process did not load its model within 60 s")
-        role, done[role] = report.recv()
-        percent = int(100 * sum(done.values()) / len(done))
-        if percent > shown and (sys.stderr.isatty() or percent == 100):
-            bar = "#" * (percent * 30 // 100)
-            print(f"\rloading [{bar:<30}] {percent:3d}%", end="", file=sys.stderr, flush=True)
-            shown = percent
-    print(file=sys.stderr)
 
 
 def request_of(prompt: str) -> pd.Request:
@@ -106,14 +76,10 @@ def table(times: dict[str, list[float]], prefill: PrefillLoad, decode_load: Deco
 
 
 def main(checkpoint: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    report, report_end = context.Pipe()
-    ends = {}
-    for role in ("prefill", "decode"):
-        ends[role], theirs = context.Pipe()
-        context.Process(target=host, args=(role, checkpoint, theirs, report_end), name=role, daemon=True).start()
-    show_loading(report, tuple(ends))
-    prefill, decode_port = pd.remote.PrefillClient(ends["prefill"]), pd.remote.DecodeClient(ends["decode"])
+    with ThreadPoolExecutor() as threads:  # so that both load at the same time
+        loading = threads.submit(pd.remote.spawn, "prefill", checkpoint, cache=PAGES, engine=ENGINE)
+        decode_port = pd.remote.spawn("decode", checkpoint, cache=PAGES, engine=ENGINE)
+        prefill = loading.result()
     with pd.Pairing(prefill, decode_port) as pairing:
         stream_one(pairing, STORY)
         times = serve_all(pairing, QUESTIONS)

@@ -25,7 +25,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("__init__", "__main__"),
         ("testing",),
         ("planning",),
-        ("bench", "metrics", "diagnosis"),
+        ("bench", "metrics", "diagnosis", "aio"),
         ("pairing", "remote"),
         ("engine",),
         ("execution",),
@@ -73,7 +73,13 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("found", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
-    "remote": (("client", "served"), ("session", "known"), ("pages",), ("messages", "orphan")),
+    "remote": (
+        ("spawning", "child"),
+        ("client", "served", "orders"),
+        ("session", "known"),
+        ("pages",),
+        ("messages", "orphan"),
+    ),
     "engine": (
         ("prefill", "decode"),
         ("engine", "page_tables", "snapshot", "tracks"),
@@ -275,6 +281,7 @@ LONGER: dict[str, str] = {
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",
+    "pairing.pairing": "one object: what a host calls",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

@@ -8,6 +8,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     diagnosis/    A machine is examined before anything runs on it.
     metrics/      A service shows what it does: metrics for Prometheus, and spans for OpenTelemetry.
     bench/        A load is sent, every request is recorded, and the figures are checked.
+    aio           Coroutines read the events of a Pairing that a thread steps.
     pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
     remote/       An engine in another process takes part in a Pairing like one that is here.
     engine/       An engine decides which requests enter, what runs in this step, and which one gives way.
@@ -37,7 +38,7 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import bench, kernels, kv, metrics, moe, remote, testing
+from pdinfer import aio, bench, kernels, kv, metrics, moe, remote, testing
 from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -117,6 +118,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "TokenEvent",
     "Topology",
     "TransferError",
+    "aio",
     "bench",
     "doctor",
     "explain_backends",

@@ -316,16 +316,21 @@ class Pairing(OfOneProcess):
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Stop choosing a port, step until its requests have ended or `drain_s` is over, and let it go, still open.
         Requests it still has then move to another port, as if the port were lost. Events stay for the next `step`."""
-        address = port.address
+        for left_s in self.removal(port, drain_s=drain_s):
+            self._advance()
+            self._sleep(min(0.05, left_s))
+
+    def removal(self, port: PrefillPort | DecodePort, *, drain_s: float) -> Iterator[float]:
+        """Do the same for a host that steps meanwhile, and so gets the events: take an item (the seconds left) between
+        steps until there is none. A removal that is closed before leaves the port in use."""
+        address, end = port.address, time.monotonic() + drain_s
         self._broker.lost_ports.away.pop(address, None)
         with self._admitting:
             self._joining.pop(address, None)  # a thread that is adding it now is told
         self._ports.leaving.add(address)
-        end = time.monotonic() + drain_s
         try:
-            while self._broker.assigned(address) and time.monotonic() < end:
-                self._advance()
-                self._sleep(min(0.05, max(0.0, end - time.monotonic())))
+            while self._broker.assigned(address) and (left_s := end - time.monotonic()) > 0:
+                yield left_s
             with self._stepping:
                 self._change(partial(self._part_with, port))
                 self._advance()

@@ -1,5 +1,8 @@
 """Makes an engine in another process a port of a Pairing here.
 
+    spawning.py   `spawn` starts an engine in a process of its own
+    child.py      that process
+    orders.py     what it is told, and what it says until it serves
     client.py     `PrefillClient` and `DecodeClient`, where the Pairing is
     known.py      what a client knows of its engine
     pages.py      which pages an engine can find, told and mirrored
@@ -8,12 +11,13 @@
     messages.py   the messages
     orphan.py     ends a served process that hangs when its parent is gone
 
-May import: config, engine, kv, process, the ground.
+May import: config, engine, execution, kv, model, process, the ground.
 """
 
 from __future__ import annotations
 
 from pdinfer.remote.client import DecodeClient, PrefillClient
 from pdinfer.remote.served import serve
+from pdinfer.remote.spawning import SpawnedDecode, SpawnedPrefill, spawn
 
-__all__ = ["DecodeClient", "PrefillClient", "serve"]
+__all__ = ["DecodeClient", "PrefillClient", "SpawnedDecode", "SpawnedPrefill", "serve", "spawn"]

@@ -1,0 +1,331 @@
+"""A Pairing for asyncio: one thread steps it, and coroutines read the events of their requests.
+
+    stream ──► a thread that submits ──► Pairing ◄── a thread that steps ──► a buffer per request
+       ▲                                                                            │
+       └───────────────── one call of the loop for all events of a step ◄───────────┘
+
+The event loop belongs to the host and is never waited for, and no call of it waits for the Pairing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+
+from pdinfer.checks import clip, is_int
+from pdinfer.errors import ConfigError, PDInferError, RequestError
+from pdinfer.pairing.pairing import Pairing
+from pdinfer.pairing.ports import DecodePort, PrefillPort
+from pdinfer.types import FinishReason, Request, TokenEvent
+
+MAX_UNREAD = 4096
+WAIT_S = 0.05
+"""How long the stepping thread sleeps at most. A removal, or the end of the loop, may be noticed this late."""
+MAX_AT_ONCE = 32
+"""After so many events that were there already, a reader lets other tasks run."""
+
+_log = logging.getLogger("pdinfer")
+
+
+class AsyncPairing:
+    """Serves the requests of coroutines with a Pairing, which it steps in a thread of its own and closes in the end:
+
+        async with pd.aio.AsyncPairing(pairing) as host:
+            async for event in host.stream(request):
+                ...
+
+    It belongs to the event loop in which it is entered. `pairing.cancel`, `pairing.stats` and `pairing.ports` may be
+    used meanwhile. A stream whose reader has left `max_unread` events unread is ended, so that memory is bounded by the
+    number of streams. When a step raises, every stream ends FAILED with that error and the Pairing is closed. Raises
+    ConfigError for a bad `max_unread`.
+    """
+
+    def __init__(self, pairing: Pairing, *, max_unread: int = MAX_UNREAD) -> None:
+        if not is_int(max_unread) or max_unread < 1:
+            raise ConfigError(f"max_unread must be an int of at least 1, got {clip(max_unread)}")
+        self.pairing = pairing
+        self._max_unread = max_unread
+        self._streams: dict[str, _Stream] = {}  # until the last event of each has come
+        self._fresh: dict[_Stream, None] = {}
+        self._is_told = False
+        self._removals: deque[tuple[Iterator[float], asyncio.Future[None]]] = deque()
+        self._failure: PDInferError | None = None
+        self._is_closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._news = asyncio.Event()
+        self._stopped = asyncio.Event()
+        self._submitting = ThreadPoolExecutor(1, thread_name_prefix="pdinfer-submit")
+        self._stepping = threading.Thread(target=self._run, name="pdinfer-step", daemon=True)
+
+    async def __aenter__(self) -> AsyncPairing:
+        if self._loop is not None:
+            raise ConfigError("an AsyncPairing can be entered once; make another one of another Pairing")
+        self._loop = asyncio.get_running_loop()
+        self._stepping.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def num_unfinished(self) -> int:
+        """How many streams have begun whose last event has not come yet, read or not."""
+        return len(self._streams)
+
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """Submit the request when the first event is asked for, and yield its events. The last one, and no other, has a
+        `finish_reason`.
+
+        The request is cancelled when the iterator is left by a break or an exception, closed, or when the task that
+        waits for an event is cancelled. An iterator that a variable holds is left when it is closed: use
+        `contextlib.aclosing`. Where `max_unread` events wait, the next one is replaced by a last one, FAILED with a
+        RequestError.
+
+        The first event raises what `Pairing.submit` raises (RequestError, Overloaded); RequestError when the host is
+        closed; ConfigError for what is no Request or when the host was not entered.
+        """
+        stream = self._begin(request)
+        loop = asyncio.get_running_loop()
+        try:
+            submitted = loop.run_in_executor(self._submitting, self._submit, request, stream)
+            error = await asyncio.shield(submitted)  # or else one that waits for the thread would never be submitted
+            if error is not None:
+                raise error
+            while True:
+                event = await stream.next()
+                yield event
+                if event.finish_reason is not None:
+                    return
+        finally:
+            if stream.leave():
+                self.pairing.cancel(stream.request_id)
+
+    async def add(self, port: PrefillPort | DecodePort) -> None:
+        """Connect a port and use it; streams go on meanwhile. Raises what `Pairing.add` raises. Cancelling the task
+        does not undo it."""
+        await asyncio.to_thread(self.pairing.add, port)
+
+    async def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
+        """Let go of a port as `Pairing.remove` does; streams go on meanwhile. Raises RequestError when the host is
+        closed before. Cancelling the task does not stop it."""
+        self._check_open()
+        removed = asyncio.get_running_loop().create_future()
+        self._removals.append((self.pairing.removal(port, drain_s=drain_s), removed))
+        await asyncio.shield(removed)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Wait until the last event of every stream has come or `timeout_s` is over, and return whether they all have.
+        Streams may begin meanwhile."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._streams:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            pass
+        return not self._streams
+
+    async def close(self) -> None:
+        """End unfinished streams with CANCELLED and close the Pairing, after a step that is under way. Readers still
+        get what they have not read. A second call waits for the first."""
+        self._is_closing = True
+        if self._loop is None:
+            await asyncio.to_thread(self.pairing.close)
+        else:
+            await self._stopped.wait()
+            self._stepping.join()  # it has nothing left to do
+        self._submitting.shutdown(wait=False)
+
+    # -- in the loop --------------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._loop is None:
+            raise ConfigError("the AsyncPairing was not entered; write `async with AsyncPairing(pairing) as host`")
+        if self._failure is not None:
+            raise RequestError(f"the host of the pairing is closed: {self._failure}")
+        if self._is_closing:
+            raise RequestError("the host of the pairing is closed")
+
+    def _begin(self, request: Request) -> _Stream:
+        """Make a place for the events before the first can come."""
+        self._check_open()
+        if not isinstance(request, Request):
+            raise ConfigError(f"stream takes a Request, got {clip(request)}")
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
+        if not isinstance(request_id, str):
+            request_id = os.urandom(8).hex()
+        stream = _Stream(request_id, len(request.output), self._max_unread)
+        self._streams[request_id] = stream
+        return stream
+
+    def _tell(self) -> None:
+        """Wake the readers for whom events have come."""
+        self._is_told = False  # first, so that what comes from now on is told again
+        while self._fresh:
+            stream, _ = self._fresh.popitem()
+            stream.came.set()
+        self._news.set()
+
+    def _stop(self) -> None:
+        """Note that nothing will come any more."""
+        self._stopped.set()
+        closed = self._failure or RequestError("the host of the pairing was closed")
+        for request_id in list(self._streams):
+            stream = self._streams.pop(request_id)
+            stream.fail(closed)
+            stream.came.set()
+        for _, removed in self._removals:
+            removed.set_exception(closed)
+        self._news.set()
+
+    # -- in other threads ---------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request, stream: _Stream) -> Exception | None:
+        """Submit a request, unless its reader has left already, and return the error. A long prompt takes a while to
+        check, and the seconds of a request count from here, so neither the loop nor a step may be waited for."""
+        error: Exception | None = None
+        try:
+            if stream.has_reader():
+                if request.request_id is None:
+                    request = attrs.evolve(request, request_id=stream.request_id)
+                self.pairing.submit(request)
+                if not stream.has_reader():  # it left, and cancelled what was not there yet
+                    self.pairing.cancel(stream.request_id)
+                return None
+        except Exception as problem:  # noqa: BLE001 - raised in the coroutine
+            error = problem
+        self._streams.pop(stream.request_id, None)
+        self._call(self._news.set)
+        return error
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        try:
+            while not self._is_closing and not self._loop.is_closed():
+                self._remove()
+                if self.pairing.wait(WAIT_S):
+                    self._deliver(self.pairing.step())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, readers must not wait for ever
+            _log.exception("a step of an AsyncPairing failed; it is closed")
+            self._failure = PDInferError(f"a step of the pairing failed: {type(error).__name__}: {error}")
+        try:
+            self.pairing.close()
+            self._deliver(self.pairing.step())
+        except BaseException:  # noqa: BLE001 - as above
+            _log.exception("an AsyncPairing could not be closed whole")
+        self._call(self._stop)
+
+    def _remove(self) -> None:
+        """Go on with each removal, and settle those that have ended."""
+        for _ in range(len(self._removals)):
+            removal, removed = self._removals.popleft()
+            try:
+                next(removal)
+            except StopIteration:
+                self._call(removed.set_result, None)
+            except Exception as error:  # noqa: BLE001 - raised in the coroutine
+                self._call(removed.set_exception, error)
+            else:
+                self._removals.append((removal, removed))
+
+    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+        """Put events where their readers find them, and have the loop tell them once."""
+        for event in events:
+            stream = self._streams.get(event.request_id)
+            if stream is None:  # of a request that the host submitted beside its streams
+                continue
+            if event.finish_reason is not None:
+                del self._streams[event.request_id]
+                if self._failure is not None and event.finish_reason is FinishReason.CANCELLED:
+                    event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self._failure)
+            if not stream.put(event):
+                self.pairing.cancel(event.request_id)
+            self._fresh[stream] = None
+        if events and not self._is_told:
+            self._is_told = True
+            self._call(self._tell)
+
+    def _call(self, callback: Callable[..., object], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *arguments)
+        except RuntimeError:  # the loop is closed, and nobody reads any more
+            self._is_closing = True
+
+
+class _Stream:
+    """The events of one request on their way from the thread that steps to the reader in the loop."""
+
+    def __init__(self, request_id: str, index: int, max_unread: int) -> None:
+        self.request_id = request_id
+        self.came = asyncio.Event()
+        self._is_left = False
+        self._index = index
+        self._max_unread = max_unread
+        self._unread: deque[TokenEvent] = deque()
+        self._has_ended = False
+        self._num_at_once = 0
+
+    def put(self, event: TokenEvent) -> bool:
+        """Take an event, unless the reader has left or got the last one. Return False when there is no place for it and
+        the stream has ended therefore."""
+        if self._is_left or self._has_ended:
+            return True
+        self._index = event.index
+        if event.finish_reason is None and len(self._unread) >= self._max_unread:
+            self.fail(
+                RequestError(
+                    f"the reader of the stream left {self._max_unread} events unread, so the request was cancelled; "
+                    "read faster, or raise max_unread"
+                )
+            )
+            return False
+        self._index += event.token is not None
+        self._has_ended = event.finish_reason is not None
+        self._unread.append(event)
+        return True
+
+    def fail(self, error: PDInferError) -> None:
+        """End the stream, if it has not ended."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._unread.append(
+                TokenEvent(
+                    request_id=self.request_id,
+                    token=None,
+                    index=self._index,
+                    finish_reason=FinishReason.FAILED,
+                    error=error,
+                )
+            )
+
+    def has_reader(self) -> bool:
+        """Return whether somebody may still read it."""
+        return not self._is_left
+
+    def leave(self) -> bool:
+        """Drop what has come and what may come. Return whether the request goes on for nobody."""
+        self._is_left = True
+        self._unread.clear()
+        return not self._has_ended
+
+    async def next(self) -> TokenEvent:
+        """Wait for the next event."""
+        if self._num_at_once == MAX_AT_ONCE:
+            self._num_at_once = 0
+            await asyncio.sleep(0)
+        while not self._unread:
+            self._num_at_once = 0
+            self.came.clear()
+            await self.came.wait()
+        self._num_at_once += 1
+        return self._unread.popleft()

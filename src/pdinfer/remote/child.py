@@ -1,0 +1,117 @@
+"""The process that `spawn` starts: it loads a model, makes an engine and serves it, until its parent is gone or closes
+the port."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from pdinfer.config import CacheConfig, EngineConfig, RemoteConfig
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.errors import PDInferError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.pool import PagePool
+from pdinfer.model.load import load_model
+from pdinfer.remote.orders import Failed, Loaded, Loading, Order, Said, decode_order, frozen
+from pdinfer.remote.served import serve
+
+LOOK_S = 0.05
+"""How often a process that loads looks for the end of its parent, and how often it tells how far it is."""
+STDERR = 2
+
+
+def main(connection: int, stderr: int) -> None:
+    """Serve what comes over the `connection`. Until that is loaded, stderr goes to the parent; from then on it is the
+    descriptor `stderr`. A SIGTERM closes the engine."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    run(Connection(connection), lambda: os.dup2(stderr, STDERR))
+
+
+def run(parent: Connection, loaded: Callable[[], object] = lambda: None) -> None:
+    """Make and serve the engine that the parent orders. `loaded` is called in between. Exits with status 1 when there
+    will be no engine."""
+    try:
+        order = decode_order(parent.recv_bytes())
+    except EOFError:
+        return
+    logging.basicConfig(level=order.log_level, format=f"%(levelname)s %(name)s {order.role} %(process)d: %(message)s")
+    try:
+        engine = make_engine(order, parent)
+    except PDInferError as error:
+        _say(parent, Failed(error.code, str(error)))
+        sys.exit(1)
+    loaded()
+    _say(parent, Loaded())
+    serve(engine, parent, config=RemoteConfig(**order.remote))
+
+
+def make_engine(order: Order, parent: Connection) -> PrefillEngine | DecodeEngine:
+    """Load the model, telling the parent how far it is, and make the engine with a channel of its own. Raises what
+    `load_model`, the channel and the engine raise."""
+    cache, config = CacheConfig(**frozen(order.cache)), EngineConfig(**frozen(order.engine))
+    make_transport = order.transport.find()
+    processors = {name: named.find() for name, named in order.logits_processors.items()}
+    with _Watch(parent) as watch:
+        model = load_model(
+            order.checkpoint,
+            device=order.device,
+            dtype=order.dtype,
+            mtp=config.num_draft_tokens > 0,
+            cache=cache,
+            progress=watch.progress,
+        )
+    channel = KVChannel(PagePool(model, cache), make_transport(), key=order.key)
+    try:
+        kind = PrefillEngine if order.role == "prefill" else DecodeEngine
+        engine = kind(model, channel, config, logits_processors=processors)
+        if order.warm_up:
+            engine.warm_up()
+    except BaseException:
+        channel.close()
+        raise
+    return engine
+
+
+class _Watch:
+    """Ends this process with its parent while it loads, when nothing else listens to it. A parent says nothing then, so
+    a connection that can be read is one that has ended."""
+
+    def __init__(self, parent: Connection) -> None:
+        self._parent = parent
+        self._told_at = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="pdinfer-parent", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if done_bytes == total_bytes or now > self._told_at + LOOK_S:
+            self._told_at = now
+            _say(self._parent, Loading(done_bytes, total_bytes))
+
+    def _watch(self) -> None:
+        while not self._ended.is_set():
+            if self._parent.poll(LOOK_S):
+                os._exit(1)  # nothing was made yet that would be left behind
+
+
+def _say(parent: Connection, what: Said) -> None:
+    parent.send_bytes(msgspec.msgpack.encode(what))

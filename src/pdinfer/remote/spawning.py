@@ -1,0 +1,316 @@
+"""Starts an engine in a process of its own and returns the port to it.
+
+The process is a new Python that imports pdinfer and nothing of its parent: a script needs no `__main__` guard, and a
+notebook or a prompt has no file that could be imported. It ends when its port is closed, and when its parent does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.spawn import get_executable
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import attrs
+import msgspec
+
+from pdinfer.checks import clip
+from pdinfer.config import CacheConfig, EngineConfig, RemoteConfig
+from pdinfer.errors import ConfigError, TransferError
+from pdinfer.execution.sampling import LogitsProcessorFactory
+from pdinfer.files import AnyPath
+from pdinfer.kv.transports.base import Transport
+from pdinfer.kv.transports.shm.transport import same_host_transport
+from pdinfer.model.load import Device, DType
+from pdinfer.process.scratch import remove_abandoned
+from pdinfer.remote.client import READY_S, DecodeClient, PrefillClient
+from pdinfer.remote.orders import Failed, Loaded, Named, Order, Said, decode_said, plain
+
+CODE = "import sys; sys.path[:] = sys.argv[3:]; from pdinfer.remote.child import main; main(*map(int, sys.argv[1:3]))"
+"""What the process runs. Its arguments are two descriptors, and the parent's `sys.path`."""
+GRACE_S = 5.0
+"""How much longer than `RemoteConfig.exit_s` a process may take to end before it is killed."""
+LAST_BYTES = 4096
+"""How much of a child's last words an error holds."""
+LINE_S = 5.0
+"""How often progress is written where it cannot be drawn."""
+BAR = 30
+STDERR = 2
+
+_log = logging.getLogger("pdinfer")
+
+
+class SpawnedPrefill(PrefillClient):
+    """A prefill engine that `spawn` started. `process` has `pid`, `poll`, `wait`, `terminate` and `kill`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
+        self.process = process
+        super().__init__(connection, config=config)
+
+    def close(self) -> None:
+        """Make the process close the engine and end, without waiting for that. One that does not is killed."""
+        super().close()
+        _end(self.process, self._config.exit_s + GRACE_S)
+
+
+class SpawnedDecode(DecodeClient):
+    """A decode engine that `spawn` started. In all else like `SpawnedPrefill`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, config: RemoteConfig) -> None:
+        self.process = process
+        super().__init__(connection, config=config)
+
+    def close(self) -> None:
+        """Make the process close the engine and end, without waiting for that. One that does not is killed."""
+        super().close()
+        _end(self.process, self._config.exit_s + GRACE_S)
+
+
+@overload
+def spawn(
+    role: Literal["prefill"],
+    checkpoint: AnyPath,
+    *,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    transport: Callable[[], Transport] = same_host_transport,
+    device: Device = "cpu",
+    dtype: DType | None = None,
+    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    key: bytes | None = None,
+    warm_up: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    timeout_s: float = READY_S,
+    config: RemoteConfig | None = None,
+) -> SpawnedPrefill: ...
+@overload
+def spawn(
+    role: Literal["decode"],
+    checkpoint: AnyPath,
+    *,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    transport: Callable[[], Transport] = same_host_transport,
+    device: Device = "cpu",
+    dtype: DType | None = None,
+    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    key: bytes | None = None,
+    warm_up: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    timeout_s: float = READY_S,
+    config: RemoteConfig | None = None,
+) -> SpawnedDecode: ...
+def spawn(
+    role: str,
+    checkpoint: AnyPath,
+    *,
+    cache: CacheConfig | None = None,
+    engine: EngineConfig | None = None,
+    transport: Callable[[], Transport] = same_host_transport,
+    device: Device = "cpu",
+    dtype: DType | None = None,
+    logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
+    key: bytes | None = None,
+    warm_up: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    timeout_s: float = READY_S,
+    config: RemoteConfig | None = None,
+) -> SpawnedPrefill | SpawnedDecode:
+    """Start a process with a "prefill" or "decode" engine of one rank, wait until it is ready, and return the port.
+
+    The process loads `checkpoint` with `device` and `dtype`, and makes a pool of `cache`, a channel with `key`, and an
+    engine of `engine`. `transport` is called there to make the channel's: it is a class or function of a module, or a
+    `functools.partial` of one with plain arguments, and so is each of `logits_processors`. With `warm_up` the engine is
+    warmed up first. `progress(done_bytes, total_bytes)` is called here while the model is loaded; without it, progress
+    is written to stderr. `timeout_s` is how long the process may say nothing before it is ready. `config` holds for
+    both ends of the connection. Several threads may call this at once.
+
+    The process is a new Python with this one's `sys.path`, environment and working directory. It is told all of the
+    above, and the key, over a pipe. It gets no Ctrl-C, closes its engine on SIGTERM, and ends when the port is closed
+    or this process has ended.
+
+    Raises ConfigError for what cannot be handed over; what loading the model and making the engine raise there;
+    TransferError, with the last that the process wrote, when it ends or falls silent before it is ready.
+    """
+    config = config or RemoteConfig()
+    if progress is not None and not callable(progress):
+        raise ConfigError(f"progress must be a function of (done_bytes, total_bytes) or None, got {clip(progress)}")
+    order = Order(
+        role=_role(role),
+        checkpoint=_path(checkpoint),
+        device=str(device),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        cache=_fields("cache", cache, CacheConfig),
+        engine=_fields("engine", engine, EngineConfig),
+        remote=_fields("config", config, RemoteConfig),
+        transport=Named.of("transport", transport),
+        logits_processors={
+            name: Named.of(f"logits processor {name!r}", made_by) for name, made_by in (logits_processors or {}).items()
+        },
+        key=key,
+        warm_up=warm_up,
+        log_level=_log.getEffectiveLevel(),
+    )
+    child = _Child(role)
+    try:
+        child.obey(order, progress or _Bar(role), timeout_s)
+        port = SpawnedPrefill if role == "prefill" else SpawnedDecode
+        return port(child.process, child.connection, config)
+    except BaseException:
+        child.kill()
+        raise
+
+
+def _role(role: str) -> str:
+    if role not in ("prefill", "decode"):
+        raise ConfigError(f'role must be "prefill" or "decode", got {clip(role)}')
+    return role
+
+
+def _path(checkpoint: AnyPath) -> str:
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise ConfigError(f"checkpoint must be the path of a model folder, got {clip(checkpoint)}")
+    return os.fspath(checkpoint)
+
+
+def _fields(what: str, config: object, kind: type[attrs.AttrsInstance]) -> dict[str, Any]:
+    """Return the fields of a configuration as plain data; none of them means the default."""
+    if config is None:
+        return {}
+    if not isinstance(config, kind):
+        raise ConfigError(f"{what} must be a {kind.__name__}, got {clip(config)}")
+    return {name: plain(what, value) for name, value in attrs.asdict(config, recurse=False).items()}
+
+
+class _Child:
+    """A process until it serves: what it says over its connection, and what it writes to stderr."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._wrote = b""
+        self.connection, theirs = multiprocessing.Pipe()
+        try:
+            stderr = os.dup(STDERR)
+        except OSError:  # this process has none
+            stderr = os.open(os.devnull, os.O_WRONLY)
+        try:
+            self.process = subprocess.Popen(  # noqa: S603 - this Python, with arguments that are our own
+                [get_executable(), "-c", CODE, str(theirs.fileno()), str(stderr), *sys.path],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=(theirs.fileno(), stderr),
+                start_new_session=True,  # a Ctrl-C, or a notebook's interrupt, is for the host
+            )
+        finally:
+            os.close(stderr)
+            theirs.close()
+        assert self.process.stderr is not None
+        self._stderr = self.process.stderr
+
+    def obey(self, order: Order, progress: Callable[[int, int], None], timeout_s: float) -> None:
+        """Give the order, and return when the process serves. Raises what the process raised, and TransferError."""
+        with contextlib.suppress(OSError):  # it has ended already, which is noticed below
+            self.connection.send_bytes(msgspec.msgpack.encode(order))
+        while not isinstance(said := self._hear(timeout_s), Loaded):
+            if isinstance(said, Failed):
+                raise said.error()
+            progress(said.done_bytes, said.total_bytes)
+        self._read_stderr()
+        if self._wrote and sys.stderr is not None:
+            sys.stderr.write(self._wrote.decode("utf-8", "replace"))
+        self._stderr.close()  # the process has the stderr of this one now
+
+    def kill(self) -> None:
+        """Leave nothing of it."""
+        self.process.kill()
+        self.process.wait()
+        self._stderr.close()
+        self.connection.close()
+        remove_abandoned(Path(tempfile.gettempdir()))
+
+    def _hear(self, timeout_s: float) -> Said:
+        """Return the next message, and keep the last of what the process writes meanwhile."""
+        stderr = self._stderr.fileno()
+        sources: list[Connection | int] = [self.connection, stderr]
+        while ready := wait(sources, timeout_s):
+            if stderr in ready and not self._read_stderr():
+                sources.remove(stderr)
+            if self.connection in ready:
+                try:
+                    return decode_said(self.connection.recv_bytes())
+                except (EOFError, OSError):
+                    raise self._loss(self._how_it_ended()) from None
+        raise self._loss(f"has said nothing for {timeout_s:g} s")
+
+    def _read_stderr(self) -> bool:
+        """Read what is there, and return False when nothing more will come."""
+        while wait([self._stderr.fileno()], 0.0):
+            data = os.read(self._stderr.fileno(), 1 << 16)
+            if not data:
+                return False
+            self._wrote = (self._wrote + data)[-LAST_BYTES:]
+        return True
+
+    def _how_it_ended(self) -> str:
+        try:
+            status = self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        self._read_stderr()
+        return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+
+    def _loss(self, what: str) -> TransferError:
+        wrote = self._wrote.decode("utf-8", "replace").strip()
+        last = f"; the last that it wrote is:\n{wrote}" if wrote else ", and wrote nothing"
+        return TransferError(f"the process of a {self._role} engine {what} before it was ready{last}")
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Wait in a thread until a process has ended whose port is closed. Python waits for that thread before it exits."""
+    with contextlib.suppress(RuntimeError):  # Python exits already, and the process will notice
+        threading.Thread(target=_reap, args=(process, grace_s), name="pdinfer-reap").start()
+
+
+def _reap(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        _log.error("process %d did not end within %g s after its port was closed; it is killed", process.pid, grace_s)
+        process.kill()
+        process.wait()
+    remove_abandoned(Path(tempfile.gettempdir()))  # the folder of one that was killed
+
+
+class _Bar:
+    """Writes to stderr how far an engine is: a bar on a terminal, elsewhere a line now and then."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._percent = -1
+        self._wrote_at: float | None = None
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        percent, now = 100 * done_bytes // max(1, total_bytes), time.monotonic()
+        if sys.stderr is None or percent == self._percent:
+            return
+        self._percent = percent
+        self._wrote_at = now if self._wrote_at is None else self._wrote_at
+        if sys.stderr.isatty():
+            bar = "#" * (percent * BAR // 100)
+            sys.stderr.write(f"\rloading {self._role:<7} [{bar:<{BAR}}] {percent:3d} %" + "\n" * (percent == 100))
+        elif percent == 100 or now > self._wrote_at + LINE_S:
+            self._wrote_at = now
+            sys.stderr.write(f"loading {self._role}: {percent} % of {total_bytes / 1e6:,.1f} MB\n")
+        sys.stderr.flush()

@@ -1,0 +1,303 @@
+"""Starting an engine's process: what it is told, and what becomes of one that dies, fails or falls silent. The
+processes here run no pdinfer, since only what they say counts."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import threading
+from functools import partial
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import pdinfer as pd
+from pdinfer.remote import child, orders, spawning
+from pdinfer.remote.orders import Failed, Loaded, Loading, Named, Order
+from pdinfer.testing import tiny_config_dict, write_checkpoint
+from tests.unit.remote.processors import allow_all
+
+CHILD = """
+import os, sys, time
+from multiprocessing.connection import Connection
+parent = Connection(int(sys.argv[1]))
+order = parent.recv_bytes()
+def write(text):
+    os.write(2, text.encode())
+"""
+LOADING = "parent.send_bytes(bytes.fromhex('{}'))\n"
+
+
+def say(*messages: orders.Said) -> str:
+    """Return a line of a child's program that says so."""
+    return "".join(LOADING.format(msgspec.msgpack.encode(message).hex()) for message in messages)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """Every process that was started."""
+    processes = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            super().__init__(*arguments, **more)
+            processes.append(self)
+
+    monkeypatch.setattr(spawning.subprocess, "Popen", Recorded)
+    return processes
+
+
+def spawn(monkeypatch: pytest.MonkeyPatch, program: str, **more: Any) -> Any:
+    monkeypatch.setattr(spawning, "CODE", CHILD + program)
+    return pd.remote.spawn("prefill", "a/folder", **more)
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if _is_open(name)}
+
+
+def _is_open(name: str) -> bool:
+    return Path(f"/proc/self/fd/{name}").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [
+        ("os._exit(3)", "exited with status 3"),
+        ("os.kill(os.getpid(), 9)", "was ended by SIGKILL"),
+        ("raise MemoryError('no weights fit')", "exited with status 1"),
+    ],
+)
+def test_a_child_that_dies_while_it_loads_leaves_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]], ends: str, how: str
+) -> None:
+    before = descriptors()
+    lines = "write('much\\n' * 3000)\nwrite('a shard is torn\\n')\n"
+    with pytest.raises(pd.TransferError, match=f"process of a prefill engine {how} before it was ready") as caught:
+        spawn(monkeypatch, say(Loading(1, 2)) + lines + ends)
+    text = str(caught.value)
+    assert "much\na shard is torn" in text
+    assert len(text) < spawning.LAST_BYTES + 200
+    assert "no weights fit" in text or "Memory" not in ends
+    assert started[0].poll() is not None
+    assert descriptors() <= before
+
+
+def test_what_making_an_engine_raised_there_is_raised_here(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    with pytest.raises(pd.CheckpointError, match=r"^a folder without weights$"):
+        spawn(monkeypatch, say(Failed("CHECKPOINT", "a folder without weights")) + "time.sleep(60)")
+    assert started[0].poll() is not None
+
+
+def test_a_child_that_says_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    with pytest.raises(
+        pd.TransferError, match=r"said nothing for 0\.3 s before it was ready; .*\nit waits for a lock$"
+    ):
+        spawn(monkeypatch, "write('it waits for a lock')\ntime.sleep(60)", timeout_s=0.3)
+    assert started[0].poll() is not None
+    with pytest.raises(pd.TransferError, match="sent something that cannot be read"):
+        spawn(monkeypatch, "parent.send_bytes(b'hello')\ntime.sleep(60)")
+    assert started[1].poll() is not None
+
+
+def test_an_interrupt_while_it_loads_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        spawn(monkeypatch, say(Loading(1, 2)) + "time.sleep(60)", progress=interrupt)
+    assert started[0].poll() is not None
+
+
+def test_a_child_is_told_everything_over_the_pipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = b"a secret of a channel"
+    told, seen = tmp_path / "told", tmp_path / "argv"
+    program = (
+        f"open({str(told)!r}, 'wb').write(order)\n"
+        f"open({str(seen)!r}, 'wb').write(open('/proc/self/cmdline', 'rb').read() + repr(os.environ).encode())\n"
+    )
+    progress: list[tuple[int, int]] = []
+    with pytest.raises(pd.TransferError, match="exited with status 0 before it was ready, and wrote nothing"):
+        spawn(
+            monkeypatch,
+            program + say(Loading(1, 7), Loading(7, 7)),
+            cache=pd.CacheConfig(page_size=16),
+            engine=pd.EngineConfig(graph_batch_sizes=(1, 2), trace=tmp_path),
+            transport=partial(pd.kv.SocketTransport, host="127.0.0.1", path=None),
+            logits_processors={"all": allow_all},
+            dtype=__import__("torch").float32,
+            key=key,
+            warm_up=True,
+            progress=lambda done, total: progress.append((done, total)),
+            config=pd.RemoteConfig(silent_s=5),
+        )
+    order = orders.decode_order(told.read_bytes())
+    assert (order.role, order.checkpoint, order.device, order.dtype) == ("prefill", "a/folder", "cpu", "float32")
+    assert (order.key, order.warm_up) == (key, True)
+    assert pd.CacheConfig(**order.cache) == pd.CacheConfig(page_size=16)
+    assert pd.EngineConfig(**orders.frozen(order.engine)) == pd.EngineConfig(
+        graph_batch_sizes=(1, 2), trace=str(tmp_path)
+    )
+    assert pd.RemoteConfig(**order.remote).silent_s == 5.0
+    assert order.logits_processors["all"].find()("") is not None
+    made = order.transport.find()()
+    assert isinstance(made, pd.kv.SocketTransport)
+    assert progress == [(1, 7), (7, 7)]
+    assert key not in seen.read_bytes()
+    assert sys.executable.encode() in seen.read_bytes()
+
+
+def _in_a_test() -> pd.kv.Transport:
+    return pd.kv.SocketTransport()
+
+
+def test_what_cannot_be_handed_over_is_refused_before_a_process_starts(
+    monkeypatch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]
+) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"transport": pd.kv.SocketTransport()},
+            "transport must be a function or class that is called in the engine's",
+        ),
+        ({"transport": lambda: None}, "define it at the top of a module"),
+        ({"transport": partial(pd.kv.SocketTransport, strangers=pd.kv.Strangers())}, "is plain data"),
+        ({"logits_processors": {"json": partial(lambda text: None)}}, "logits processor 'json' is "),
+        ({"cache": {"page_size": 16}}, "cache must be a CacheConfig"),
+        ({"engine": pd.CacheConfig()}, "engine must be a EngineConfig"),
+        ({"config": "fast"}, "config must be a RemoteConfig"),
+        ({"progress": True}, "progress must be a function of"),
+    ]
+    for more, message in refused:
+        with pytest.raises(pd.ConfigError, match=message):
+            pd.remote.spawn("decode", "a/folder", **more)
+    with pytest.raises(pd.ConfigError, match='role must be "prefill" or "decode", got \'both\''):
+        pd.remote.spawn("both", "a/folder")  # type: ignore[call-overload]
+    with pytest.raises(pd.ConfigError, match="checkpoint must be the path"):
+        pd.remote.spawn("decode", None)  # type: ignore[call-overload]
+    monkeypatch.setattr(_in_a_test, "__module__", "__main__")
+    with pytest.raises(pd.ConfigError, match="not in a script"):
+        pd.remote.spawn("decode", "a/folder", transport=_in_a_test)
+    assert not started
+
+
+def test_progress_is_a_bar_on_a_terminal_and_a_few_lines_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, expected in (
+        (Terminal(), "\rloading decode  [###############               ]  50 %"),
+        (io.StringIO(), "loading decode: 100 % of 2.0 MB\n"),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = spawning._Bar("decode")
+        for done in range(0, 2_000_001, 1000):
+            bar(done, 2_000_000)
+        assert expected in stream.getvalue()
+        assert stream.getvalue().count("decode") == (101 if stream.isatty() else 1)
+        assert stream.getvalue().endswith("\n")
+
+
+# -- the child, in a thread of this process ---------------------------------------------------------------------------
+
+
+def order_of(checkpoint: Path, **more: Any) -> bytes:
+    fields: dict[str, Any] = {
+        "role": "prefill",
+        "checkpoint": str(checkpoint),
+        "device": "cpu",
+        "dtype": None,
+        "cache": {"page_size": 4, "num_pages": 32},
+        "engine": {},
+        "remote": {},
+        "transport": Named.of("transport", pd.kv.SocketTransport),
+        "logits_processors": {},
+        "key": None,
+        "warm_up": False,
+        "log_level": 30,
+        **more,
+    }
+    return msgspec.msgpack.encode(Order(**fields))
+
+
+def start(order: bytes) -> tuple[Any, threading.Thread]:
+    """Run a child; return the parent's end of its connection."""
+    ours, theirs = Pipe()
+    ours.send_bytes(order)
+
+    def run() -> None:
+        with contextlib.suppress(SystemExit):
+            child.run(theirs)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return ours, thread
+
+
+def test_a_child_loads_tells_how_far_it_is_and_serves_until_its_port_is_closed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_config_dict("v3"))
+    ours, thread = start(order_of(tmp_path, warm_up=True, logits_processors={"all": Named.of("", allow_all)}))
+    said = [orders.decode_said(ours.recv_bytes())]
+    while said[-1] != Loaded():
+        said.append(orders.decode_said(ours.recv_bytes()))
+    loading = [each for each in said if isinstance(each, Loading)]
+    assert loading[-1].done_bytes == loading[-1].total_bytes > 0
+    with pd.remote.PrefillClient(ours) as port:
+        assert port.limits.logits_processors == ("all",)
+        assert port.limits.max_tokens == 4 * 32
+    thread.join(15.0)
+    assert not thread.is_alive()
+
+
+def test_a_child_tells_why_there_is_no_engine(tmp_path: Path) -> None:
+    ours, thread = start(order_of(tmp_path / "none"))
+    said = orders.decode_said(ours.recv_bytes())
+    thread.join(15.0)
+    assert isinstance(said, Failed)
+    assert isinstance(said.error(), pd.CheckpointError)
+    assert "none" in said.message
+    write_checkpoint(tmp_path, tiny_config_dict("v3"))
+    ours, thread = start(order_of(tmp_path, key=b"short"))
+    while isinstance(said := orders.decode_said(ours.recv_bytes()), Loading):
+        pass
+    assert isinstance(said, Failed)
+    assert isinstance(said.error(), pd.ConfigError)
+    thread.join(15.0)
+
+
+def test_a_child_that_loads_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gone = threading.Event()
+
+    def load(*_: Any, **__: Any) -> None:
+        ours.close()
+        assert gone.wait(15.0), "the child did not notice"
+        raise pd.CheckpointError("it would have gone on")
+
+    def leave(status: int) -> None:
+        gone.set()
+
+    monkeypatch.setattr(child, "load_model", load)
+    monkeypatch.setattr(child.os, "_exit", leave)
+    ours, theirs = Pipe()
+    ours.send_bytes(order_of(tmp_path))
+    with pytest.raises(OSError, match="Broken pipe"):
+        child.run(theirs)
+    assert gone.is_set()
+
+
+def test_a_child_whose_parent_is_gone_before_it_orders_ends() -> None:
+    ours, theirs = Pipe()
+    ours.close()
+    child.run(theirs)
