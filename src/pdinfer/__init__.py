@@ -7,6 +7,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     planning/     A plan of many engines is checked, and a load is run through simulated ones, without a device.
     bench/        A load is sent, every request is recorded, and the figures are checked.
     pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
+    text/         Tokens come from text and from chats, text comes from tokens, and stop strings end it.
     remote/       An engine in another process takes part in a Pairing like one that is here.
     engine/       An engine decides which requests enter, what runs in this step, and which one gives way.
     execution/    One step runs on one rank: rows go in, tokens come out.
@@ -25,6 +26,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     checks        Configurations share these checks of ranges and sizes.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.
+    stop          A matcher says where a request has to stop, and an automaton finds sequences in a stream.
     bounds        Each value that a peer sends has a bound, which stands in its type.
     errors        Every error that is raised on purpose has a class and a stable code.
 
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import bench, kernels, kv, moe, remote, testing
+from pdinfer import bench, kernels, kv, moe, remote, testing, text
 from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -65,6 +67,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.pairing import policy
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.parallel.topology import Topology
+from pdinfer.stop import StopMatcher
 from pdinfer.types import (
     FinishReason,
     Granted,
@@ -110,6 +113,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "RequestError",
     "SLO",
     "SamplingParams",
+    "StopMatcher",
     "TokenEvent",
     "Topology",
     "TransferError",
@@ -125,6 +129,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "rebalance_experts",
     "remote",
     "testing",
+    "text",
 ]
 
 logging.getLogger("pdinfer").addHandler(logging.NullHandler())
