@@ -7,7 +7,6 @@ from pathlib import Path
 
 import attrs
 
-from pdinfer.checks import clip
 from pdinfer.errors import CheckpointError
 from pdinfer.files import AnyPath, parse_json, read_regular
 
@@ -22,13 +21,10 @@ DEFAULT = "default"
 
 @attrs.frozen
 class TextFiles:
-    """`special_tokens` are texts by name, as templates read them ("bos_token"). `adds` has the flags add_bos_token and
-    add_eos_token, where the folder sets them: they go before what tokenizer.json adds. `templates` are sources by name.
-    """
+    """`special_tokens` are texts by name, as templates read them ("bos_token"). `templates` are sources by name."""
 
-    special_tokens: Mapping[str, str]
-    adds: Mapping[str, bool]
-    templates: Mapping[str, str]
+    special_tokens: Mapping[str, str] = attrs.field(factory=dict)
+    templates: Mapping[str, str] = attrs.field(factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> TextFiles:
@@ -40,12 +36,8 @@ class TextFiles:
         if path.exists():
             data = read_regular(folder, name, MAX_CONFIG_BYTES, CheckpointError)
             config = parse_json(data, str(path), CheckpointError, max_digits=MAX_LONG_DIGITS)
-        adds = {flag: config[flag] for flag in ("add_bos_token", "add_eos_token") if config.get(flag) is not None}
-        for flag, value in adds.items():
-            if not isinstance(value, bool):
-                raise CheckpointError(f"{path}: {flag} must be true or false, got {clip(value)}")
         templates = {**_templates(config.get("chat_template"), str(path)), **_template_files(folder)}
-        return cls(_special_tokens(config), {flag: value is True for flag, value in adds.items()}, templates)
+        return cls(_special_tokens(config), templates)
 
 
 def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:

@@ -26,7 +26,7 @@ class Tokenizer:
     """
 
     def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
-        """Take a tokenizer of the library and what the other files say. Raise CheckpointError when they disagree."""
+        """Take a tokenizer of the library and what the other files say. Raise CheckpointError for a broken template."""
         library.no_truncation()  # as tokenizer.json may ask for what only training needs
         library.no_padding()
         self._library = library
@@ -34,8 +34,6 @@ class Tokenizer:
         self.templates = {name: ChatTemplate(text, files.special_tokens) for name, text in files.templates.items()}
         added = library.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
-        self._begin, self._end = (self._added(name, files) for name in ("bos_token", "eos_token"))
-        self._adds_its_own = not files.adds
 
     @classmethod
     def load(cls, checkpoint: AnyPath) -> Tokenizer:
@@ -66,18 +64,15 @@ class Tokenizer:
         return self.templates.get(DEFAULT)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Return the tokens of a text, with those that the tokenizer puts around every text, such as bos, unless
+        """Return the tokens of a text, with those that tokenizer.json puts around every text, such as bos, unless
         `add_special_tokens` is False. What reads like a special token becomes one: check text that others write, if it
         must not. Raises RequestError for what is not Unicode text."""
         try:
-            ids = self._library.encode(text, add_special_tokens=add_special_tokens and self._adds_its_own).ids
+            return tuple(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, ValueError) as error:
             raise RequestError(
                 f"cannot encode the text, which must be a str without lone surrogates: {error}"
             ) from error
-        if add_special_tokens and not self._adds_its_own:
-            return (*self._begin, *ids, *self._end)
-        return tuple(ids)
 
     def chat(
         self,
@@ -116,16 +111,6 @@ class Tokenizer:
     def joined(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, all of which have text."""
         return self._library.decode(tokens, skip_special_tokens=False)
-
-    def _added(self, name: str, files: TextFiles) -> tuple[int, ...]:
-        """Return the special token that tokenizer_config.json adds to every text, if it does."""
-        if not files.adds.get(f"add_{name}"):
-            return ()
-        text = files.special_tokens.get(name)
-        token = None if text is None else self._library.token_to_id(text)
-        if token is None:
-            raise CheckpointError(f"tokenizer_config.json has add_{name}, and tokenizer.json has no {name}")
-        return (token,)
 
 
 def _library() -> type[tokenizers.Tokenizer]:
