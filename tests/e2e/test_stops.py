@@ -29,6 +29,7 @@ from tests.e2e.setups import (
     reference,
     request,
     tokens_of,
+    watch,
 )
 
 CHECKPOINT = Path(__file__).parents[2] / "examples" / "tiny"
@@ -101,8 +102,10 @@ def check_stopped(stream: Sequence[pd.TokenEvent], count: int = 7) -> pd.types.U
 @pytest.mark.parametrize("stop", [(SEQUENCE,), ((96, 95), SEQUENCE, TOKENS[:9]), After(7)], ids=["one", "some", "host"])
 def test_a_request_ends_with_the_token_that_completes_its_stop(stop: Any) -> None:
     with local() as setup:
+        seen = watch(setup.decodes[0])
         (stream,) = by_request(setup.pairing.generate([request("a", COUNT, stop=stop)])).values()
         usage = check_stopped(stream)
+        assert sum(isinstance(event, pd.TokenEvent) for event in seen) == 8  # the last is decode's answer
         assert usage.timeline is not None
         assert usage.timeline.committed_s is not None  # decode's own, and not what the Pairing saw
         assert dict(setup.pairing.stats.ended) == {STOP: 1}
@@ -131,6 +134,17 @@ def test_tokens_on_their_way_when_a_request_stops_reach_nobody() -> None:
         assert len(streams) == 4
         for stream in streams.values():
             assert check_stopped(stream).timeline is not None
+
+
+def test_what_decode_says_behind_a_stop_changes_nothing() -> None:
+    """Here it does not hear that it should end the request, which then comes to its length."""
+    matcher = After(7)
+    with local() as setup:
+        setup.decodes[0].cancel = lambda request_id: None  # type: ignore[method-assign]
+        (stream,) = by_request(setup.pairing.generate([request("a", COUNT, stop=matcher)])).values()
+        check_stopped(stream)
+        setup.check_idle()
+    assert matcher.seen == [list(TOKENS[:7])]
 
 
 def test_requests_that_share_a_matcher_do_not_share_how_far_they_got() -> None:

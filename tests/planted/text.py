@@ -16,8 +16,7 @@ MUTANTS = [
         TRACKED,
         "usage=usage and attrs.evolve(usage, output_tokens=num_tokens)",
         "usage=usage",
-        STOPS + "test_tokens_on_their_way_when_a_request_stops_reach_nobody "
-        + STOPS + "test_whatever_happens_before_decode_answers_a_request_that_stopped_has_stopped "
+        STOPS + "test_what_decode_says_behind_a_stop_changes_nothing "
         + STOPS + "test_a_matcher_that_fails_ends_its_request_alone",
     ),
     Mutant(
@@ -25,9 +24,7 @@ MUTANTS = [
         TRACKED,
         "        if self.ending is None:\n            self.ending = self._stopped(event)\n",
         "        self.ending = self._stopped(event) or self.ending\n",
-        STOPS + "test_tokens_on_their_way_when_a_request_stops_reach_nobody "
-        + STOPS + "test_stop_strings_end_the_tiny_models_answers "
-        + STOPS + "test_a_request_ends_with_the_token_that_completes_its_stop",
+        STOPS + "test_what_decode_says_behind_a_stop_changes_nothing",
     ),
     Mutant(
         "a request that stopped ends as cancelled when its decode does not tell",
@@ -37,7 +34,7 @@ MUTANTS = [
         STOPS + "test_whatever_happens_before_decode_answers_a_request_that_stopped_has_stopped",
     ),
     Mutant(
-        "the end of a stopped request waits as briefly as that of a cancelled one",
+        "a stopped request waits for its decode for ever",
         TRACKED,
         "self.ends_by = min(self.ends_by, now + STOP_GRACE_S)",
         "self.ends_by = float('inf')",
