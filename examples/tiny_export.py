@@ -27,6 +27,7 @@ from tiny_tasks import (
     recall_prompt,
     text_prompt,
 )
+from tiny_tokenizer import write_tokenizer
 from torch import Tensor
 
 EVAL_SEED: Final = 20240  # training uses pairs (seed, step), so no prompt here was a training row
@@ -207,8 +208,10 @@ dimensions {SHAPE.qk_nope_head_dim} + {SHAPE.qk_rope_head_dim} (rope, interleave
 
 ## Vocabulary
 
-A token is a byte (0-255); {BOS} is BOS, {EOS} EOS, {PAD} PAD, and five ids are spare. No tokenizer file is needed:
-`[256, *text.encode()]` is a prompt. A story ends with "The end." and EOS; everything else goes on until it is stopped.
+A token is a byte (0-255); {BOS} is BOS, {EOS} EOS, {PAD} PAD, and five ids are spare: `[256, *text.encode()]` is a
+prompt. `tokenizer.json` says the same in the form of a release, and the chat template in `tokenizer_config.json` joins
+what a user and the assistant wrote as the training rows do (`tiny_tokenizer.py`). A story ends with "The end." and EOS;
+everything else goes on until it is stopped.
 
     set kqz=48213; ... get kqz=     ->  48213;
     copy x7f >                      ->  x7f;
@@ -238,7 +241,8 @@ Use greedy decoding. About one recall in a hundred fails at any distance: fix th
 
 
 def write_checkpoint(model: TinyModel, folder: Path, scores: dict[str, float]) -> None:
-    """Write config.json, generation_config.json, model.safetensors, scores.json and README.md into `folder`."""
+    """Write config.json, generation_config.json, model.safetensors, scores.json, README.md and the tokenizer's files
+    into `folder`."""
     generation = {"bos_token_id": BOS, "do_sample": False, "eos_token_id": EOS, "pad_token_id": PAD}
     weights = folder / "model.safetensors"
     weights.write_bytes(save(checkpoint_tensors(model), metadata={"format": "pt"}))  # save_file makes it private (0600)
@@ -248,4 +252,5 @@ def write_checkpoint(model: TinyModel, folder: Path, scores: dict[str, float]) -
         ("scores.json", scores),
     ):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    write_tokenizer(folder)
     (folder / "README.md").write_text(model_card(scores, weights.stat().st_size))

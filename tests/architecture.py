@@ -26,7 +26,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("testing",),
         ("planning",),
         ("bench", "metrics", "diagnosis", "aio"),
-        ("pairing", "remote"),
+        ("pairing", "remote", "text"),
         ("engine",),
         ("execution",),
         ("model",),
@@ -37,7 +37,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("parallel", "kernels"),
         ("files", "trace", "inbox", "stats"),
         ("checks", "types"),
-        ("process", "bounds"),
+        ("process", "bounds", "stop"),
         ("errors",),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
@@ -70,9 +70,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("broker",),
         ("choosing", "queue", "joining"),
         ("ports", "tracked_request", "policy"),
-        ("found", "policies"),
+        ("found", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
+    "text": (("stream",), ("detokenizer",), ("tokenizer",), ("chat", "files"), ("sandbox",)),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),
@@ -181,7 +182,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
 }
 
-GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "trace", "types"})
+GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "stop", "trace", "types"})
 """The flat modules that any room may use, so that no charter names them."""
 
 # Of a lower room, some see only a part, or nothing. The model reads pages through a view and does not know that a
@@ -206,6 +207,8 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "numpy": ("*",),
     "torch": ("*",),
     "xxhash": ("*",),
+    "jinja2": ("text.sandbox",),
+    "tokenizers": ("text.tokenizer",),
     "deep_ep": ("moe.dispatchers.deep_ep",),
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),

@@ -10,6 +10,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     bench/        A load is sent, every request is recorded, and the figures are checked.
     aio           Coroutines read the events of a Pairing that a thread steps.
     pairing/      A Pairing chooses a prefill and a decode for each request, and copes when one of them is lost.
+    text/         Tokens come from text and from chats, text comes from tokens, and stop strings end it.
     remote/       An engine in another process takes part in a Pairing like one that is here.
     engine/       An engine decides which requests enter, what runs in this step, and which one gives way.
     execution/    One step runs on one rank: rows go in, tokens come out.
@@ -28,6 +29,7 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     checks        Configurations share these checks of ranges and sizes.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.
+    stop          A matcher says where a request has to stop, and an automaton finds sequences in a stream.
     bounds        Each value that a peer sends has a bound, which stands in its type.
     errors        Every error that is raised on purpose has a class and a stable code.
 
@@ -38,7 +40,7 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import aio, bench, kernels, kv, metrics, moe, remote, testing
+from pdinfer import aio, bench, kernels, kv, metrics, moe, remote, testing, text
 from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -69,6 +71,7 @@ from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.pairing import policy
 from pdinfer.pairing.pairing import Pairing
 from pdinfer.parallel.topology import Topology
+from pdinfer.stop import StopMatcher
 from pdinfer.trace import join_traces
 from pdinfer.types import (
     FinishReason,
@@ -115,6 +118,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "RequestError",
     "SLO",
     "SamplingParams",
+    "StopMatcher",
     "TokenEvent",
     "Topology",
     "TransferError",
@@ -134,6 +138,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "rebalance_experts",
     "remote",
     "testing",
+    "text",
 ]
 
 logging.getLogger("pdinfer").addHandler(logging.NullHandler())

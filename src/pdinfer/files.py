@@ -130,12 +130,14 @@ def read_json(
     return parse_json(read_regular(path.parent, path.name, max_bytes, error, trusted_roots), str(path), error)
 
 
-def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str, object]:
+def parse_json(
+    data: bytes, source: str, error: type[PDInferError], *, max_digits: int = MAX_DIGITS
+) -> dict[str, object]:
     """Return the one JSON object in `data`. Raise `error` with `source` and the character position.
 
     Stricter than RFC 8259: UTF-8 without a byte order mark, no duplicate keys, no NaN or Infinity, no run of more than
-    20 digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is checked
-    before parsing.
+    `max_digits` digits, at most 64 levels, 10,000 objects and arrays and 2^20 strings. Everything but the grammar is
+    checked before parsing.
     """
     if data.startswith(b"\xef\xbb\xbf"):
         raise error(f"{source} starts with a byte order mark at position 0; save it as UTF-8 without one")
@@ -143,7 +145,7 @@ def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str,
         text = data.decode("utf-8")
     except UnicodeDecodeError as failure:
         raise error(f"{source} is not UTF-8: {failure.reason} at byte position {failure.start}") from None
-    _check_marks(text, source, error)
+    _check_marks(text, source, error, max_digits)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as failure:
@@ -153,7 +155,7 @@ def parse_json(data: bytes, source: str, error: type[PDInferError]) -> dict[str,
     return value
 
 
-def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
+def _check_marks(text: str, source: str, error: type[PDInferError], max_digits: int) -> None:
     """Check depth, count, duplicate keys and literals outside JSON, in one linear pass over brackets, strings and
     numbers."""
     if text.count('"') > 2 * MAX_JSON_STRINGS:
@@ -180,8 +182,8 @@ def _check_marks(text: str, source: str, error: type[PDInferError]) -> None:
                     keys.pop()
             case "N" | "I":
                 raise error(f"{source} is not strict JSON: {mark.group()} at position {start} is not a JSON number")
-            case _:
-                raise error(f"{source} has a number of more than {MAX_DIGITS} digits at position {start}")
+            case _ if position - start > max_digits:
+                raise error(f"{source} has a number of more than {max_digits} digits at position {start}")
 
 
 def string_end(text: str, position: int) -> int:

@@ -34,6 +34,7 @@ from pdinfer.bounds import (
     TopLogprobs,
 )
 from pdinfer.errors import PDInferError
+from pdinfer.stop import StopMatcher
 
 
 class FinishReason(enum.Enum):
@@ -65,7 +66,8 @@ class SamplingParams:
     - `repetition_penalty`: positive logits of tokens in prompt or output are divided by it, negative ones multiplied;
     - `frequency_penalty` and `presence_penalty`: subtracted from a token's logit once per time it is in the output, and
       once if it is there at all; the prompt does not count;
-    - `min_new_tokens`: no token ends the request (a stop token, or eos unless `ignore_eos`) before this many have come;
+    - `min_new_tokens`: no token ends the request (a stop token, or eos unless `ignore_eos`) before this many have come,
+      and neither does `Request.stop`;
     - `logits_processor`: the name of a processor that the engines were given, which gets `logits_processor_argument`,
       for example a JSON schema: see docs/howto/structured-output.md;
     - temperature, `top_k`, `top_p`, `min_p`.
@@ -98,6 +100,10 @@ class Request:
 
     `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
     `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
+
+    `stop` has sequences of tokens, each of which ends the request once it is in the output, or a matcher that decides,
+    such as `text.StopStrings`. The event of the token that completes a sequence is the last, with STOP. The Pairing
+    looks for it in the thread that steps; engines take only `sampling.stop_token_ids`.
     """
 
     request_id: str | None = None
@@ -107,6 +113,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None
     cache_salt: bytes = b""
+    stop: tuple[tuple[int, ...], ...] | StopMatcher = ()
 
     @property
     def tokens(self) -> tuple[int, ...]:

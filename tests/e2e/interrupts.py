@@ -55,10 +55,13 @@ class Interrupter:
 
 
 def serve(setup: Setup, name: str, events: list[pd.TokenEvent], *, count: int = 4) -> None:
-    """Two prompts through `submit`, `step` and `wait`, one of which is cancelled, and then one through `generate`."""
+    """Three prompts through `submit`, `step` and `wait`, one of which stops and one is cancelled, and then one through
+    `generate`."""
     pairing = setup.pairing
     for at in range(2):
-        pairing.submit(request(f"{name}/{at}", count, prompt=prompt_of(7 + 6 * at, seed=at)))
+        prompt = prompt_of(7 + 6 * at, seed=at)
+        stop = (reference("v3", prompt, 4).tokens[1:3],) if at else ()
+        pairing.submit(request(f"{name}/{at}", count, prompt=prompt, stop=stop))
     for at in range(60):
         events += pairing.step()
         if not pairing.num_unfinished:

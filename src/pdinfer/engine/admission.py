@@ -18,6 +18,7 @@ from pdinfer.bounds import MAX_LOGPROBS
 from pdinfer.checks import clip, is_int
 from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import RequestError
+from pdinfer.stop import MAX_STOP_LENGTH, MAX_STOPS
 from pdinfer.types import Request, RequestLimits, SamplingParams
 
 MAX_ID_CHARACTERS = 256
@@ -80,6 +81,7 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
         raise RequestError(
             f"cache_salt must be a bytes object of at most {MAX_SALT_BYTES} bytes, got {clip(request.cache_salt)}"
         )
+    _check_stop(request.stop, vocab_size)
     deadline = request.deadline_s
     if deadline is not None and not (_is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):
         raise RequestError(f"deadline_s must be a number from 0 to {MAX_DEADLINE_S:g}, got {clip(deadline)}")
@@ -157,6 +159,22 @@ def _check_bias(bias: object, vocab_size: int) -> None:
     _check_tokens("sampling.logit_bias", tuple(token for token, _ in bias), vocab_size)
     if len({token for token, _ in bias}) < len(bias):
         raise RequestError("sampling.logit_bias has two pairs of one token id; give each token one bias")
+
+
+def _check_stop(stop: object, vocab_size: int) -> None:
+    if not isinstance(stop, tuple):
+        if not callable(getattr(stop, "begin", None)):
+            raise RequestError(
+                f"stop must be a tuple of token sequences or a matcher with a method begin, got {clip(stop)}; "
+                "pdinfer.text.StopStrings makes one of strings"
+            )
+        return
+    if len(stop) > MAX_STOPS:
+        raise RequestError(f"stop has {len(stop)} sequences, at most {MAX_STOPS}")
+    for index, sequence in enumerate(stop):
+        _check_tokens(f"stop[{index}]", sequence, vocab_size)
+        if not 0 < len(sequence) <= MAX_STOP_LENGTH:
+            raise RequestError(f"stop[{index}] has {len(sequence)} tokens; a sequence has 1 to {MAX_STOP_LENGTH}")
 
 
 def _check_processor(sampling: SamplingParams, limits: Sequence[RequestLimits]) -> None:

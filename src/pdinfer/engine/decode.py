@@ -194,6 +194,8 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 raise RequestError(f"request_id {request_id!r} is in use by a request that has not ended")
             if not writers:  # nobody would ever hand its room off
                 raise RequestError("writers is empty; name at least one prefill")
+            if request.stop != ():
+                raise RequestError("stop is for Pairing.submit; an engine takes sampling.stop_token_ids")
             request = check_request(request, [self.limits])
             processor = self._make_processor(request.sampling)
             if len(self._waiting) >= self.config.max_queued_requests:

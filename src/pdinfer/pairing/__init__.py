@@ -4,6 +4,7 @@
     admission.py         the way in: which request gets a place in the queue
     broker.py            what happens to its requests
     tracked_request.py   one request in a Pairing
+    stopping.py          where it has to stop
     queue.py             which requests wait, and which is next
     choosing.py          how a policy is asked for a pair, and what it is shown
     found.py             how much of a prompt the pages of each port hold

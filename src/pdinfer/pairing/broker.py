@@ -335,8 +335,19 @@ class Broker:
         elif isinstance(event, Refused):
             self._refused(tracked, event.error)
         else:
-            self._progress.telling = tracked, tracked.num_tokens, None
-            self._tell(tracked, event.index, tracked.passed_on(event, self._clock()))
+            self._hear(tracked, event, decode)
+
+    def _hear(self, tracked: TrackedRequest, event: TokenEvent, decode: PeerAddress) -> None:
+        """Pass on what decode says of a request. When its `stop` ends it here, ask decode to end it there too."""
+        has_stopped = tracked.ending is not None
+        self._progress.telling = tracked, tracked.num_tokens, None
+        passed_on = tracked.passed_on(event, self._clock())
+        if passed_on is not None:
+            self._tell(tracked, event.index, passed_on)
+        elif not has_stopped:
+            tracked.stop_requested(self._clock())
+            self._ports.decodes[decode].cancel(tracked.request_id)
+        self._progress.telling = None
 
     def _tell(self, tracked: TrackedRequest, num_tokens: int, event: TokenEvent) -> None:
         """Emit an event of a request that had `num_tokens` tokens before. A final event ends the request."""

@@ -9,8 +9,9 @@ from functools import cached_property
 import attrs
 
 from pdinfer.engine.schedule import due_at
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import PDInferError, RequestError, TransferError
 from pdinfer.pairing.found import PromptKeys
+from pdinfer.pairing.stopping import Stopping
 from pdinfer.types import Choice, FinishReason, PeerAddress, Request, RequestShape, Timeline, TokenEvent, Usage
 
 OVERDUE_S = 0.02
@@ -19,6 +20,8 @@ DEADLINE_GRACE_S = 0.1
 """How long after its deadline a request may be ended by its decode. After that the Pairing ends it."""
 CANCEL_GRACE_S = 0.05
 """The same after a request was cancelled."""
+STOP_GRACE_S = 1.0
+"""The same after `Request.stop` ended a request. Its text is complete, and only decode knows all of its usage."""
 
 MAX_DECODES_LOST = 3
 """After this many lost decodes that had granted it pages, a request goes to no other one: it may be what kills them."""
@@ -46,7 +49,8 @@ class TrackedRequest:
     waiting for a missing port or link. `displaced` is why it gives its place in the queue to another request. `lost` is
     why it had to leave its last decode, `tokens` are those emitted since `request` was made, and `streamed_s` is how
     long lost decodes ran it. When its pair was chosen, its prefill had to compute `prefill_tokens`, and `link_bytes`
-    had to cross the link."""
+    had to cross the link. `stopping` looks for the end that `Request.stop` asks for. Once it has come, or the
+    matcher has failed, `ending` is the final event: it waits for decode's usage, and later tokens are dropped."""
 
     request_id: str
     request: Request
@@ -75,13 +79,15 @@ class TrackedRequest:
     tokens: list[int] = attrs.field(factory=list)
     prefill_tokens: int = 0
     link_bytes: int = 0
+    stopping: Stopping | None = None
+    ending: TokenEvent | None = None
     _keys: PromptKeys | None = None
 
     @classmethod
     def of(
         cls, request: Request, now: float, default_deadline_s: float | None, random_bytes: Callable[[int], bytes]
     ) -> TrackedRequest:
-        """Track a request. An id and a seed are made up where it has none."""
+        """Track a request. An id and a seed are made up where it has none. Raise RequestError when its `stop` fails."""
         request_id, sampling = request.request_id, request.sampling
         if request_id is None:
             request_id = random_bytes(8).hex()
@@ -90,11 +96,12 @@ class TrackedRequest:
         deadline_s = default_deadline_s if request.deadline_s is None else request.deadline_s
         tracked = cls(
             request_id,
-            attrs.evolve(request, request_id=request_id, sampling=sampling),
+            attrs.evolve(request, request_id=request_id, sampling=sampling, stop=()),
             submitted_at=now,
             deadline_at=None if deadline_s is None else now + deadline_s,
             num_tokens=len(request.output),
             waiting_since=now,
+            stopping=Stopping(request) if request.stop != () else None,
         )
         if tracked.deadline_at is not None:
             tracked.ends_by = tracked.deadline_at + DEADLINE_GRACE_S
@@ -142,6 +149,12 @@ class TrackedRequest:
         self.cancelled |= failure is None
         self.failure = self.failure or failure
         self.ends_by = min(self.ends_by, now + CANCEL_GRACE_S)
+        self.give_up_at = None
+
+    def stop_requested(self, now: float) -> None:
+        """Note that decode was asked to end it, since `ending` says how it ends."""
+        self.cancelled = True
+        self.ends_by = min(self.ends_by, now + STOP_GRACE_S)
         self.give_up_at = None
 
     def overdue(self, now: float) -> tuple[FinishReason, PDInferError | None] | None:
@@ -223,9 +236,10 @@ class TrackedRequest:
         self.granted_s = now - self.submitted_at
         self.landed = False
 
-    def passed_on(self, event: TokenEvent, now: float) -> TokenEvent:
-        """Return decode's event as the host sees it. Decode counts seconds from its own submit, the host counts from
-        the Pairing's. Raises TransferError for an event that cannot come now."""
+    def passed_on(self, event: TokenEvent, now: float) -> TokenEvent | None:
+        """Return decode's event as the host sees it, or None for a token that it does not see: the one with which it
+        stops, until decode's last event brings its usage, and those that come in between. Raises TransferError for an
+        event that cannot come now."""
         self._check(event)
         self.landed = True
         self.num_tokens = event.index + (event.token is not None)
@@ -233,6 +247,15 @@ class TrackedRequest:
             self.tokens.append(event.token)
         if event.token is not None and self.first_token_s is None:
             self.first_token_s = now - self.submitted_at
+        event = self._counted_from_submit(event)
+        if self.ending is None:
+            self.ending = self._stopped(event)
+        if self.ending is None:
+            return event
+        return None if event.finish_reason is None else self._ended(self.ending, event.usage)
+
+    def _counted_from_submit(self, event: TokenEvent) -> TokenEvent:
+        """Return decode's event as the host counts: from the Pairing's submit, where decode counts from its own."""
         if self.failure is not None and event.finish_reason is FinishReason.CANCELLED and not self.cancelled:
             event = attrs.evolve(event, finish_reason=FinishReason.FAILED, error=self.failure)
         at_s = None if event.at_s is None else event.at_s + self.queued_s
@@ -249,6 +272,29 @@ class TrackedRequest:
             num_retries=usage.num_retries + self.num_decodes_lost,
         )
         return attrs.evolve(event, usage=usage, at_s=at_s)
+
+    def _stopped(self, event: TokenEvent) -> TokenEvent | None:
+        """Return the last event of the request if `Request.stop` ends it with this token, or fails on it."""
+        if self.stopping is None or event.token is None:
+            return None
+        try:
+            if not self.stopping.ends_with(event.token):
+                return None
+        except RequestError as error:
+            return TokenEvent(
+                request_id=self.request_id,
+                token=None,
+                index=event.index,
+                finish_reason=FinishReason.FAILED,
+                error=error,
+            )
+        return attrs.evolve(event, finish_reason=FinishReason.STOP)
+
+    @staticmethod
+    def _ended(ending: TokenEvent, usage: Usage | None) -> TokenEvent:
+        """Return the last event with its usage, which does not count the tokens behind it."""
+        num_tokens = ending.index + (ending.token is not None)
+        return attrs.evolve(ending, usage=usage and attrs.evolve(usage, output_tokens=num_tokens))
 
     def _check(self, event: TokenEvent) -> None:
         """Check that events come in order and match what the request asked for."""
@@ -273,7 +319,8 @@ class TrackedRequest:
             raise TransferError(f"a decode sent an impossible event for request {self.request_id!r}: {reason}")
 
     def final_event(self, reason: FinishReason, error: PDInferError | None, now: float) -> TokenEvent:
-        """Return the final event of a request that decode never accepted, does not answer for, or lost."""
+        """Return the final event of a request that decode never accepted, does not answer for, or lost. One that has
+        stopped ends as it would have."""
         usage = Usage(
             prompt_tokens=len(self.request.prompt),
             output_tokens=self.num_tokens,
@@ -284,6 +331,8 @@ class TrackedRequest:
             choice=self.choice,
             num_retries=max(0, self.num_grants - 1) + self.num_decodes_lost,
         )
+        if self.ending is not None:
+            return self._ended(self.ending, usage)
         return TokenEvent(
             request_id=self.request_id,
             token=None,

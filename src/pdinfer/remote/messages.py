@@ -18,7 +18,7 @@ from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import PackedGrant
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.stats import DecodeLoad, PrefillLoad
-from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, TokenEvent
+from pdinfer.types import PeerAddress, Refused, Request, RequestLimits, SamplingParams, TokenEvent
 
 VERSION = 4
 """The version of these messages. An engine tells its own in Ready."""
@@ -28,10 +28,22 @@ MAX_EVENTS = 1 << 20
 """The most events of one step: a token for each of its sequences, and the drafted ones."""
 
 
+class BareRequest(msgspec.Struct):
+    """A `Request` without its tokens, and without `stop`, which a Pairing looks for itself."""
+
+    cache_salt: bytes = b""
+    deadline_s: float | None = None
+    output: tuple[()] = ()
+    priority: int = 0
+    prompt: tuple[()] = ()
+    request_id: str | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
 class PackedRequest(msgspec.Struct):
     """A request with its token lists packed."""
 
-    request: Request
+    request: BareRequest
     prompt: Packed
     output: Packed
 
@@ -43,11 +55,26 @@ class PackedRequest(msgspec.Struct):
 
     @classmethod
     def of(cls, request: Request) -> PackedRequest:
-        bare = attrs.evolve(request, prompt=(), output=())
+        bare = BareRequest(
+            cache_salt=request.cache_salt,
+            deadline_s=request.deadline_s,
+            priority=request.priority,
+            request_id=request.request_id,
+            sampling=request.sampling,
+        )
         return cls(bare, wire.pack_ints(request.prompt), wire.pack_ints(request.output))
 
     def unpack(self) -> Request:
-        return attrs.evolve(self.request, prompt=wire.unpack_ints(self.prompt), output=wire.unpack_ints(self.output))
+        bare = self.request
+        return Request(
+            request_id=bare.request_id,
+            prompt=wire.unpack_ints(self.prompt),
+            output=wire.unpack_ints(self.output),
+            sampling=bare.sampling,
+            priority=bare.priority,
+            deadline_s=bare.deadline_s,
+            cache_salt=bare.cache_salt,
+        )
 
 
 class Load(msgspec.Struct):

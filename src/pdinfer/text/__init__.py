@@ -1,0 +1,27 @@
+"""Text around a Pairing, which knows tokens only. Needs `pip install 'pdinfer[text]'`, once something of it is used.
+
+    tokenizer = pd.text.Tokenizer.load("checkpoint/")
+    stop = pd.text.StopStrings(tokenizer, ["User:"])
+    request = pd.Request(prompt=tokenizer.chat([{"role": "user", "content": "Hi"}]), stop=stop)
+    text = pd.text.TextStream(tokenizer, request)
+    for event in pairing.generate([request]):
+        print(text.push(event), end="")
+
+    stream.py        stop strings, and the text of a request as it may be shown
+    detokenizer.py   text from tokens, one by one, without half characters
+    tokenizer.py     tokenizer.json: tokens from text and from a chat
+    chat.py          the template that makes one text of a chat
+    sandbox.py       where templates run
+    files.py         what else the files of a model folder say about its text
+
+May import: the ground.
+"""
+
+from __future__ import annotations
+
+from pdinfer.text.chat import ChatTemplate
+from pdinfer.text.detokenizer import Detokenizer
+from pdinfer.text.stream import StopStrings, TextStream
+from pdinfer.text.tokenizer import Tokenizer
+
+__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextStream", "Tokenizer"]

@@ -1,0 +1,99 @@
+"""The chat template of a checkpoint: a chat goes in, the text that the model was trained on comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from pdinfer.checks import clip
+from pdinfer.errors import BackendUnavailable, RequestError
+
+if TYPE_CHECKING:
+    from pdinfer.text.sandbox import Template
+
+Message = Mapping[str, Any]
+"""What OpenAI calls a message: {"role": "user", "content": "Hi"}, with whatever else the template reads."""
+
+
+def _local_now() -> datetime:
+    return datetime.now()  # noqa: DTZ005 - templates write today's date, as on the wall
+
+
+class ChatTemplate:
+    """Renders chats as transformers' `apply_chat_template` does, with the same settings and names.
+
+    `special_tokens` are the texts that templates know as `bos_token` and the like, and `now` is what `strftime_now`
+    reads. Raises CheckpointError for a template that is broken, and BackendUnavailable without jinja2.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str] | None = None, *, now: Callable[[], datetime] = _local_now
+    ) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._template = _compile(source, now)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a chat. `add_generation_prompt` ends it where the assistant's answer begins. `variables`
+        are further values that the template reads, such as {"enable_thinking": False}.
+
+        All values are JSON: None, booleans, numbers, texts, lists and dicts. Raises RequestError for others, for no
+        message, and for a chat that the template refuses or cannot render, and CheckpointError for a template that
+        tries what the sandbox does not allow.
+        """
+        if not messages:
+            raise RequestError("a chat needs at least one message")
+        values = _as_json({"messages": messages, "tools": tools, "documents": documents, "more": variables or {}})
+        for index, message in enumerate(values["messages"]):
+            if not isinstance(message, dict):
+                raise RequestError(f"messages[{index}] must be a dict with a role and a content, got {clip(message)}")
+        # clients send "tool_calls": null, which templates do not tell from a list
+        chat = [{key: value for key, value in message.items() if value is not None} for message in values["messages"]]
+        return self._template.render(
+            {
+                **self._special_tokens,
+                **values["more"],
+                "messages": chat,
+                "tools": values["tools"],
+                "documents": values["documents"],
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+
+def _compile(source: str, now: Callable[[], datetime]) -> Template:
+    try:
+        from pdinfer.text.sandbox import Template
+    except ImportError as error:
+        raise BackendUnavailable(
+            f"chat templates are rendered by jinja2, which cannot be imported ({error}): pip install 'pdinfer[text]'"
+        ) from error
+    return Template(source, now)
+
+
+def _as_json(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return a copy of plain values, so that a template meets no object with methods of its own, and changes none."""
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(values, default=_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"a chat holds JSON values only: {error}") from error
+    return copied
+
+
+def _plain(value: object) -> object:
+    """Return mappings and sequences as those that JSON has."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    raise TypeError(f"{clip(type(value).__name__)} is none")
