@@ -10,8 +10,9 @@ One request's life in these types:
 from __future__ import annotations
 
 import enum
+import operator
 from collections.abc import Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any, Protocol
 
 import attrs
 from msgspec import Meta
@@ -33,7 +34,8 @@ from pdinfer.bounds import (
     Seconds,
     TopLogprobs,
 )
-from pdinfer.errors import PDInferError
+from pdinfer.errors import ConfigError, PDInferError
+from pdinfer.values import shown
 
 
 class FinishReason(enum.Enum):
@@ -51,6 +53,81 @@ class HandoffStatus(enum.Enum):
 
     LANDED = "landed"
     ABORTED = "aborted"
+
+
+class CheckedTokens(tuple[int, ...]):
+    """Token ids that this process has compared with a vocabulary. None is negative, and `largest` is the largest.
+
+    Only `admission.check_request` makes them. Everything derived from them is a plain tuple again: slices, sums,
+    unpickled copies, and what another process unpacks from a message.
+    """
+
+    largest: int
+
+    @classmethod
+    def of(cls, tokens: tuple[int, ...]) -> CheckedTokens:
+        """Mark token ids that were compared."""
+        if isinstance(tokens, CheckedTokens):
+            return tokens
+        checked = cls(tokens)
+        checked.largest = max(tokens)
+        return checked
+
+    def __reduce__(self) -> tuple[type[tuple[int, ...]], tuple[tuple[int, ...]]]:
+        return tuple, (tuple(self),)
+
+
+class IntArray(Protocol):
+    """A one-dimensional array or tensor of ints, on any device."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
+
+MAX_TOKEN = 2**31 - 1
+
+
+def token_ids(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """Return token ids as a tuple of ints, see `ints_of`. Raises ConfigError also for an id below 0 or above 2**31 - 1.
+    Whether a model has these tokens is checked where it is known."""
+    if isinstance(tokens, CheckedTokens):
+        return tokens
+    ids = ints_of(tokens)
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN:
+        index, token = next(pair for pair in enumerate(ids) if not 0 <= pair[1] <= MAX_TOKEN)
+        raise ConfigError(f"token ids are ints from 0 to {MAX_TOKEN}, got {shown(token)} at index {index}")
+    return ids
+
+
+def ints_of(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
+    """Return a sequence or a one-dimensional array of ints as a tuple. A tensor on a device is copied, which waits for
+    the device. Raises ConfigError for text, floats, bools and more dimensions."""
+    given: Any = tokens  # it may be anything
+    read = given
+    if hasattr(given, "ndim") and hasattr(given, "tolist") and not isinstance(given, type):
+        if given.ndim != 1:
+            raise ConfigError(f"token ids have one dimension, got {shown(given)}: make a request for each row")
+        read = given.tolist()
+    elif isinstance(given, str):
+        raise ConfigError(f"a prompt is token ids, got the text {shown(given)}: encode it with the model's tokenizer")
+    elif not isinstance(given, Sequence):
+        raise ConfigError(f"token ids are a sequence of ints, got {shown(given)}: give a list, a tuple or an array")
+    if not set(map(type, read)) <= {int}:
+        read = [_as_int(index, token, tokens) for index, token in enumerate(read)]
+    return read if type(read) is tuple else tuple(read)
+
+
+def _as_int(index: int, token: Any, tokens: object) -> int:
+    """Return one id that may be an int of numpy or torch."""
+    try:
+        if not isinstance(token, bool) and "bool" not in str(getattr(token, "dtype", "")):
+            return operator.index(token)
+    except TypeError:
+        pass
+    within = f" of {shown(tokens)}" if hasattr(tokens, "dtype") else ""
+    raise ConfigError(f"token ids are ints, got {shown(token)} at index {index}{within}")
 
 
 @attrs.frozen(kw_only=True)
@@ -94,15 +171,17 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One prompt to continue. It is checked when it is submitted, not when it is made: see `admission.check_request`.
+    """One prompt to continue: token ids, in any sequence of ints or one-dimensional array or tensor of ints, kept as a
+    tuple. What is no token id raises ConfigError (see `token_ids`). Everything else, and whether the model has these
+    tokens, is checked when the request is submitted: see `admission.check_request`.
 
     `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
     `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
     """
 
     request_id: str | None = None
-    prompt: tuple[int, ...]
-    output: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = attrs.field(converter=token_ids)
+    output: tuple[int, ...] = attrs.field(default=(), converter=token_ids)
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     priority: int = 0
     deadline_s: float | None = None

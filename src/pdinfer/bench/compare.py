@@ -5,6 +5,7 @@ from __future__ import annotations
 import attrs
 
 from pdinfer.bench.summary import Summary
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 
 METRICS = (
@@ -43,6 +44,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@typed
 def compare(first: Summary, second: Summary) -> Comparison:
     """Compare the figures of two runs of the same experiment, measured or simulated.
 

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from pdinfer.bench.traces import Arrival, Trace
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
 
 Lengths = int | tuple[int, int] | Trace
@@ -38,12 +38,14 @@ class Load:
     notes: tuple[str, ...] = ()
 
 
+@typed
 def burst(num_requests: int, *, prompt_tokens: Lengths, output_tokens: Lengths, seed: int = 0) -> Load:
     """Send all requests at once."""
     arrivals = _arrivals([0.0] * _count(num_requests), prompt_tokens, output_tokens, seed)
     return Load(mode="burst", arrivals=arrivals, seed=seed)
 
 
+@typed
 def closed_loop(
     concurrency: int,
     num_requests: int,
@@ -61,6 +63,7 @@ def closed_loop(
     return Load(mode="closed_loop", arrivals=arrivals, max_concurrency=concurrency, seed=seed)
 
 
+@typed
 def open_loop(
     request_rate: float,
     num_requests: int,
@@ -98,6 +101,7 @@ def open_loop(
     )
 
 
+@typed
 def replay(trace: Trace, *, speed: float = 1.0, num_requests: int | None = None, seed: int = 0) -> Load:
     """Send the requests of a trace at its times, divided by `speed`. `num_requests` takes the first ones only."""
     _finite("speed", speed)

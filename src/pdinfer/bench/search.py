@@ -11,6 +11,7 @@ from pdinfer.bench.run import Serving, run
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 
 MIN_SEEDS = 3
@@ -37,11 +38,13 @@ class Goodput:
     trials: tuple[Trial, ...]
 
 
+@typed
 def sweep(pairing: Serving, loads: Iterable[Load], *, slo: SLO | None = None, **options: object) -> list[Summary]:
     """Run one load after the other and return their summaries. `options` go to `run`."""
     return [run(pairing, load, slo=slo, **options) for load in loads]  # type: ignore[arg-type]
 
 
+@typed
 def find_goodput(
     run_at: Callable[[float, int], Summary],
     low: float,

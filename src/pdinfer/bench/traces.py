@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath
 
@@ -82,6 +82,7 @@ class _Conversation(msgspec.Struct):
     conversations: tuple[_Turn, ...]
 
 
+@typed
 def read_trace(
     path: AnyPath,
     *,

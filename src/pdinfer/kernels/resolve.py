@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
 from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
@@ -59,6 +60,7 @@ class ResolvedOps:
     weights: tuple[str, ...] = ()
 
 
+@typed
 def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
     """Choose the ops for a model of `spec`. `forced` names one provider for all ops, or one per op. What a provider for
     all ops lacks is composed of those it has, where that can be done. Raises BackendUnavailable when a forced provider
@@ -161,6 +163,7 @@ def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
     return next(slow, None)
 
 
+@typed
 def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
     """Return a table: each op, the provider it would get, the providers of calls which that one declines, and a
     sentence for each provider of the op that was passed over or is slow.

@@ -68,6 +68,9 @@ def _device_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 def _as_set(formats: Iterable[str]) -> frozenset[str]:
+    given: object = formats
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"weight_formats must be a collection of names of formats, got {clip(given)}")
     return frozenset(formats)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pdinfer.checks import typed
 from pdinfer.kv.pool import PagePool
 from pdinfer.process.locks import new_lock
 
@@ -66,6 +67,7 @@ class KVEvents:
     `medium` says where the pages are, in vLLM's words ("GPU"). With `as_maps` the structs are maps by name, as in vLLM
     versions since 2026; older ones have arrays. `take` may be called from any thread."""
 
+    @typed
     def __init__(
         self,
         pool: PagePool,

@@ -7,7 +7,7 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
 
@@ -48,6 +48,7 @@ class MigrationPlan:
         return self.expert_bytes * sum(move.source_rank // size != move.destination_rank // size for move in self.moves)
 
 
+@typed
 def plan_migration(
     old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int, ranks_per_node: int | None = None
 ) -> MigrationPlan:

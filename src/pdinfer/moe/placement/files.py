@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import read_json
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
@@ -48,6 +48,7 @@ class ExpertLocation:
     logical_count: Ints | None = None
 
 
+@typed
 def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int = 0) -> ExpertLocation:
     """Read a .json or .safetensors file. The file need not be trusted.
 
@@ -80,6 +81,7 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
     )
 
 
+@typed
 def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *, num_dense_layers: int = 0) -> None:
     """Write a map in the format that the suffix of `path` names. Dense layers get rows that are never read.
 
@@ -101,6 +103,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
     _write(path, fields)
 
 
+@typed
 def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers: int = 0) -> None:
     """Write [layers, experts] counts in the format that the suffix of `path` names. Dense layers get zeros.
 

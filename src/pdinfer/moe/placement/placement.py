@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdinfer.checks import clip, int_in
+from pdinfer.checks import clip, int_in, typed
 from pdinfer.errors import ConfigError
 
 MAX_EXPERTS = 1 << 16
@@ -115,6 +115,7 @@ class ExpertPlacement:
             raise ConfigError(f"layer {layer}: the shares of expert {expert} sum to {sums[layer, expert]}, not to 1")
 
     @classmethod
+    @typed
     def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
         """Return the placement with expert `p % num_experts` in slot p, in every layer."""
         for name, value, least in (
@@ -153,6 +154,7 @@ class ExpertPlacement:
         found.flags.writeable = False
         return found.reshape(self.num_layers, -1)
 
+    @typed
     def slots_of(self, rank: int) -> range:
         """Return the slots that lie on a rank. Raises ConfigError when there is no such rank."""
         _check_rank(rank, self)
@@ -250,6 +252,7 @@ class DispatchTable:
     until: Shares
 
 
+@typed
 def dispatch_table(
     placement: ExpertPlacement, rule: DispatchRule, *, rank: int, ranks_per_node: int | None = None
 ) -> DispatchTable:
