@@ -10,9 +10,8 @@ One request's life in these types:
 from __future__ import annotations
 
 import enum
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Protocol
+from typing import Annotated
 
 import attrs
 from msgspec import Meta
@@ -34,8 +33,9 @@ from pdinfer.bounds import (
     Seconds,
     TopLogprobs,
 )
-from pdinfer.errors import ConfigError, PDInferError
-from pdinfer.values import shown
+from pdinfer.errors import PDInferError
+from pdinfer.tokens import token_ids
+from pdinfer.values import brief
 
 
 class FinishReason(enum.Enum):
@@ -53,81 +53,6 @@ class HandoffStatus(enum.Enum):
 
     LANDED = "landed"
     ABORTED = "aborted"
-
-
-class CheckedTokens(tuple[int, ...]):
-    """Token ids that this process has compared with a vocabulary. None is negative, and `largest` is the largest.
-
-    Only `admission.check_request` makes them. Everything derived from them is a plain tuple again: slices, sums,
-    unpickled copies, and what another process unpacks from a message.
-    """
-
-    largest: int
-
-    @classmethod
-    def of(cls, tokens: tuple[int, ...]) -> CheckedTokens:
-        """Mark token ids that were compared."""
-        if isinstance(tokens, CheckedTokens):
-            return tokens
-        checked = cls(tokens)
-        checked.largest = max(tokens)
-        return checked
-
-    def __reduce__(self) -> tuple[type[tuple[int, ...]], tuple[tuple[int, ...]]]:
-        return tuple, (tuple(self),)
-
-
-class IntArray(Protocol):
-    """A one-dimensional array or tensor of ints, on any device."""
-
-    @property
-    def ndim(self) -> int: ...
-
-    def tolist(self) -> Any: ...
-
-
-MAX_TOKEN = 2**31 - 1
-
-
-def token_ids(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
-    """Return token ids as a tuple of ints, see `ints_of`. Raises ConfigError also for an id below 0 or above 2**31 - 1.
-    Whether a model has these tokens is checked where it is known."""
-    if isinstance(tokens, CheckedTokens):
-        return tokens
-    ids = ints_of(tokens)
-    if ids and not 0 <= min(ids) <= max(ids) <= MAX_TOKEN:
-        index, token = next(pair for pair in enumerate(ids) if not 0 <= pair[1] <= MAX_TOKEN)
-        raise ConfigError(f"token ids are ints from 0 to {MAX_TOKEN}, got {shown(token)} at index {index}")
-    return ids
-
-
-def ints_of(tokens: Sequence[int] | IntArray) -> tuple[int, ...]:
-    """Return a sequence or a one-dimensional array of ints as a tuple. A tensor on a device is copied, which waits for
-    the device. Raises ConfigError for text, floats, bools and more dimensions."""
-    given: Any = tokens  # it may be anything
-    read = given
-    if hasattr(given, "ndim") and hasattr(given, "tolist") and not isinstance(given, type):
-        if given.ndim != 1:
-            raise ConfigError(f"token ids have one dimension, got {shown(given)}: make a request for each row")
-        read = given.tolist()
-    elif isinstance(given, str):
-        raise ConfigError(f"a prompt is token ids, got the text {shown(given)}: encode it with the model's tokenizer")
-    elif not isinstance(given, Sequence):
-        raise ConfigError(f"token ids are a sequence of ints, got {shown(given)}: give a list, a tuple or an array")
-    if not set(map(type, read)) <= {int}:
-        read = [_as_int(index, token, tokens) for index, token in enumerate(read)]
-    return read if type(read) is tuple else tuple(read)
-
-
-def _as_int(index: int, token: Any, tokens: object) -> int:
-    """Return one id that may be an int of numpy or torch."""
-    try:
-        if not isinstance(token, bool) and "bool" not in str(getattr(token, "dtype", "")):
-            return operator.index(token)
-    except TypeError:
-        pass
-    within = f" of {shown(tokens)}" if hasattr(tokens, "dtype") else ""
-    raise ConfigError(f"token ids are ints, got {shown(token)} at index {index}{within}")
 
 
 @attrs.frozen(kw_only=True)
@@ -151,6 +76,7 @@ class SamplingParams:
     the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes.
     """
 
+    __repr__ = brief
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -179,6 +105,7 @@ class Request:
     `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
     """
 
+    __repr__ = brief
     request_id: str | None = None
     prompt: tuple[int, ...] = attrs.field(converter=token_ids)
     output: tuple[int, ...] = attrs.field(default=(), converter=token_ids)
@@ -198,6 +125,7 @@ class RequestLimits:
     """What an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and output, and the
     logits processors it was given."""
 
+    __repr__ = brief
     name: Name
     vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
     max_tokens: Count
@@ -208,6 +136,7 @@ class RequestLimits:
 class PeerAddress:
     """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
 
+    __repr__ = brief
     engine_id: EngineId
     epoch: Epoch
     rank: Index
@@ -240,6 +169,7 @@ class PageGrant:
     It starts on a page border of decode's page size. `pages[i]` holds tokens [tokens.start + i * page_size, …) on every
     destination, and `generations[i]` dates that page."""
 
+    __repr__ = brief
     room: Room
     request_id: Name
     writers: Annotated[tuple[PeerAddress, ...], SOME]
@@ -254,6 +184,7 @@ class PageGrant:
 class NamedState:
     """A tensor that travels beside the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
 
+    __repr__ = brief
     name: Name
     version: Index
     dtype: Name
@@ -268,6 +199,7 @@ class Handoff:
     `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in.
     """
 
+    __repr__ = brief
     room: Room
     writer: PeerAddress
     status: HandoffStatus
@@ -287,6 +219,7 @@ class Handoff:
 class Granted:
     """Decode has reserved pages. `request` is what prefill must run, with the output so far."""
 
+    __repr__ = brief
     grant: PageGrant
     request: Request
 
@@ -295,6 +228,7 @@ class Granted:
 class Refused:
     """Decode cannot take the request, and holds nothing for it."""
 
+    __repr__ = brief
     request_id: Name
     error: PDInferError
 
@@ -307,6 +241,7 @@ class Timeline:
     `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken for the moment
     of the grant."""
 
+    __repr__ = brief
     queued_s: Seconds | None = None
     granted_s: Seconds | None = None
     prefill_began_s: Seconds | None = None
@@ -324,6 +259,7 @@ class Usage:
     `num_accepted_tokens` of them were the model's own choice. A Pairing adds its last `choice`; `num_retries` counts
     the attempts that were made again, at one decode or at another."""
 
+    __repr__ = brief
     prompt_tokens: Count
     output_tokens: Count
     cached_tokens: Count
@@ -341,6 +277,7 @@ class TokenEvent:
     """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when decode made
     the event, in seconds since `submit` of the object that emitted it; None for an end that another object told."""
 
+    __repr__ = brief
     request_id: Name
     token: Index | None
     index: Index
@@ -363,6 +300,7 @@ class Link:
     rank. `backlog_bytes` have to cross the link before those of a new request: all that belong to requests that this
     pair serves and that have not arrived whole."""
 
+    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     bytes_per_s: float | None = None
@@ -376,6 +314,7 @@ class RequestShape:
     pairs that reach each other, among the ports that the policy is shown; without any, all pairs do. `found_tokens` has
     how many tokens of the beginning of this prompt the pages of a port hold, where it is more than 0."""
 
+    __repr__ = brief
     ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -389,6 +328,7 @@ class RequestShape:
 class Choice:
     """The pair that a policy chose, with every part of the score that led to it (lower is better)."""
 
+    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     score: Annotated[tuple[tuple[Name, Score], ...], FEW] = ()

@@ -1,4 +1,4 @@
-"""A value is shown in one short line, and told as plain data. Neither looks into a tensor."""
+"""A value is shown in one short line, and told as plain data; neither looks into a tensor."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def shown(value: object, limit: int = _ITEM_CHARACTERS) -> str:
 
 
 def _is_brief(value: object) -> bool:
-    return type(value).__repr__ is brief
+    """Whether a value is shown by its fields: one of ours, or one whose `__repr__` attrs made, which shows all of them
+    whole."""
+    method: Any = type(value).__repr__
+    return method is brief or (attrs.has(type(value)) and "attrs generated" in method.__code__.co_filename)
 
 
 def _whole(value: object) -> str:

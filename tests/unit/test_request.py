@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.types import CheckedTokens
+from pdinfer.tokens import CheckedTokens
 
 IDS = (3, 1, 4)
 

@@ -7,6 +7,7 @@ import attrs
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 METRICS = (
     "request_goodput", "token_goodput", "goodput_per_gpu", "attainment", "request_throughput", "output_throughput",
@@ -21,6 +22,8 @@ class Row:
     """One figure of both. `ratio` is second / first. `is_distinct` says whether their 95 % intervals are apart; None
     without repeats of both."""
 
+    __repr__ = brief
+
     metric: str
     first: float
     second: float
@@ -31,6 +34,8 @@ class Row:
 @attrs.frozen(kw_only=True)
 class Comparison:
     """The figures that two summaries share."""
+
+    __repr__ = brief
 
     rows: tuple[Row, ...]
 

@@ -20,6 +20,7 @@ from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
 from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MAX_BYTES = 256 << 20
 STATISTICS = {
@@ -104,6 +105,8 @@ COUNTS = frozenset(
 @attrs.frozen(kw_only=True)
 class Export:
     """A result file of another tool. `left_out` are the fields of the summary that it has no place for."""
+
+    __repr__ = brief
 
     text: bytes
     left_out: tuple[str, ...]

@@ -11,6 +11,7 @@ import numpy as np
 from pdinfer.bench.traces import Arrival, Trace
 from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 Lengths = int | tuple[int, int] | Trace
 """The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
@@ -25,6 +26,8 @@ class Load:
     others is due when one before it ends. In other modes times do not depend on what is served, and
     `max_concurrency` only holds requests back: they still count as due.
     """
+
+    __repr__ = brief
 
     mode: str
     arrivals: tuple[Arrival, ...]

@@ -13,6 +13,7 @@ from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MIN_SEEDS = 3
 
@@ -20,6 +21,8 @@ MIN_SEEDS = 3
 @attrs.frozen(kw_only=True)
 class Trial:
     """One rate that was tried: its attainment over the seeds, and whether that keeps the target."""
+
+    __repr__ = brief
 
     rate: float
     attainment: Interval
@@ -31,6 +34,8 @@ class Trial:
 class Goodput:
     """The highest rate that was found to keep the target, 0 if none did, and every trial on the way. `upper` is the
     lowest rate that did not keep it, None when every rate did."""
+
+    __repr__ = brief
 
     rate: float
     upper: float | None

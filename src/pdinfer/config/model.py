@@ -24,6 +24,7 @@ from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, check_gene
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath, check_folder, read_json
+from pdinfer.values import brief
 
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
@@ -45,6 +46,8 @@ class ModelConfig:
     and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
     `indexer_types` is empty.
     """
+
+    __repr__ = brief
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
     vocab_size: int = attrs.field(validator=int_in(1, MAX_VOCAB))

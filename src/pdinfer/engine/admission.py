@@ -17,7 +17,8 @@ from pdinfer.bounds import MAX_LOGPROBS
 from pdinfer.checks import clip, is_int, is_number
 from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import RequestError
-from pdinfer.types import CheckedTokens, Request, RequestLimits, SamplingParams
+from pdinfer.tokens import CheckedTokens
+from pdinfer.types import Request, RequestLimits, SamplingParams
 
 MAX_ID_CHARACTERS = 256
 MAX_SALT_BYTES = 256

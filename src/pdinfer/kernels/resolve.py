@@ -16,6 +16,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
 from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
 from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
+from pdinfer.values import brief
 
 COMPOSITION = "composition"
 PROVIDERS: tuple[tuple[str, str], ...] = (
@@ -42,6 +43,8 @@ class OpChoice:
     `slow` says why the provider is no reason to keep quantized weights as they are stored. Calls that the provider
     declines go to the `others`, in their order."""
 
+    __repr__ = brief
+
     op: str
     provider: str
     refusals: tuple[str, ...] = ()
@@ -53,6 +56,8 @@ class OpChoice:
 class ResolvedOps:
     """The ops of one model and the reasons for them. `spec` is what they were chosen for, and `weights` tells in
     sentences what became of its quantized weights."""
+
+    __repr__ = brief
 
     spec: OpSpec
     ops: Ops

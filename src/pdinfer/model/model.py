@@ -30,8 +30,8 @@ from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
+from pdinfer.tokens import IntArray, ints_of
 from pdinfer.trace import Trace, mark
-from pdinfer.types import IntArray, ints_of
 
 AUTO_POOL_SEQUENCES = 64
 """Without `num_pages` and `mem_fraction_static` a pool holds this many sequences of full length, if they fit."""
@@ -155,7 +155,7 @@ class Model:
         device.
 
         For scoring, and as the oracle of tests. A collective: ranks that have the same requests call it with the same
-        tokens and get the same logits. Raises ConfigError for what are no ints (see `types.ints_of`), and RequestError
+        tokens and get the same logits. Raises ConfigError for what are no ints (see `tokens.ints_of`), and RequestError
         for an empty list or a token that the model does not have.
         """
         batch, view = self._whole(ints_of(tokens))

@@ -25,6 +25,7 @@ from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
+from pdinfer.values import brief
 
 _TINY: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -130,6 +131,8 @@ def tiny_config(family: str = "v3", **overrides: Any) -> ModelConfig:
 class RandomWeights:
     """A WeightSource that draws every tensor from its name and a seed, scaled so that activations stay near one and
     routing, norms and biases all matter. `tensors` holds the tensors that were asked for, by checkpoint name."""
+
+    __repr__ = brief
 
     seed: int = 0
     dtype: torch.dtype = torch.float32

@@ -22,6 +22,7 @@ from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import read_json
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
+from pdinfer.values import brief
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 256 << 20
@@ -42,6 +43,8 @@ class ExpertLocation:
     Tables are [layers with experts, ...], int64 but for the shares. One of `physical_to_logical_map` and
     `logical_count` is None.
     """
+
+    __repr__ = brief
 
     physical_to_logical_map: Ints | None = None
     slot_shares: Shares | None = None

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pdinfer.checks import clip, int_in, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MAX_EXPERTS = 1 << 16
 MAX_RANKS = 1 << 16
@@ -74,6 +75,8 @@ class ExpertPlacement:
     values, for slots that do not divide over ranks, experts out of range, an expert without a slot, and shares that do
     not fit.
     """
+
+    __repr__ = brief
 
     physical_to_logical_map: Ints = attrs.field(
         converter=_int_map, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
@@ -247,6 +250,8 @@ class DispatchTable:
 
     `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
     """
+
+    __repr__ = brief
 
     slots: Ints
     until: Shares
