@@ -26,11 +26,23 @@ from tests.e2e.setups import local, request
 TINY = Path("examples/tiny")
 
 
-class Untouched(TorchDispatchMode):
+class NoOps(TorchDispatchMode):
     """Fails when any op runs."""
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"a repr ran {func}")
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fail when an op runs or a tensor is printed, which would wait for its device."""
+
+    def printed(tensor: torch.Tensor, **_: Any) -> str:
+        raise AssertionError(f"a repr printed a tensor of {tensor.shape}")
+
+    monkeypatch.setattr(torch.Tensor, "__repr__", printed)
+    with NoOps():
+        yield
 
 
 def members(value: object) -> Iterator[object]:
@@ -85,12 +97,10 @@ def roots() -> Iterator[list[object]]:
         yield [model, pairing, *ports, long, ids, events, busy, stats, snapshots, load, placement]
 
 
-def test_reprs_are_short_and_touch_no_tensor(roots: list[object]) -> None:
+def test_reprs_are_short_and_touch_no_tensor(roots: list[object], untouched: None) -> None:
     values = reached(*roots).values()
-    with Untouched():
-        texts = {type(value).__name__: repr(value) for value in values}
-        long = {name: text for name, text in texts.items() if len(text) > MAX_CHARACTERS}
-    assert long == {}
+    assert [text for text in map(repr, values) if len(text) > MAX_CHARACTERS] == []
+    texts = {type(value).__name__: repr(value) for value in values}
     named = {"Model", "PagePool", "KVChannel", "PrefillEngine", "DecodeEngine", "Pairing", "Request", "KVLayout"}
     for name in named | {"PrefillLoad", "DecodeLoad", "ChannelStats", "PairingStats", "EngineConfig", "Linear", "MLA"}:
         assert texts[name].startswith(f"{name}(")
@@ -164,9 +174,8 @@ def test_a_value_shows_what_differs_from_the_defaults() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
 )
-def test_shown(value: object, text: str) -> None:
-    with Untouched():
-        assert shown(value) == text
+def test_shown(value: object, text: str, untouched: None) -> None:
+    assert shown(value) == text
 
 
 def test_deeply_nested_and_long_values_stay_short() -> None:
