@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import logging
 
-from pdinfer import aio, bench, kernels, kv, metrics, moe, remote, testing, text
+from pdinfer import aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
 from pdinfer.bench.slo import SLO
 from pdinfer.checkpoint.quantize import quantize_checkpoint
 from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -133,6 +133,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "load_model",
     "metrics",
     "moe",
+    "planning",
     "policy",
     "quantize_checkpoint",
     "rebalance_experts",
