@@ -52,7 +52,7 @@ soak: $(VENV)/.test
 lint: $(VENV)/.test
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check --quiet || { echo 'ruff format would change the files above'; exit 1; }
-	@$(BIN)/mypy src/pdinfer $(sort $(wildcard examples/*.py))
+	@$(BIN)/mypy src/pdinfer examples tests/typing
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -37,7 +37,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("parallel", "kernels"),
         ("files", "trace", "inbox", "stats"),
         ("checks", "types"),
-        ("process", "bounds", "stop"),
+        ("process", "bounds", "stop", "tokens"),
+        ("values",),
         ("errors",),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
@@ -183,7 +184,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
 }
 
-GROUND = frozenset({"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "stop", "trace", "types"})
+GROUND = frozenset(
+    {"__init__", "bounds", "checks", "errors", "files", "inbox", "stats", "stop", "tokens", "trace", "types", "values"}
+)
 """The flat modules that any room may use, so that no charter names them."""
 
 # Of a lower room, some see only a part, or nothing. The model reads pages through a view and does not know that a
@@ -285,7 +288,7 @@ LONGER: dict[str, str] = {
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",
-    "pairing.pairing": "one object: what a host calls",
+    "pairing.pairing": "one object: what a host calls, and what it may rely on",
     "pairing.broker": "one object: what happens to requests, whatever their ports do, and what interrupts left undone",
 }
 """Files of up to MAX_LONGER_LINES, and why they are not cut: each is one idea."""

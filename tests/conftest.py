@@ -75,15 +75,24 @@ def turned(items: list[T], turn: int) -> list[T]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order the tests. Without CUDA, one case of each test that needs it says so; the others are deselected."""
     items[:] = turned(items, config.getoption("--turn"))
     # Tests that need ranks come first: `--dist worksteal` gives the beginning to one worker, and others steal from the
     # end, so that only one worker has these processes.
     items.sort(key=lambda item: "ranks" not in getattr(item, "fixturenames", ()))
     if torch.cuda.is_available():
         return
+    shown: set[str] = set()
+    others: set[pytest.Item] = set()
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_CUDA))
+            test = item.nodeid.partition("[")[0]
+            if test in shown:
+                others.add(item)
+            shown.add(test)
+    config.hook.pytest_deselected(items=[*others])
+    items[:] = [item for item in items if item not in others]
 
 
 def skipped_for(reports: Iterable[pytest.TestReport | pytest.CollectReport]) -> dict[str, list[str]]:

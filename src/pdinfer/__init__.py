@@ -26,11 +26,13 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
     trace         A profile on demand shows what the steps of an engine spend their time on.
     inbox         Any thread puts items into a box, and the one that steps takes them out.
     stats         Engines, channels and Pairings tell their loads and counts by value.
-    checks        Configurations share these checks of ranges and sizes.
+    checks        Public names share these checks of ranges, sizes and kinds of arguments.
     types         Requests, grants, hand-offs and events are the values that travel.
     process/      Forks, locks, memory and temporary folders belong to the process around an engine.
     stop          A matcher says where a request has to stop, and an automaton finds sequences in a stream.
     bounds        Each value that a peer sends has a bound, which stands in its type.
+    tokens        Token ids come in any sequence of ints, and are kept as a tuple.
+    values        A value is shown in one short line, and told as plain data.
     errors        Every error that is raised on purpose has a class and a stable code.
 
 `kv` moves bytes and `kernels` computes; neither knows of the other.
@@ -38,52 +40,64 @@ Start with `pairing/pairing.py`, and follow one request down. Modules import dow
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+import typing
 
-from pdinfer import aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
-from pdinfer.bench.slo import SLO
-from pdinfer.checkpoint.quantize import quantize_checkpoint
-from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
-from pdinfer.diagnosis.doctor import doctor
-from pdinfer.engine.decode import DecodeEngine
-from pdinfer.engine.prefill import PrefillEngine
-from pdinfer.errors import (
-    BackendUnavailable,
-    CheckpointError,
-    ConfigError,
-    Forked,
-    LayoutMismatch,
-    Overloaded,
-    PDInferError,
-    RankLost,
-    RequestError,
-    TransferError,
-)
-from pdinfer.execution.graphs import explain_graphs
-from pdinfer.kernels.ops import Ops
-from pdinfer.kernels.resolve import explain_backends
-from pdinfer.kv.channel.channel import KVChannel
-from pdinfer.kv.pool import PagePool
-from pdinfer.model.load import load_model
-from pdinfer.model.model import Model
-from pdinfer.moe.balance.deepseek import rebalance_experts
-from pdinfer.moe.placement.placement import ExpertPlacement
-from pdinfer.pairing import policy
-from pdinfer.pairing.pairing import Pairing
-from pdinfer.parallel.topology import Topology
-from pdinfer.stop import StopMatcher
-from pdinfer.trace import join_traces
-from pdinfer.types import (
-    FinishReason,
-    Granted,
-    Handoff,
-    PageGrant,
-    PeerAddress,
-    Refused,
-    Request,
-    SamplingParams,
-    TokenEvent,
-)
+if typing.TYPE_CHECKING:
+    from pdinfer import aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
+    from pdinfer.bench.slo import SLO
+    from pdinfer.checkpoint.quantize import quantize_checkpoint
+    from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
+    from pdinfer.diagnosis.doctor import doctor
+    from pdinfer.engine.decode import DecodeEngine
+    from pdinfer.engine.prefill import PrefillEngine
+    from pdinfer.errors import (
+        BackendUnavailable,
+        CheckpointError,
+        ConfigError,
+        Forked,
+        LayoutMismatch,
+        Overloaded,
+        PDInferError,
+        RankLost,
+        RequestError,
+        TransferError,
+    )
+    from pdinfer.execution.graphs import explain_graphs
+    from pdinfer.execution.sampling import LogitsProcessor
+    from pdinfer.kernels.ops import Ops
+    from pdinfer.kernels.resolve import explain_backends
+    from pdinfer.kv.channel.channel import KVChannel
+    from pdinfer.kv.pool import PagePool
+    from pdinfer.model.load import load_model
+    from pdinfer.model.model import Model
+    from pdinfer.moe.balance.deepseek import rebalance_experts
+    from pdinfer.moe.placement.placement import ExpertPlacement
+    from pdinfer.pairing import policy
+    from pdinfer.pairing.pairing import Pairing
+    from pdinfer.parallel.topology import Topology
+    from pdinfer.stats import DecodeLoad, PairingStats, PrefillLoad
+    from pdinfer.stop import StopMatcher
+    from pdinfer.trace import join_traces
+    from pdinfer.types import (
+        Event,
+        FinishReason,
+        Granted,
+        Handoff,
+        HandoffStatus,
+        PageGrant,
+        PeerAddress,
+        Refused,
+        Request,
+        SamplingParams,
+        Timeline,
+        TokenEvent,
+        Usage,
+    )
+    from pdinfer.values import asdict
+
+    __version__: str
 
 __all__ = [  # noqa: RUF022 - in plain order
     "BackendUnavailable",
@@ -91,15 +105,19 @@ __all__ = [  # noqa: RUF022 - in plain order
     "CheckpointError",
     "ConfigError",
     "DecodeEngine",
+    "DecodeLoad",
     "EngineConfig",
+    "Event",
     "ExpertConfig",
     "ExpertPlacement",
     "FinishReason",
     "Forked",
     "Granted",
     "Handoff",
+    "HandoffStatus",
     "KVChannel",
     "LayoutMismatch",
+    "LogitsProcessor",
     "Model",
     "ModelConfig",
     "Ops",
@@ -109,8 +127,10 @@ __all__ = [  # noqa: RUF022 - in plain order
     "PagePool",
     "Pairing",
     "PairingConfig",
+    "PairingStats",
     "PeerAddress",
     "PrefillEngine",
+    "PrefillLoad",
     "RankLost",
     "Refused",
     "RemoteConfig",
@@ -119,10 +139,13 @@ __all__ = [  # noqa: RUF022 - in plain order
     "SLO",
     "SamplingParams",
     "StopMatcher",
+    "Timeline",
     "TokenEvent",
     "Topology",
     "TransferError",
+    "Usage",
     "aio",
+    "asdict",
     "bench",
     "doctor",
     "explain_backends",
@@ -141,5 +164,102 @@ __all__ = [  # noqa: RUF022 - in plain order
     "testing",
     "text",
 ]
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "pdinfer.bench.slo": ("SLO",),
+    "pdinfer.checkpoint.quantize": ("quantize_checkpoint",),
+    "pdinfer.config": (
+        "CacheConfig",
+        "EngineConfig",
+        "ExpertConfig",
+        "ModelConfig",
+        "PairingConfig",
+        "RemoteConfig",
+    ),
+    "pdinfer.diagnosis.doctor": ("doctor",),
+    "pdinfer.engine.decode": ("DecodeEngine",),
+    "pdinfer.engine.prefill": ("PrefillEngine",),
+    "pdinfer.errors": (
+        "BackendUnavailable",
+        "CheckpointError",
+        "ConfigError",
+        "Forked",
+        "LayoutMismatch",
+        "Overloaded",
+        "PDInferError",
+        "RankLost",
+        "RequestError",
+        "TransferError",
+    ),
+    "pdinfer.execution.graphs": ("explain_graphs",),
+    "pdinfer.execution.sampling": ("LogitsProcessor",),
+    "pdinfer.kernels.ops": ("Ops",),
+    "pdinfer.kernels.resolve": ("explain_backends",),
+    "pdinfer.kv.channel.channel": ("KVChannel",),
+    "pdinfer.kv.pool": ("PagePool",),
+    "pdinfer.model.load": ("load_model",),
+    "pdinfer.model.model": ("Model",),
+    "pdinfer.moe.balance.deepseek": ("rebalance_experts",),
+    "pdinfer.moe.placement.placement": ("ExpertPlacement",),
+    "pdinfer.pairing.pairing": ("Pairing",),
+    "pdinfer.parallel.topology": ("Topology",),
+    "pdinfer.stats": (
+        "DecodeLoad",
+        "PairingStats",
+        "PrefillLoad",
+    ),
+    "pdinfer.stop": ("StopMatcher",),
+    "pdinfer.trace": ("join_traces",),
+    "pdinfer.types": (
+        "Event",
+        "FinishReason",
+        "Granted",
+        "Handoff",
+        "HandoffStatus",
+        "PageGrant",
+        "PeerAddress",
+        "Refused",
+        "Request",
+        "SamplingParams",
+        "Timeline",
+        "TokenEvent",
+        "Usage",
+    ),
+    "pdinfer.values": ("asdict",),
+}
+"""Where each name lives. Its module is imported when the name is first used, so that `import pdinfer` costs nothing and
+a program pays only for the parts that it uses."""
+
+
+def _version() -> str:
+    """Return the version of what is installed; "0+checkout" for sources that were not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("pdinfer")
+    except metadata.PackageNotFoundError:
+        return "0+checkout"
+
+
+if not typing.TYPE_CHECKING:  # or a type checker would believe in every name
+
+    def __getattr__(name: str) -> object:
+        home = next((home for home, names in _HOMES.items() if name in names), None)
+        if home is not None:
+            value = getattr(importlib.import_module(home), name)
+        elif name == "policy":
+            value = importlib.import_module("pdinfer.pairing.policy")
+        elif name == "__version__":
+            value = _version()
+        elif not name.startswith("_") and importlib.util.find_spec(f"pdinfer.{name}") is not None:
+            return importlib.import_module(f"pdinfer.{name}")
+        else:
+            raise AttributeError(f"module 'pdinfer' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return [*__all__, "__version__"]
+
 
 logging.getLogger("pdinfer").addHandler(logging.NullHandler())

@@ -1,37 +1,45 @@
-"""Small checks that every configuration shares: ranges for attrs fields, memory, and how a bad value is shown."""
+"""Small checks that all public names share: ranges for attrs fields, kinds of arguments, memory, and how a bad value is
+shown."""
 
 from __future__ import annotations
 
+import collections.abc
+import functools
+import inspect
+import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+import numbers
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, ParamSpec, TypeVar, Union
 
 import attrs
 
 from pdinfer.errors import ConfigError
+from pdinfer.values import shown
 
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+Fits = Callable[[Any], bool]
 Validator = Callable[[Any, "attrs.Attribute[Any]", Any], None]
 
 SHOWN_CHARACTERS = 60
-SHOWN_INT_BITS = 128
 
 
 def clip(value: object) -> str:
-    """Return `repr(value)`, cut to 60 characters, for error messages. Safe for huge ints and long strings."""
-    if isinstance(value, int) and value.bit_length() > SHOWN_INT_BITS:
-        return f"an int of {value.bit_length()} bits"
-    if isinstance(value, str | bytes):
-        value = value[:SHOWN_CHARACTERS]
-    try:
-        text = repr(value)
-    except ValueError:  # an int of thousands of digits inside
-        return f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+    """Return `repr(value)`, cut to 60 characters, for error messages. Safe for huge ints, long strings and tensors."""
+    return shown(value, SHOWN_CHARACTERS)
 
 
 def is_int(value: object) -> bool:
     """Whether `value` is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is an int or a finite float, and not a bool."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def within(inner: range, outer: range) -> bool:
@@ -103,3 +111,90 @@ def check_fits(required_bytes: int, available_bytes: int, what: str) -> None:
             f"{available_bytes / 2**30:.1f} GiB ({available_bytes} bytes) are available: nothing was allocated; "
             f"make it smaller or use a device with more memory"
         )
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Make a public function or method raise ConfigError for an argument of another kind than annotated. An int passes
+    for a float; a bool passes for neither, nor does NaN. Of protocols the names are checked, of lists and tuples the
+    items where they are objects; what an iterator will give is not. Annotations are read at the first call. Ranges are
+    checked by whoever uses the values."""
+    parameters = inspect.signature(function).parameters
+    positional = [
+        name for name, one in parameters.items() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    rest = [name for name, one in parameters.items() if one.kind is one.VAR_POSITIONAL]
+    where = function.__qualname__.removesuffix(".__init__")
+
+    @functools.cache
+    def kinds() -> dict[str, Fits]:
+        hints = typing.get_type_hints(function)
+        return {name: fits for name in parameters if (fits := _fits(hints.get(name, Any))) is not _anything}
+
+    @functools.wraps(function)
+    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
+        wanted = kinds()
+        in_place = zip(itertools.chain(positional, itertools.cycle(rest)), args, strict=False)
+        for name, value in (*in_place, *kwargs.items()):
+            if name in wanted and not wanted[name](value):
+                raise ConfigError(_sentence(where, name, function.__annotations__[name], value))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _sentence(where: str, name: str, kind: str, value: object) -> str:
+    hint = f"; make an object of it first: {value.__name__}(...)" if isinstance(value, type) else ""
+    return f"{where}: {name} must be {kind}, got {clip(value)}{hint}"
+
+
+def _anything(_: object) -> bool:
+    return True
+
+
+def _fits(hint: Any) -> Fits:
+    """Return whether a value is what an annotation says, as far as this can be told cheaply."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _fits(inside[0])
+    if origin in (Union, types.UnionType):
+        parts = [_fits(part) for part in inside]
+        return _anything if _anything in parts else lambda value: any(fits(value) for fits in parts)
+    if origin is collections.abc.Callable:
+        return callable
+    if hint is int:
+        return lambda value: not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    if hint is float:
+        return lambda value: not isinstance(value, bool) and isinstance(value, numbers.Real) and value == value
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
+        is_pair = origin is tuple and Ellipsis not in inside
+        return functools.partial(_holds, origin, _fits(inside[0]), items=_is_object(inside[0]) and not is_pair)
+    if not isinstance(origin or hint, type) or hint in (object, Any):
+        return _anything
+    if getattr(hint, "_is_protocol", False):
+        members = _members(hint)
+        return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in members)
+    return lambda value: isinstance(value, origin or hint)
+
+
+def _holds(kind: type, fits: Fits, value: object, *, items: bool) -> bool:
+    """Whether `value` is a collection of this kind. A text is none, whatever its letters are; long lists of numbers are
+    for those to check who read them."""
+    if not isinstance(value, kind) or isinstance(value, str):
+        return False
+    if items and (isinstance(value, bytes) or hasattr(value, "dtype")):
+        return False
+    return not items or not isinstance(value, list | tuple) or all(map(fits, value))
+
+
+def _is_object(hint: Any) -> bool:
+    return hint not in (int, float, bytes, Any, Ellipsis)
+
+
+def _members(protocol: type) -> Collection[str]:
+    """Return the public names of a protocol and of the protocols it extends."""
+    bases = [base for base in protocol.__mro__ if getattr(base, "_is_protocol", False) and base is not typing.Protocol]
+    names = {name for base in bases for name in (*vars(base), *vars(base).get("__annotations__", ()))}
+    return [name for name in names if not name.startswith("_")]

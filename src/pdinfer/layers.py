@@ -16,6 +16,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.weight_formats import WHOLE, FloatWithBias, FP8Blocks, Int8Dynamic, Shard, Weight
 from pdinfer.parallel.groups import ALONE, Group
 from pdinfer.trace import Trace, mark
+from pdinfer.values import brief
 
 
 class WeightSource(Protocol):
@@ -45,6 +46,8 @@ class Linear:
     """x @ weight.T, with a weight [out, in] in any format. It has a bias only where one was quantized with the
     weight."""
 
+    __repr__ = brief
+
     weight: Weight
     op: Callable[[Any, Any], Tensor]
     bias_O: Tensor | None = None
@@ -73,6 +76,8 @@ class RowParallelLinear:
     """A linear map of inputs whose channels are divided over `group`. Each rank has the columns of the weight for its
     channels (rows in Megatron's transposed view, hence the name), and the products are summed."""
 
+    __repr__ = brief
+
     linear: Linear
     group: Group
 
@@ -88,6 +93,8 @@ class RowParallelLinear:
 class GatheredLinear:
     """A linear map of divided inputs in a format that scales each token over all of its channels, which no rank has.
     The inputs are gathered, each rank computes a part of the outputs, and these are gathered too."""
+
+    __repr__ = brief
 
     linear: Linear
     group: Group
@@ -120,6 +127,8 @@ def fp8_scales_of(weights: Iterable[Weight]) -> bool | None:
 class RMSNorm:
     """A root-mean-square norm over the last axis, with the bias that INT8 checkpoints may add to tame outliers."""
 
+    __repr__ = brief
+
     weight_D: Tensor
     eps: float
     ops: Ops
@@ -140,6 +149,8 @@ class InputNorm:
 
     `ue8m0` is None where no map is in FP8; else the norm is also rounded as those maps read it, once for all of them.
     """
+
+    __repr__ = brief
 
     norm: RMSNorm
     ue8m0: bool | None = None
@@ -164,6 +175,8 @@ class InputNorm:
 class GatedMLP:
     """down(silu(gate(x)) * up(x)). Gate and up are one matrix, with the gate's rows first. `activate` returns what
     `down` reads."""
+
+    __repr__ = brief
 
     gate_up: Linear
     activate: Callable[[Tensor], Any]
@@ -195,6 +208,8 @@ class GatedMLP:
 @attrs.frozen
 class Rotary:
     """The angles of the rotary embedding: position * inv_frequency. Cos and sin include YaRN's amplitude."""
+
+    __repr__ = brief
 
     inv_frequency_F: Tensor
     amplitude: float

@@ -25,6 +25,7 @@ from pdinfer.bounds import (
     Text,
 )
 from pdinfer.types import FinishReason, Link, PeerAddress
+from pdinfer.values import brief
 
 L = TypeVar("L", bound="EngineLoad")
 
@@ -36,6 +37,8 @@ class PeerStats:
     pushed and have not left our pages yet; above `window_bytes`, prefill takes no more prompts for this peer.
     `step_age_s` is how long ago the peer's engine looked at its channel: the age in its last beat plus the time since,
     None before the first beat."""
+
+    __repr__ = brief
 
     address: PeerAddress
     connected: bool = False
@@ -54,6 +57,8 @@ class ChannelStats:
     """Counts since the channel was made. `receive_s` is the sum of the times from each payload's announcement to its
     last byte."""
 
+    __repr__ = brief
+
     bytes_sent: Count = 0
     bytes_received: Count = 0
     writes_sent: Count = 0
@@ -70,6 +75,8 @@ class PrefillCost:
     it computes. A step has at most `chunk_tokens`, or any number of them when that is 0. Zeros mean that no step was
     measured."""
 
+    __repr__ = brief
+
     step_s: Seconds = 0.0
     token_s: Seconds = 0.0
     chunk_tokens: Count = 0
@@ -84,6 +91,8 @@ class PrefillCost:
 class DecodeCost:
     """What the steps of a decode take, fitted to the recent ones: `step_s` for each, `sequence_s` for each sequence in
     it and `token_s` for each token of their contexts. Zeros mean that no step was measured."""
+
+    __repr__ = brief
 
     step_s: Seconds = 0.0
     sequence_s: Seconds = 0.0
@@ -103,6 +112,8 @@ _Classes = Annotated[tuple[Count, ...], Meta(max_length=MAX_SIZE_CLASSES)]
 class QueuedSizes:
     """The prompts that an engine has not finished, by size: the tokens that are still to be computed for them, without
     those that its pages hold. Item i of both is about sizes of i bits: from 2**(i - 1) up to 2**i, 2**i excluded."""
+
+    __repr__ = brief
 
     num_requests: _Classes = ()
     num_tokens: _Classes = ()
@@ -139,6 +150,8 @@ class EngineLoad:
 
     What a policy is shown leaves `transport`, `providers` and `kv` empty: they take long, and it does not need them."""
 
+    __repr__ = brief
+
     address: PeerAddress
     num_free_pages: Count
     num_total_pages: Positive
@@ -174,6 +187,8 @@ class PrefillLoad(EngineLoad):
     prompts that wait to start count in full. `queued` has them by size, without those that are cached. `unsent_bytes`
     were pushed and not sent yet. `cost` says how long its steps take."""
 
+    __repr__ = brief
+
     num_queued_requests: Count
     num_queued_tokens: Count
     unsent_bytes: Count = 0
@@ -188,6 +203,8 @@ class DecodeLoad(EngineLoad):
     choice. `accept_length` is the average number of tokens that a sequence got in the last step: 1 without drafts, 0
     before the first step. At most `max_running_requests` hold pages at a time, or any number when that is 0. `cost`
     says how long its steps take."""
+
+    __repr__ = brief
 
     num_waiting_requests: Count
     num_waiting_tokens: Count
@@ -281,6 +298,8 @@ class Links(Sequence[Link]):
 class LostPort:
     """A port that was lost `age_s` seconds ago, and the reason. `is_back` says whether it is in use again."""
 
+    __repr__ = brief
+
     address: PeerAddress
     role: str
     age_s: float
@@ -297,6 +316,8 @@ class PairingStats:
     `links_down` are the (prefill, decode) pairs that are not chosen because their channels have no link. `ports_lost`
     are the newest of `num_ports_lost` losses, oldest first. The ports in `ports_away` are lost and may come back.
     """
+
+    __repr__ = brief
 
     num_queued_requests: int
     num_unfinished_requests: int

@@ -35,6 +35,8 @@ from pdinfer.bounds import (
 )
 from pdinfer.errors import PDInferError
 from pdinfer.stop import StopMatcher
+from pdinfer.tokens import token_ids
+from pdinfer.values import brief
 
 
 class FinishReason(enum.Enum):
@@ -76,6 +78,7 @@ class SamplingParams:
     the others are -inf. Log-probabilities are log-softmax of the raw logits, before any of these changes.
     """
 
+    __repr__ = brief
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     temperature: float = 1.0
@@ -96,7 +99,9 @@ class SamplingParams:
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One prompt to continue. It is checked when it is submitted, not when it is made: see `admission.check_request`.
+    """One prompt to continue: token ids, in any sequence of ints or one-dimensional array or tensor of ints, kept as a
+    tuple. What is no token id raises ConfigError (see `token_ids`). Everything else, and whether the model has these
+    tokens, is checked when the request is submitted: see `admission.check_request`.
 
     `output` holds tokens that were already emitted, when the request is resumed. A higher `priority` goes first.
     `deadline_s` counts seconds from `Pairing.submit`. Prefixes are shared only between requests of equal `cache_salt`.
@@ -106,9 +111,10 @@ class Request:
     looks for it in the thread that steps; engines take only `sampling.stop_token_ids`.
     """
 
+    __repr__ = brief
     request_id: str | None = None
-    prompt: tuple[int, ...]
-    output: tuple[int, ...] = ()
+    prompt: tuple[int, ...] = attrs.field(converter=token_ids)
+    output: tuple[int, ...] = attrs.field(default=(), converter=token_ids)
     sampling: SamplingParams = attrs.field(factory=SamplingParams)
     priority: int = 0
     deadline_s: float | None = None
@@ -126,6 +132,7 @@ class RequestLimits:
     """What an engine accepts: token ids below `vocab_size`, up to `max_tokens` tokens of prompt and output, and the
     logits processors it was given."""
 
+    __repr__ = brief
     name: Name
     vocab_size: Annotated[int, Meta(ge=1, le=2**31)]
     max_tokens: Count
@@ -136,6 +143,7 @@ class RequestLimits:
 class PeerAddress:
     """The identity of a channel's end, and how to reach it. A restarted peer has a new `epoch`, so it is a new peer."""
 
+    __repr__ = brief
     engine_id: EngineId
     epoch: Epoch
     rank: Index
@@ -168,6 +176,7 @@ class PageGrant:
     It starts on a page border of decode's page size. `pages[i]` holds tokens [tokens.start + i * page_size, …) on every
     destination, and `generations[i]` dates that page."""
 
+    __repr__ = brief
     room: Room
     request_id: Name
     writers: Annotated[tuple[PeerAddress, ...], SOME]
@@ -182,6 +191,7 @@ class PageGrant:
 class NamedState:
     """A tensor that travels beside the pages, e.g. "mtp.hidden". Receivers drop optional names they do not know."""
 
+    __repr__ = brief
     name: Name
     version: Index
     dtype: Name
@@ -196,6 +206,7 @@ class Handoff:
     `first_byte_s` and `last_byte_s` count from the grant. Decode's end of the channel fills them in.
     """
 
+    __repr__ = brief
     room: Room
     writer: PeerAddress
     status: HandoffStatus
@@ -215,6 +226,7 @@ class Handoff:
 class Granted:
     """Decode has reserved pages. `request` is what prefill must run, with the output so far."""
 
+    __repr__ = brief
     grant: PageGrant
     request: Request
 
@@ -223,6 +235,7 @@ class Granted:
 class Refused:
     """Decode cannot take the request, and holds nothing for it."""
 
+    __repr__ = brief
     request_id: Name
     error: PDInferError
 
@@ -235,6 +248,7 @@ class Timeline:
     `first_token_s` those of the request. Prefill counts its own time from its `submit`, which is taken for the moment
     of the grant."""
 
+    __repr__ = brief
     queued_s: Seconds | None = None
     granted_s: Seconds | None = None
     prefill_began_s: Seconds | None = None
@@ -252,6 +266,7 @@ class Usage:
     `num_accepted_tokens` of them were the model's own choice. A Pairing adds its last `choice`; `num_retries` counts
     the attempts that were made again, at one decode or at another."""
 
+    __repr__ = brief
     prompt_tokens: Count
     output_tokens: Count
     cached_tokens: Count
@@ -269,6 +284,7 @@ class TokenEvent:
     """One token of one request, or its end, or both. `index` counts output tokens from 0. `at_s` is when decode made
     the event, in seconds since `submit` of the object that emitted it; None for an end that another object told."""
 
+    __repr__ = brief
     request_id: Name
     token: Index | None
     index: Index
@@ -291,6 +307,7 @@ class Link:
     rank. `backlog_bytes` have to cross the link before those of a new request: all that belong to requests that this
     pair serves and that have not arrived whole."""
 
+    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     bytes_per_s: float | None = None
@@ -304,6 +321,7 @@ class RequestShape:
     pairs that reach each other, among the ports that the policy is shown; without any, all pairs do. `found_tokens` has
     how many tokens of the beginning of this prompt the pages of a port hold, where it is more than 0."""
 
+    __repr__ = brief
     ordinal: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -317,6 +335,7 @@ class RequestShape:
 class Choice:
     """The pair that a policy chose, with every part of the score that led to it (lower is better)."""
 
+    __repr__ = brief
     prefill: PeerAddress
     decode: PeerAddress
     score: Annotated[tuple[tuple[Name, Score], ...], FEW] = ()

@@ -41,13 +41,13 @@ MADE_FOR = {"native": {"cpu"}, "triton": {"cuda", "cpu"} if os.environ.get("TRIT
 MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,), "gpusim": (pytest.mark.full,)}
 
 
-def places() -> list[Any]:
+def places() -> list[tuple[str, str]]:
     """Return every provider with every device it is made for. Without CUDA, one provider there stands for all, whose
     tests say what is missing."""
     return [
-        pytest.param(name, device, marks=marks, id=f"{name}-{device}")
+        (name, device)
         for name in NAMES
-        for device, marks in MARKS.items()
+        for device in MARKS
         if device in MADE_FOR.get(name, MARKS)
         and (device != "cuda" or torch.cuda.is_available() or name == "reference")
     ]
@@ -55,12 +55,23 @@ def places() -> list[Any]:
 
 every_provider = pytest.mark.parametrize("provider", [name for name in NAMES if "cpu" in MADE_FOR.get(name, MARKS)])
 """On a CPU, in tests that have no device."""
-every_place = pytest.mark.parametrize(("provider", "device"), places())
+every_place = pytest.mark.parametrize(
+    ("provider", "device"),
+    [pytest.param(name, device, marks=MARKS[device], id=f"{name}-{device}") for name, device in places()],
+)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 
 
-def for_every_provider(test: Any) -> Any:
-    return every_place(every_dtype(test))
+for_every_provider = pytest.mark.parametrize(
+    ("dtype", "provider", "device"),
+    [
+        pytest.param(dtype, name, device, marks=MARKS[device], id=f"{str(dtype)[6:]}-{name}-{device}")
+        for dtype in (torch.float32, torch.bfloat16)
+        for name, device in places()
+        if dtype is torch.bfloat16 or name != "native"
+    ],
+)
+"""Native kernels are for bfloat16."""
 
 
 def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -15,7 +15,6 @@ from tests.conformance.op_suite import (
     contexts_of,
     draw,
     every_dtype,
-    every_place,
     for_every_provider,
     op_of,
     query_lens_of,
@@ -54,8 +53,7 @@ def test_attention(
         Attention(dtype, heads, page_size, contexts, query_lens_of(contexts), dims).check(name, provider, device)
 
 
-@every_place
-@every_dtype
+@for_every_provider
 @pytest.mark.parametrize("part_tokens", [32, 1024])
 def test_long_contexts_are_decoded_in_parts(
     provider: str, device: str, dtype: torch.dtype, part_tokens: int, monkeypatch: pytest.MonkeyPatch

@@ -13,9 +13,10 @@ import pytest
 
 from tests.backends import ROOT, child_environment
 
+EACH_TIME = ("test_ops", "test_attention_ops")
 FEW = 3
 FEW_OF = {"test_routing_ops": 10, "test_sparse_ops": 4, "test_draws": 5, "test_not_finite": 2}
-"""How many cases of each test run each time, and of the tests of some suites. More run with those that are `full`."""
+"""How many cases of each test run in `test_kernels_do_what_the_reference_does`, and of the tests of some suites."""
 SUITES = {
     "test_ops": (22, 220),
     "test_fused_ops": (38, 150),
@@ -32,7 +33,10 @@ MOST_CASES = {"test_not_finite": 6, "test_attention_ops": 16, "test_sparse_ops":
 """How many cases of each test are run, where all of them would take many minutes."""
 
 
-@pytest.mark.parametrize("suite", SUITES)
+@pytest.mark.parametrize(
+    "suite",
+    [suite if suite in EACH_TIME else pytest.param(suite, marks=pytest.mark.full(minutes=1)) for suite in SUITES],
+)
 def test_kernels_do_what_the_reference_does(suite: str) -> None:
     passed, told = interpreted(suite, f"--most-cases={FEW_OF.get(suite, FEW)}")
     assert passed >= SUITES[suite][0], told

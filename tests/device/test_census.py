@@ -7,6 +7,13 @@ import pytest
 from tests.device.census import KINDS, STEPS, count, read
 
 COMMAND = "python -m tests.device.census"
+EACH_TIME = (
+    "captured, temperature, top-k, top-p",
+    "penalties, logit bias",
+    "2 drafts, greedy",
+    "FP8 pages, greedy",
+    "FP8 weights, greedy",
+)
 
 
 def complaint(name: str, kind: str, now: int, before: int, lines: list[tuple[str, int]]) -> str:
@@ -15,7 +22,9 @@ def complaint(name: str, kind: str, now: int, before: int, lines: list[tuple[str
     return f"{name}: {now} {kind} a step, {before} before; if that is meant, run `{COMMAND}`. Most come from{told}"
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name", [name if name in EACH_TIME else pytest.param(name, marks=pytest.mark.full) for name in STEPS]
+)
 def test_a_step_asks_no_more_of_the_device(name: str, record_property: pytest.RecordProperty) -> None:
     committed, complaints, fallen = read()[name], [], []
     for kind, watch in count(STEPS[name]).items():

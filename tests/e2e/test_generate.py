@@ -64,14 +64,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "H34 seed -1": (sampling(seed=-1), "seed"),
     "H34 seed 2**200": (sampling(seed=2**200), "seed"),
     "H34 seed float": (sampling(seed=1.5), "seed"),
-    "H38 token -1": ({"prompt": (1, -1)}, r"prompt[1] is -1"),
     "H38 token = vocab": ({"prompt": (97,)}, r"prompt[0] is 97"),
-    "H38 token 2**31": ({"prompt": (1, 2, 2**31)}, r"prompt[2]"),
-    "H38 token bool": ({"prompt": (True,)}, r"prompt[0]"),
-    "H38 token float": ({"prompt": (1.0,)}, r"prompt[0]"),
-    "H38 prompt None": ({"prompt": None}, "prompt"),
-    "H38 prompt string": ({"prompt": "hello"}, "prompt"),
-    "H38 token -1 in output": ({"output": (-1,)}, "output[0]"),
     "H39 stop id -1": (sampling(stop_token_ids=(3, -1)), "stop_token_ids[1]"),
     "H39 stop id = vocab": (sampling(stop_token_ids=(97,)), "stop_token_ids[0]"),
     "H39 stop ids None": (sampling(stop_token_ids=None), "stop_token_ids"),
@@ -222,6 +215,40 @@ def test_events_that_a_step_took_away_do_not_keep_the_iterator_waiting() -> None
         first = next(stream)
         events = [first, *collect(setup.pairing), *stream]
         assert tokens_of(sorted(events, key=lambda event: event.index)) == EXPECTED
+
+
+def test_a_step_inside_the_loop_takes_the_events_that_the_iterator_then_does_not_yield() -> None:
+    with local() as setup:
+        taken: list[pd.TokenEvent] = []
+        yielded = []
+        for event in setup.pairing.generate(request()):
+            yielded.append(event)
+            taken += setup.pairing.step()
+        assert taken
+        both = sorted([*yielded, *taken], key=lambda event: event.index)
+        assert [event.token for event in both] == EXPECTED
+        setup.check_idle()
+
+
+def test_one_request_needs_no_list() -> None:
+    with local() as setup:
+        assert tokens_of(setup.pairing.generate(request())) == EXPECTED
+
+
+@pytest.mark.parametrize("what", ["hello", b"hello", None, 5, ["hello"], [(1, 2, 3)], (request(), None)], ids=repr)
+def test_what_is_no_request_is_refused_by_the_call(what: Any) -> None:
+    with local() as setup:
+        with pytest.raises(pd.ConfigError, match=r"^Pairing.generate: requests must be Request"):
+            setup.pairing.generate(what)
+        assert setup.pairing.num_unfinished == 0
+
+
+def test_what_a_source_gives_that_is_no_request_ends_the_iterator() -> None:
+    with local() as setup:
+        with pytest.raises(pd.ConfigError, match=r"^Pairing.submit: request must be Request, got 'hello'"):
+            list(setup.pairing.generate(each for each in (request("a", 40), "hello")))
+        assert collect(setup.pairing) == []
+        setup.check_idle()
 
 
 def test_an_iterator_that_was_never_started_took_nothing() -> None:

@@ -32,6 +32,7 @@ from pdinfer.kv.layout import MTP_PREFIX, KVComponent, KVLayout, Spans
 from pdinfer.kv.memory import Landing, Memory
 from pdinfer.kv.pool import PagePool, PageState
 from pdinfer.model.batch import Row
+from pdinfer.model.model import Model
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.types import NamedState, Request, SamplingParams
@@ -95,6 +96,7 @@ class FakeConfig:
     max_position_embeddings: int = 512
     vocab_size: int = VOCAB_SIZE
     eos_token_ids: tuple[int, ...] = (EOS,)
+    fingerprint: bytes = b"fake"
 
 
 @attrs.frozen
@@ -127,6 +129,10 @@ class FakeModel:
     topology = Topology.single()
     experts = NoExperts()
 
+    @property
+    def __class__(self) -> type[Model]:  # type: ignore[override]  # it passes for one, as the mocks of unittest do
+        return Model
+
     def moe_layers(self) -> list[Any]:
         return []
 
@@ -135,7 +141,8 @@ class FakeModel:
             KVComponent(name=name, format="u64", dtype="uint64", width=1, token_bytes=CELL.size, layers=layers)
             for name, layers in (("cell", tuple(range(NUM_LAYERS))), (f"{MTP_PREFIX}cell", (DRAFT_LAYER,)))
         )
-        return KVLayout(model_id=b"fake", weights_id=b"none", page_size=cache.page_size, components=components)
+        model_id = self.config.fingerprint
+        return KVLayout(model_id=model_id, weights_id=b"none", page_size=cache.page_size, components=components)
 
     def auto_num_pages(self, layout: KVLayout, mem_fraction_static: float | None) -> int:
         raise AssertionError("give num_pages")

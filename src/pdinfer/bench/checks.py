@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pdinfer.bench.summary import Finding, Summary
+from pdinfer.checks import typed
 
 IDENTITY_TOLERANCE = 0.005
 FLOOR_SHARE = 0.9
@@ -35,6 +36,7 @@ MOST_CV = 0.25
 FAILED_SHARE = 0.01
 
 
+@typed
 def check(summary: Summary, beside: Sequence[Summary] = ()) -> tuple[Finding, ...]:
     """Return what is wrong with a summary. `beside` are other runs of the same deployment (equal `name`), which
     `monotone` compares it with."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import attrs
 
 from pdinfer.bench.summary import Summary
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 METRICS = (
     "request_goodput", "token_goodput", "goodput_per_gpu", "attainment", "request_throughput", "output_throughput",
@@ -20,6 +22,8 @@ class Row:
     """One figure of both. `ratio` is second / first. `is_distinct` says whether their 95 % intervals are apart; None
     without repeats of both."""
 
+    __repr__ = brief
+
     metric: str
     first: float
     second: float
@@ -30,6 +34,8 @@ class Row:
 @attrs.frozen(kw_only=True)
 class Comparison:
     """The figures that two summaries share."""
+
+    __repr__ = brief
 
     rows: tuple[Row, ...]
 
@@ -43,6 +49,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@typed
 def compare(first: Summary, second: Summary) -> Comparison:
     """Compare the figures of two runs of the same experiment, measured or simulated.
 

@@ -18,8 +18,9 @@ from pdinfer.bench.checks import check
 from pdinfer.bench.record import Record
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MAX_BYTES = 256 << 20
 STATISTICS = {
@@ -105,15 +106,19 @@ COUNTS = frozenset(
 class Export:
     """A result file of another tool. `left_out` are the fields of the summary that it has no place for."""
 
+    __repr__ = brief
+
     text: bytes
     left_out: tuple[str, ...]
 
 
+@typed
 def to_vllm(summary: Summary) -> Export:
     """Write what `vllm bench serve --save-result` writes."""
     return _export(summary, VLLM)
 
 
+@typed
 def from_vllm(text: bytes | str) -> Summary:
     """Read it, with `request_goodput` or, as many versions write it, `request_goodput:`."""
     found = _object(text)
@@ -122,11 +127,13 @@ def from_vllm(text: bytes | str) -> Summary:
     return _summary(found, VLLM, "vllm")
 
 
+@typed
 def to_sglang(summary: Summary) -> Export:
     """Write a line as SGLang's `bench_serving --output-file` does."""
     return _export(summary, SGLANG)
 
 
+@typed
 def from_sglang(text: bytes | str, *, resolution_s: float = 0.0, fastest_step_s: float | None = None) -> Summary:
     """Read a line of `bench_serving`, or of `bench_one_batch_server`, whose `last_ttft` is that of the slowest request.
 
@@ -176,6 +183,7 @@ def _one_batch(found: Mapping[str, Any], resolution_s: float, fastest_step_s: fl
     return msgspec.structs.replace(summary, findings=check(summary))
 
 
+@typed
 def to_aiperf(summary: Summary) -> Export:
     """Write the summary `profile_export_aiperf.json`: name -> {unit, avg, p50, ...}."""
     export = _export(summary, AIPERF)
@@ -186,6 +194,7 @@ def to_aiperf(summary: Summary) -> Export:
     return attrs.evolve(export, text=msgspec.json.encode(found, order="sorted"))
 
 
+@typed
 def from_aiperf(text: bytes | str) -> Summary:
     """Read the summary, or `profile_export.jsonl`, a line per request, of which warm-up requests are left out."""
     data = text.encode() if isinstance(text, str) else text
@@ -239,6 +248,7 @@ def _aiperf_records(lines: list[bytes]) -> Summary:
     return msgspec.structs.replace(summary, **blank, stages=())
 
 
+@typed
 def to_genai_bench(summary: Summary) -> Export:
     """Write the aggregated metrics of an experiment, in seconds."""
     export = _export(summary, GENAI_BENCH, scale=1e-3)
@@ -246,6 +256,7 @@ def to_genai_bench(summary: Summary) -> Export:
     return attrs.evolve(export, text=text)
 
 
+@typed
 def from_genai_bench(text: bytes | str) -> Summary:
     """Read an experiment's file, or only its aggregated metrics."""
     found = _object(text)

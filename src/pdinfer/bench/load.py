@@ -9,8 +9,9 @@ import attrs
 import numpy as np
 
 from pdinfer.bench.traces import Arrival, Trace
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 Lengths = int | tuple[int, int] | Trace
 """The tokens of each request: a number, (least, most) drawn uniformly, or those of a trace, in its order."""
@@ -26,6 +27,8 @@ class Load:
     `max_concurrency` only holds requests back: they still count as due.
     """
 
+    __repr__ = brief
+
     mode: str
     arrivals: tuple[Arrival, ...]
     max_concurrency: int | None = None
@@ -38,12 +41,14 @@ class Load:
     notes: tuple[str, ...] = ()
 
 
+@typed
 def burst(num_requests: int, *, prompt_tokens: Lengths, output_tokens: Lengths, seed: int = 0) -> Load:
     """Send all requests at once."""
     arrivals = _arrivals([0.0] * _count(num_requests), prompt_tokens, output_tokens, seed)
     return Load(mode="burst", arrivals=arrivals, seed=seed)
 
 
+@typed
 def closed_loop(
     concurrency: int,
     num_requests: int,
@@ -61,6 +66,7 @@ def closed_loop(
     return Load(mode="closed_loop", arrivals=arrivals, max_concurrency=concurrency, seed=seed)
 
 
+@typed
 def open_loop(
     request_rate: float,
     num_requests: int,
@@ -98,6 +104,7 @@ def open_loop(
     )
 
 
+@typed
 def replay(trace: Trace, *, speed: float = 1.0, num_requests: int | None = None, seed: int = 0) -> Load:
     """Send the requests of a trace at its times, divided by `speed`. `num_requests` takes the first ones only."""
     _finite("speed", speed)

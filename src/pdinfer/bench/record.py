@@ -17,6 +17,7 @@ from itertools import pairwise
 import attrs
 
 from pdinfer.types import Choice, FinishReason, Timeline, TokenEvent
+from pdinfer.values import brief
 
 STAGES = ("slip", "queue", "grant", "prefill_queue", "prefill", "transfer", "commit", "decode", "delivery")
 """What TTFT is made of, in order. `slip`: intended until sent. `queue`: until a pair was chosen. `grant`: until decode
@@ -36,6 +37,8 @@ class Record:
     "refused" (never accepted) or "unfinished". `is_first_of_shape` says that no request of its size (prompt tokens,
     rounded up to a power of two) came before it, so that it may have paid for a cold shape.
     """
+
+    __repr__ = brief
 
     request_id: str
     intended_s: float

@@ -19,6 +19,7 @@ from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import EngineUse, Summary
 from pdinfer.bench.traces import Arrival
+from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, PDInferError
@@ -44,6 +45,7 @@ class Serving(Protocol):
     def wait(self, timeout_s: float) -> bool: ...
 
 
+@typed
 def run(
     pairing: Serving,
     load: Load,

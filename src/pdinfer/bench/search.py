@@ -11,7 +11,9 @@ from pdinfer.bench.run import Serving, run
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import interval
 from pdinfer.bench.summary import Interval, Summary
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MIN_SEEDS = 3
 
@@ -19,6 +21,8 @@ MIN_SEEDS = 3
 @attrs.frozen(kw_only=True)
 class Trial:
     """One rate that was tried: its attainment over the seeds, and whether that keeps the target."""
+
+    __repr__ = brief
 
     rate: float
     attainment: Interval
@@ -31,17 +35,21 @@ class Goodput:
     """The highest rate that was found to keep the target, 0 if none did, and every trial on the way. `upper` is the
     lowest rate that did not keep it, None when every rate did."""
 
+    __repr__ = brief
+
     rate: float
     upper: float | None
     target: float
     trials: tuple[Trial, ...]
 
 
+@typed
 def sweep(pairing: Serving, loads: Iterable[Load], *, slo: SLO | None = None, **options: object) -> list[Summary]:
     """Run one load after the other and return their summaries. `options` go to `run`."""
     return [run(pairing, load, slo=slo, **options) for load in loads]  # type: ignore[arg-type]
 
 
+@typed
 def find_goodput(
     run_at: Callable[[float, int], Summary],
     low: float,

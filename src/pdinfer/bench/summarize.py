@@ -15,6 +15,7 @@ from pdinfer.bench.checks import LEAST_TOKENS, check
 from pdinfer.bench.record import STAGES, Record
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summary import EngineUse, Interval, Stage, Summary, slo_fields
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 
 PERCENTILES = {"median": 50, "p90": 90, "p95": 95, "p99": 99}
@@ -27,6 +28,7 @@ REPEATED = (
 """What repeats get an interval for."""
 
 
+@typed
 def summarize(
     records: Sequence[Record],
     *,
@@ -169,6 +171,7 @@ def in_flight(records: Sequence[Record]) -> float | None:
     return held_s / (last_s - first_s)
 
 
+@typed
 def merge(repeats: Sequence[Summary]) -> Summary:
     """Return one summary of runs with the same settings: figures of rates and latencies are means over the runs,
     `intervals` says how sure they are. Raise ConfigError for runs of different modes or SLOs."""

@@ -13,6 +13,7 @@ import msgspec
 
 from pdinfer.bench.slo import SLO
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 SCHEMA = "pdinfer.bench/1"
 SCHEMA_FILE = Path(__file__).with_name("summary.schema.json")
@@ -31,6 +32,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineUse(msgspec.Struct, frozen=True, kw_only=True):
     """One engine: what it served, and the mean and greatest shares that loads told of its slots and pages."""
+
+    __repr__ = brief
 
     name: str
     role: str
@@ -54,6 +57,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """A check that failed: what was expected, what is there, and what to do."""
 
+    __repr__ = brief
+
     check: str
     expected: str
     found: str
@@ -75,6 +80,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     the longest call of `step` in which engines of this process computed: a token may wait that long for the host.
     `time_resolution_ms` is how far a time in it may be rounded.
     """
+
+    __repr__ = brief
 
     schema: str = SCHEMA
     name: str = ""

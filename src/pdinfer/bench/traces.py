@@ -22,9 +22,10 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath
+from pdinfer.values import brief
 
 MAX_LINE_BYTES = 16 << 20
 MAX_TRACE_BYTES = 1 << 30
@@ -48,6 +49,8 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,9})?(\+00:00|Z)?",
 class Arrival:
     """One request: when it is due in seconds, its tokens, and the hashes of its blocks, equal for equal prefixes."""
 
+    __repr__ = brief
+
     at_s: float
     prompt_tokens: int
     output_tokens: int
@@ -57,6 +60,8 @@ class Arrival:
 @attrs.frozen(kw_only=True)
 class Trace:
     """Requests in order of arrival, and where they come from. `sha256` is that of the file."""
+
+    __repr__ = brief
 
     name: str
     format: str
@@ -82,6 +87,7 @@ class _Conversation(msgspec.Struct):
     conversations: tuple[_Turn, ...]
 
 
+@typed
 def read_trace(
     path: AnyPath,
     *,

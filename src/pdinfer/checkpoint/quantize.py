@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.checkpoint.reader import Checkpoint, TensorInfo
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import AnyPath, read_json, read_regular
@@ -43,6 +43,7 @@ class Recipe:
     quantize: Callable[[str, Tensor], dict[str, Tensor]]
 
 
+@typed
 def quantize_checkpoint(
     checkpoint: str | os.PathLike[str],
     destination: str | os.PathLike[str],

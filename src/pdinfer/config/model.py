@@ -17,13 +17,14 @@ from typing import Any
 
 import attrs
 
-from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of
+from pdinfer.checks import a_bool, as_float, clip, float_in, instance_of, int_in, is_int, one_of, typed
 from pdinfer.config import rope
 from pdinfer.config.families import FAMILIES, Family, ScoringFunc, TopkMethod
 from pdinfer.config.hf import MAX_LAYERS, STORED_DTYPES, IndexerType, check_generation, eos_ids, read_fields
 from pdinfer.config.rope import MAX_POSITIONS, YarnScaling
 from pdinfer.errors import ConfigError
 from pdinfer.files import AnyPath, check_folder, read_json
+from pdinfer.values import brief
 
 MAX_WIDTH = 1 << 20
 MAX_HEAD_DIM = 1024
@@ -45,6 +46,8 @@ class ModelConfig:
     and the fields about experts are 0. The `index_*` fields are None in models without sparse attention, and
     `indexer_types` is empty.
     """
+
+    __repr__ = brief
 
     model_type: str = attrs.field(validator=one_of(*FAMILIES))
     vocab_size: int = attrs.field(validator=int_in(1, MAX_VOCAB))
@@ -159,6 +162,7 @@ class ModelConfig:
             raise ConfigError("indexer_types: layer 0 is shared, and there is no layer before it to share with")
 
     @classmethod
+    @typed
     def from_checkpoint(cls, folder: AnyPath, *, trusted_roots: Iterable[AnyPath] = ()) -> ModelConfig:
         """Read the configuration of a model folder: its config.json, and the end-of-sequence ids of
         generation_config.json. `trusted_roots` is as for `load_model`.
@@ -180,6 +184,7 @@ class ModelConfig:
             return attrs.evolve(config, eos_token_ids=eos_ids(generation["eos_token_id"]))
 
     @classmethod
+    @typed
     def from_dict(cls, raw: Mapping[str, object]) -> ModelConfig:
         """Read the configuration from a parsed config.json, in the spelling of transformers 4 or 5. Raises ConfigError.
 

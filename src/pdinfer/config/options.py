@@ -15,6 +15,7 @@ from pdinfer.checks import Validator, a_bool, as_float, clip, float_in, int_in, 
 from pdinfer.config.hf import STORED_DTYPES
 from pdinfer.errors import ConfigError
 from pdinfer.process.silence import SESSIONS
+from pdinfer.values import brief
 
 MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
@@ -72,6 +73,8 @@ class CacheConfig:
     are trusted alike, and then decode reuses pages across them.
     """
 
+    __repr__ = brief
+
     page_size: int = attrs.field(default=64, validator=int_in(1, 256))
     kv_format: str = attrs.field(default="auto", validator=one_of("auto", *STORED_DTYPES, "fp8"))
     num_pages: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 2**31 - 1)))
@@ -114,6 +117,8 @@ class EngineConfig:
     sends as many as need be. On the way to a new placement a rank sends and receives at most `rebalance_bytes_per_step`
     in a step, though one expert at least; 0 moves all at once.
     """
+
+    __repr__ = brief
 
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
     max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
@@ -168,6 +173,8 @@ class ExpertConfig:
     `moe.ExpertLoadRecorder`.
     """
 
+    __repr__ = brief
+
     num_redundant_experts: int = attrs.field(default=0, validator=int_in(0, 1 << 16))
     ep_dispatch_algorithm: str = attrs.field(default="static", validator=one_of("static", "dynamic", "nearest"))
     ranks_per_node: int | None = attrs.field(default=None, validator=attrs.validators.optional(int_in(1, 1 << 16)))
@@ -203,6 +210,8 @@ class PairingConfig:
     docs/decisions/0022.
     """
 
+    __repr__ = brief
+
     max_queued_requests: int = attrs.field(default=1024, validator=int_in(1, MAX_REQUESTS))
     max_queued_per_decode: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
     default_deadline_s: float | None = attrs.field(
@@ -228,6 +237,8 @@ class RemoteConfig:
     uses what the engine says of itself, see `hung_after_s`. When the client is gone for good and a step does not end
     for another `exit_s`, the engine's process ends without it.
     """
+
+    __repr__ = brief
 
     silent_s: float = attrs.field(
         default=SESSIONS.silent_s, converter=as_float, validator=float_in(1, 3600, low_included=True)

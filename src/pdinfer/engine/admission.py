@@ -9,16 +9,16 @@ once: the first check marks the prompt, later checks in the same process trust t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import attrs
 
 from pdinfer.bounds import MAX_LOGPROBS
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, is_number
 from pdinfer.config.options import MAX_DEADLINE_S
 from pdinfer.errors import RequestError
 from pdinfer.stop import MAX_STOP_LENGTH, MAX_STOPS
+from pdinfer.tokens import CheckedTokens
 from pdinfer.types import Request, RequestLimits, SamplingParams
 
 MAX_ID_CHARACTERS = 256
@@ -37,28 +37,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 MAX_BIAS = 100.0
 SHOWN_NAMES = 120
-
-
-class CheckedTokens(tuple[int, ...]):
-    """Token ids that this process has scanned one by one. None is negative, and `largest` is the largest.
-
-    Only `check_request` makes them. Everything derived from them is a plain tuple again: slices, sums, unpickled
-    copies, and what another process unpacks from a message.
-    """
-
-    largest: int
-
-    @classmethod
-    def of(cls, tokens: tuple[int, ...]) -> CheckedTokens:
-        """Mark token ids that were scanned."""
-        if isinstance(tokens, CheckedTokens):
-            return tokens
-        checked = cls(tokens)
-        checked.largest = max(tokens)
-        return checked
-
-    def __reduce__(self) -> tuple[type[tuple[int, ...]], tuple[tuple[int, ...]]]:
-        return tuple, (tuple(self),)
 
 
 def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
@@ -83,7 +61,7 @@ def check_request(request: Request, limits: Sequence[RequestLimits]) -> Request:
         )
     _check_stop(request.stop, vocab_size)
     deadline = request.deadline_s
-    if deadline is not None and not (_is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):
+    if deadline is not None and not (is_number(deadline) and 0 <= deadline <= MAX_DEADLINE_S):
         raise RequestError(f"deadline_s must be a number from 0 to {MAX_DEADLINE_S:g}, got {clip(deadline)}")
     return attrs.evolve(request, prompt=CheckedTokens.of(request.prompt))
 
@@ -113,7 +91,7 @@ def _check_sampling(sampling: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"sampling must be SamplingParams, got {clip(sampling)}")
     for name, low, high in _RANGES:
         value = getattr(sampling, name)
-        if not _is_number(value) or not low <= value <= high:
+        if not is_number(value) or not low <= value <= high:
             raise RequestError(f"sampling.{name} must be a number from {low:g} to {high:g}, got {clip(value)}")
     if sampling.top_p == 0:
         raise RequestError("sampling.top_p is 0, which keeps no token; use temperature=0 for greedy decoding")
@@ -151,7 +129,7 @@ def _check_bias(bias: object, vocab_size: int) -> None:
     for index, pair in enumerate(bias):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise RequestError(f"sampling.logit_bias[{index}] must be a (token id, bias) pair, got {clip(pair)}")
-        if not _is_number(pair[1]) or abs(pair[1]) > MAX_BIAS:
+        if not is_number(pair[1]) or abs(pair[1]) > MAX_BIAS:
             raise RequestError(
                 f"the bias of sampling.logit_bias[{index}] must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
                 f"got {clip(pair[1])}"
@@ -215,7 +193,3 @@ def _check_length(request: Request, limits: Sequence[RequestLimits]) -> None:
             f"prompt of {len(request.prompt)} tokens plus max_new_tokens {request.sampling.max_new_tokens} makes "
             f"{total}; {held}: shorten the prompt, ask for fewer tokens or use larger pools"
         )
-
-
-def _is_number(value: object) -> bool:
-    return is_int(value) or (isinstance(value, float) and math.isfinite(value))

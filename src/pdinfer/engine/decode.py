@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, ChangeWriters, SubmitDecode
@@ -49,6 +50,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
     role = "decode"
     run_empty = staticmethod(empty_decode)
 
+    @typed
     def __init__(
         self,
         model: Model,
@@ -92,10 +94,12 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         """The captured steps of this engine, see `explain_graphs`."""
         return graphs_of(self._model_runner)
 
+    @typed
     def submit(self, request: Request, *, writers: Seq[PeerAddress]) -> None:
         """Queue a request that `writers` will prefill. A later `step` returns `Granted` or `Refused` for it."""
         self._put(SubmitDecode(request, tuple(writers)))
 
+    @typed
     def change_writers(self, request_id: str, *, writers: Seq[PeerAddress]) -> None:
         """Name other writers for a request. An attempt under way is aborted and a new one is granted. A running request
         keeps its KV and uses the new writers if it is retracted. Unknown and finished ids are ignored."""
@@ -143,6 +147,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         waiting, granted, running = (tuple(map(SequenceSnapshot.of, line)) for line in lines)
         return DecodeSnapshot(waiting=waiting, granted=granted, running=running, orphans=self._tables.orphans)
 
+    @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._events or self._closed:

@@ -14,13 +14,14 @@ import attrs
 import torch
 
 from pdinfer.bounds import escaped
+from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.commands import Cancel
 from pdinfer.engine.experts import EngineExperts
 from pdinfer.engine.ranks.lockstep import Agreement
 from pdinfer.engine.ranks.ranks import Ranks, SeveralRanks, SingleRank
 from pdinfer.engine.schedule import withheld_pages
-from pdinfer.errors import Overloaded, PDInferError, RequestError
+from pdinfer.errors import ConfigError, Overloaded, PDInferError, RequestError
 from pdinfer.execution.runner import ModelRunner, Runner, using_threads
 from pdinfer.execution.sampling import Draw, LogitsProcessor, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUp, WarmUpRun, WarmUpStep
@@ -117,6 +118,10 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         refuse(channel)
+        if channel.is_closed:
+            raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
+        if channel.pool.layout.model_id != model.config.fingerprint:
+            raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
         self.model = model
         self.channel = channel
         self.config = config or EngineConfig()
@@ -152,6 +157,13 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._closed = False
         self._arrived = deque()
         channel.notify(self._inbox.wake)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return (
+            f"{type(self).__name__}({self.address}, {self.num_unfinished} unfinished requests, {self.model}, "
+            f"{self.pool}{closed})"
+        )
 
     def _join_ranks(self) -> Ranks:
         """Take this engine's place among its ranks. All ranks call it together."""
@@ -227,10 +239,12 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
     def request_ids(self) -> list[str]:
         """The ids of the requests that `cancel` would end."""
 
+    @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Connect the channel to an engine of the other role; see `KVChannel.connect`."""
         self._channel.connect(peer, timeout_s=timeout_s)
 
+    @typed
     def disconnect(self, peer: PeerAddress) -> None:
         """Close the channel's link to a peer. The rooms that the peer still owed settle as ABORTED."""
         self.channel.drop_peer(peer)
@@ -241,14 +255,17 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._inbox.put(command)
         self._num_changes += 1
 
+    @typed
     def cancel(self, request_id: str) -> None:
         """Stop a request at the next step. Unknown and finished ids are ignored."""
         self._put(Cancel(request_id))
 
+    @typed
     def stage_placement(self, placement: ExpertPlacement) -> None:
         """Place the experts like this at a common step of all ranks: `experts.stage`, under the next epoch."""
         self.experts.stage(placement)
 
+    @typed
     def notify(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
@@ -335,6 +352,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         left_s = min(left_s, self.ranks.due_in_s(), self.channel.redial_in_s())
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
+    @typed
     def drain(self, timeout_s: float) -> bool:
         """Step until nothing is unfinished or the time is over. The next `step` returns the events of these steps."""
         end = time.monotonic() + timeout_s
@@ -409,6 +427,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         """How the keys of cached pages are made, see `count_known`; None when no pages are cached."""
         return self.pool.key_scheme if self.pool.prefix_cache else None
 
+    @typed
     def count_known(self, keys: Sequence[bytes]) -> int:
         """Return how many of these keys, from the first, belong to cached pages or to pages in use."""
         return self.pool.count_known(keys)

@@ -10,6 +10,7 @@ from operator import attrgetter
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.config import EngineConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.commands import Cancel, SubmitPrefill
@@ -43,6 +44,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
     role = "prefill"
     run_empty = staticmethod(empty_prefill)
 
+    @typed
     def __init__(
         self,
         model: Model,
@@ -75,6 +77,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         """The ids of the prompts without a hand-off."""
         return [prompt.request.request_id or "" for prompt in self._unfinished]
 
+    @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queue a prompt for which decode has granted pages."""
         self._put(SubmitPrefill(request, grant))
@@ -119,6 +122,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         queued, active, sending = (tuple(map(PromptSnapshot.of, line)) for line in lines)
         return PrefillSnapshot(queued=queued, active=active, sending=sending)
 
+    @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         if self._closed:

@@ -17,6 +17,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.checks import typed
 from pdinfer.kernels.draws import DrawKind
 from pdinfer.process.memory import device_memory
 from pdinfer.process.streams import Graph, capture
@@ -128,6 +129,7 @@ class HasGraphs(Protocol):
     def graphs(self) -> DecodeGraphs: ...
 
 
+@typed
 def explain_graphs(engine: HasGraphs) -> str:
     """Return sentences on the captured steps of a decode engine: their sizes and bytes, and why steps ran otherwise."""
     return engine.graphs.explain()

@@ -18,6 +18,7 @@ from pdinfer.execution.sampling import Draw
 from pdinfer.kv.pool import PagePool
 from pdinfer.model.batch import Row
 from pdinfer.types import RequestLimits, SamplingParams
+from pdinfer.values import brief
 
 SMALL_PREFILL_TOKENS = 16
 MAX_DECODE_SEQUENCES = 512
@@ -35,6 +36,8 @@ class WarmUpStep:
     """One step of a warm-up. `kind` is "prefill" (`size` tokens), "decode" (`size` sequences), "draft" (`size`
     sequences with drafts) or "capture" (of steps of `size` sequences). `seconds` is how long this first time took."""
 
+    __repr__ = brief
+
     kind: str
     size: int
     seconds: float
@@ -43,6 +46,8 @@ class WarmUpStep:
 @attrs.frozen(kw_only=True)
 class WarmUp:
     """The steps that a warm-up ran, in order."""
+
+    __repr__ = brief
 
     steps: tuple[WarmUpStep, ...]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Weight
+from pdinfer.values import brief
 
 ScaleLayout = Literal["row", "mn-major-tma"]
 """Where scales are in memory; they are indexed alike. "row": those of a row together. "mn-major-tma": those of a group
@@ -31,6 +32,8 @@ class FP8Rows:
     `scales_TN` is float32 [..., ceil(I / 128)], powers of two with `ue8m0`. `dtype` is that of the floats which were
     rounded, and so of what is computed from them. Axes before the last are those of the floats.
     """
+
+    __repr__ = brief
 
     numbers_TI: Tensor
     scales_TN: Tensor
@@ -80,6 +83,8 @@ class FP8Rows:
 class Rounded:
     """The same activations twice: as floats, and as the `rows` that FP8 products read. Readers of both kinds follow a
     norm, and share one rounding."""
+
+    __repr__ = brief
 
     floats_TI: Tensor
     rows: FP8Rows

@@ -27,6 +27,7 @@ from pdinfer.kernels.activations import FP8Rows, Rounding
 from pdinfer.kernels.draws import Controls, DrawKind
 from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, CombineExperts, GatedSiluFP8, NormRotateStore
 from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
+from pdinfer.values import brief
 
 
 class RMSNorm(Protocol):
@@ -356,10 +357,15 @@ class DrawTokens(Protocol):
 class Composed(functools.partial[Any]):
     """An op that calls other ops: a function whose first argument are the Ops that it is one of."""
 
+    def __repr__(self) -> str:
+        return f"Composed({self.func.__name__})"
+
 
 @attrs.frozen(kw_only=True)
 class Ops:
     """One callable per op. Swap one with `attrs.evolve(ops, linear=mine)`; those that are `Composed` call it too."""
+
+    __repr__ = brief
 
     rms_norm: RMSNorm
     layer_norm: LayerNorm

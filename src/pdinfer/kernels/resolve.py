@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import compositions
 from pdinfer.kernels.ops import OP_NAMES, Composed, Ops
 from pdinfer.kernels.spec import OPS_OF_FORMAT, OpSpec
+from pdinfer.values import brief
 
 COMPOSITION = "composition"
 PROVIDERS: tuple[tuple[str, str], ...] = (
@@ -41,6 +43,8 @@ class OpChoice:
     `slow` says why the provider is no reason to keep quantized weights as they are stored. Calls that the provider
     declines go to the `others`, in their order."""
 
+    __repr__ = brief
+
     op: str
     provider: str
     refusals: tuple[str, ...] = ()
@@ -53,12 +57,15 @@ class ResolvedOps:
     """The ops of one model and the reasons for them. `spec` is what they were chosen for, and `weights` tells in
     sentences what became of its quantized weights."""
 
+    __repr__ = brief
+
     spec: OpSpec
     ops: Ops
     choices: tuple[OpChoice, ...]
     weights: tuple[str, ...] = ()
 
 
+@typed
 def resolve_ops(spec: OpSpec, *, forced: str | Mapping[str, str] | None = None) -> ResolvedOps:
     """Choose the ops for a model of `spec`. `forced` names one provider for all ops, or one per op. What a provider for
     all ops lacks is composed of those it has, where that can be done. Raises BackendUnavailable when a forced provider
@@ -161,6 +168,7 @@ def slow_op(weight_format: str, resolved: ResolvedOps) -> OpChoice | None:
     return next(slow, None)
 
 
+@typed
 def explain_backends(where: str | torch.device | OpSpec | Resolved = "cpu", dtype: torch.dtype = torch.bfloat16) -> str:
     """Return a table: each op, the provider it would get, the providers of calls which that one declines, and a
     sentence for each provider of the op that was passed over or is slow.

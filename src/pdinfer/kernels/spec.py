@@ -11,6 +11,7 @@ import torch
 
 from pdinfer.checks import clip, int_in, one_of
 from pdinfer.errors import BackendUnavailable, ConfigError
+from pdinfer.values import brief
 
 CARDS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"A100": (8, 0), "H20": (9, 0), "H100": (9, 0), "H200": (9, 0), "H800": (9, 0), "B200": (10, 0)}
@@ -68,6 +69,9 @@ def _device_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
 
 
 def _as_set(formats: Iterable[str]) -> frozenset[str]:
+    given: object = formats
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ConfigError(f"weight_formats must be a collection of names of formats, got {clip(given)}")
     return frozenset(formats)
 
 
@@ -86,6 +90,8 @@ class OpSpec:
     not known when ops are chosen: a provider then takes only ops that can have any, or declines calls
     (`resolve.PROVIDERS`).
     """
+
+    __repr__ = brief
 
     device: DeviceSpec = attrs.field(converter=_device_of)
     dtype: torch.dtype = torch.bfloat16

@@ -18,6 +18,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.values import brief
+
 BLOCK = 128
 """The rows and columns of weights that share an FP8 scale, and the channels of an activation that share one."""
 FP8_MAX = 448.0
@@ -31,6 +33,8 @@ class FP8Blocks:
 
     `scale` is [..., parts * ceil(O / parts / 128), ceil(I / 128)]. With `ue8m0` activations get power-of-two scales.
     """
+
+    __repr__ = brief
 
     numbers: Tensor
     scale: Tensor
@@ -49,6 +53,8 @@ class FP8Blocks:
 class Int8Dynamic:
     """int8 numbers and one float32 scale per row, [..., O, 1]. Activations are scaled per token at run time."""
 
+    __repr__ = brief
+
     numbers: Tensor
     scale: Tensor
 
@@ -61,6 +67,8 @@ class Int8Static:
     are [..., O, 1]: y = (x_int8 . numbers + output_offset) * output_scale. The checkpoint calls them deq_scale and
     quant_bias.
     """
+
+    __repr__ = brief
 
     numbers: Tensor
     scale: Tensor
@@ -82,6 +90,8 @@ class Int8Static:
 @attrs.frozen(eq=False, kw_only=True)
 class FloatWithBias:
     """The float form of an `Int8Static`: floats [..., O, I], and the bias [..., O, 1] that its `output_offset` held."""
+
+    __repr__ = brief
 
     numbers: Tensor
     bias: Tensor

@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from pdinfer.checks import typed
 from pdinfer.kv.pool import PagePool
 from pdinfer.process.locks import new_lock
+from pdinfer.values import brief
 
 MAX_BLOCKS = 1 << 18
 """The most blocks of a batch. Beyond, what a slow reader has not taken is dropped, and it is told to begin anew."""
@@ -31,6 +33,8 @@ class KVEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
 
 class BlockStored(KVEvent):
     """Blocks of `block_size` tokens that follow each other, and the block before them if there is one."""
+
+    __repr__ = brief
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -44,6 +48,8 @@ class BlockStored(KVEvent):
 class BlockRemoved(KVEvent):
     """Blocks that cannot be found any more."""
 
+    __repr__ = brief
+
     block_hashes: list[bytes]
     medium: str | None = None
 
@@ -54,6 +60,8 @@ class AllBlocksCleared(KVEvent):
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """Events in the order in which they happened. `ts` is in seconds of the epoch."""
+
+    __repr__ = brief
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
@@ -66,6 +74,7 @@ class KVEvents:
     `medium` says where the pages are, in vLLM's words ("GPU"). With `as_maps` the structs are maps by name, as in vLLM
     versions since 2026; older ones have arrays. `take` may be called from any thread."""
 
+    @typed
     def __init__(
         self,
         pool: PagePool,

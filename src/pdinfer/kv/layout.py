@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
+from pdinfer.values import brief
 
 MTP_PREFIX = "mtp."
 """The prefix of the names of an MTP layer's components."""
@@ -41,6 +42,8 @@ class KVComponent:
     """One kind of cached value. `format` names the dtype, the widths and the rope pairing, so equal text means equal
     bytes. `layers` are global ids in ascending order."""
 
+    __repr__ = brief
+
     name: Name
     format: Name
     dtype: Name
@@ -60,6 +63,8 @@ class KVLayout:
     `model_id` and `weights_id` tie a cached latent to the model that made it: latents of other weights have the same
     shape and mean nothing. Layers are global ids, so ends that hold different slices still agree.
     """
+
+    __repr__ = brief
 
     model_id: Digest
     weights_id: Digest

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig
 from pdinfer.errors import Overloaded, PDInferError
 from pdinfer.kv.layout import KVLayout
@@ -72,6 +72,7 @@ class PagePool(OfOneProcess):
     make their pools together, unless `num_pages` sets the size.
     """
 
+    @typed
     def __init__(self, model: CacheShape, config: CacheConfig | None = None) -> None:
         config = config or CacheConfig()
         self.layout = model.kv_layout(config)
@@ -92,6 +93,12 @@ class PagePool(OfOneProcess):
         self._index = PrefixIndex(self._removed)
         self._num_granted = 0
         self._holders: list[Callable[[], Held]] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"PagePool({self.num_pages} pages of {self.layout.page_size} tokens: {self.num_free} free, "
+            f"{self.num_owned} owned, {self.num_granted} granted, {self.num_cached} cached)"
+        )
 
     @property
     def memory_pages(self) -> int:
@@ -120,6 +127,7 @@ class PagePool(OfOneProcess):
         """Pages that can be taken: free ones, and cached ones, which are evicted when they are taken."""
         return len(self._free) + self._index.num_resting
 
+    @typed
     def own(self, count: int) -> tuple[int, ...]:
         """Take pages for a request of this engine. Raise Overloaded when there are too few."""
         pages = self._take(count, PageState.OWNED)
@@ -127,6 +135,7 @@ class PagePool(OfOneProcess):
             self._users[page] = 1
         return pages
 
+    @typed
     def grant(self, count: int) -> tuple[int, ...]:
         """Take pages for a peer to write. They come back through `adopt`, or through `release` once the writer has
         stopped."""
@@ -134,6 +143,7 @@ class PagePool(OfOneProcess):
         self._num_granted += count
         return pages
 
+    @typed
     def adopt(self, pages: Sequence[int]) -> None:
         """Turn granted pages whose hand-off has landed into owned ones."""
         self._expect(pages, PageState.GRANTED)
@@ -142,6 +152,7 @@ class PagePool(OfOneProcess):
             self._users[page] = 1
         self._num_granted -= len(pages)
 
+    @typed
     def release(self, pages: Sequence[int]) -> None:
         """Let go of a request's pages, given in the order of their tokens. Owned pages become cached or free, unless
         another request uses them. Granted pages become free; their writer must be proven to have stopped."""
@@ -159,6 +170,7 @@ class PagePool(OfOneProcess):
             else:
                 self._to_free(page)
 
+    @typed
     def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
         """Return how often each page has become free."""
         return tuple(self._generations[page] for page in pages)
@@ -197,6 +209,7 @@ class PagePool(OfOneProcess):
         """Return how many of these found pages no request uses. `share` takes that many from the available pages."""
         return sum(not self._users[page] for page in pages)
 
+    @typed
     def share(self, pages: Sequence[int]) -> None:
         """Add a request that reads these found pages. Each user releases them."""
         if any(page not in self._index for page in pages):
@@ -255,6 +268,7 @@ class PagePool(OfOneProcess):
         for watcher in self._watchers:
             watcher.removed(key)
 
+    @typed
     def forget(self, pages: Sequence[int]) -> None:
         """Make these pages, and all pages that continue them, impossible to find: their contents are in doubt."""
         for page in pages:

@@ -20,6 +20,7 @@ import attrs
 from pdinfer.bounds import Digest, Index, PageSize
 from pdinfer.errors import PDInferError
 from pdinfer.types import PeerAddress, peer_key
+from pdinfer.values import brief
 
 
 def digest(*fields: bytes) -> bytes:
@@ -76,6 +77,8 @@ class PrefixChain:
 class KeyScheme:
     """How a pool makes the keys of its pages, for those who want to know whether it holds a prompt. `by_writer` says
     that pages which other engines wrote are kept apart by who wrote them."""
+
+    __repr__ = brief
 
     layout_id: Digest
     page_size: PageSize

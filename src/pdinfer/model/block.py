@@ -17,6 +17,7 @@ from pdinfer.moe.layer import MoE
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Group, Groups
 from pdinfer.trace import mark
+from pdinfer.values import brief
 
 
 @attrs.frozen
@@ -27,6 +28,8 @@ class Block:
     divide the heads. For the MLP they divide the tokens: `mlp_together` ranks share a part of the tokens and divide its
     channels.
     """
+
+    __repr__ = brief
 
     layer: int
     attention_norm: InputNorm

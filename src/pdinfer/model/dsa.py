@@ -19,6 +19,7 @@ from pdinfer.kv.layout import KVComponent
 from pdinfer.layers import Linear, WeightSource
 from pdinfer.model.batch import Batch
 from pdinfer.model.cache import FP8, packed_component, plain_component
+from pdinfer.values import brief
 
 INDEX_NORM_EPS = 1e-6
 """The eps of the norm of index keys, whatever `rms_norm_eps` is."""
@@ -32,6 +33,8 @@ class Indexer:
     of Y elements, and rope turns the *first* qk_rope_head_dim of them. In DeepSeek-V3.2 the pairs are (i, i + R/2),
     unlike in its attention.
     """
+
+    __repr__ = brief
 
     num_heads: int
     top_k: int

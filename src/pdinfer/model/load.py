@@ -10,7 +10,7 @@ import torch
 
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.checkpoint.schemes import StoredWeights
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.config import CacheConfig, ExpertConfig, ModelConfig
 from pdinfer.errors import BackendUnavailable, CheckpointError, ConfigError
 from pdinfer.files import AnyPath
@@ -39,6 +39,7 @@ MANY = 2000
 """With up to this many tensors missing, their names are still found and told."""
 
 
+@typed
 def load_model(
     checkpoint: AnyPath,
     *,

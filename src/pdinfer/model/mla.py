@@ -27,6 +27,7 @@ from pdinfer.model.cache import FP8, packed_component, plain_component
 from pdinfer.model.dsa import Indexer
 from pdinfer.model.step import Step
 from pdinfer.parallel.groups import ALONE, Group
+from pdinfer.values import brief
 
 LATENT_NORM_EPS = 1e-6
 """DeepSeek's modelling code builds the two latent norms with the default of its class, not with `rms_norm_eps`."""
@@ -42,6 +43,8 @@ class MLA:
     because absorbed attention takes it apart by heads. `indexer` is None where every token is read, and in layers that
     share the choice of an earlier one.
     """
+
+    __repr__ = brief
 
     config: ModelConfig
     num_heads: int

@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from pdinfer.checks import check_fits
+from pdinfer.checks import check_fits, typed
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError, RequestError
 from pdinfer.kernels.resolve import ResolvedOps
@@ -30,6 +30,7 @@ from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
 from pdinfer.process.memory import device_memory, device_memory_bytes
+from pdinfer.tokens import IntArray, ints_of
 from pdinfer.trace import Trace, mark
 
 AUTO_POOL_SEQUENCES = 64
@@ -59,6 +60,14 @@ class Model:
     rotary: Rotary
     weights_id: bytes
     mtp: MTP | None = None
+
+    def __repr__(self) -> str:
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        rank = f", rank {self.topology.rank} of {self.topology.world_size}" if self.topology.world_size > 1 else ""
+        return (
+            f"Model({config.model_type}, {config.num_hidden_layers} layers, {config.num_parameters / 1e6:,.1f} M "
+            f"parameters{'' if self.mtp is None else ' and an MTP layer'}, {dtype} on {self.device}{rank})"
+        )
 
     @classmethod
     def build(
@@ -141,17 +150,19 @@ class Model:
         """Return the logits of hidden states after the final norm: float32 [T, vocab]."""
         return self.resolved.ops.linear(state_TD, self.lm_head_VD).float()
 
-    def logits(self, tokens: Sequence[int]) -> Tensor:
+    def logits(self, tokens: Sequence[int] | IntArray) -> Tensor:
         """Run the model in one piece, without engines or a pool. Returns float32 [len(tokens), vocab] on the model's
         device.
 
         For scoring, and as the oracle of tests. A collective: ranks that have the same requests call it with the same
-        tokens and get the same logits. Raises RequestError for an empty or impossible token list.
+        tokens and get the same logits. Raises ConfigError for what are no ints (see `tokens.ints_of`), and RequestError
+        for an empty list or a token that the model does not have.
         """
-        batch, view = self._whole(tokens)
+        batch, view = self._whole(ints_of(tokens))
         return self.head(_in_order(self.norm(self.forward(batch, view)), batch))
 
-    def mtp_logits(self, tokens: Sequence[int], next_token: int) -> Tensor:
+    @typed
+    def mtp_logits(self, tokens: Sequence[int] | IntArray, next_token: int) -> Tensor:
         """Run the model and its MTP layer in one piece. Returns float32 [len(tokens), vocab]. Row i is for token i + 2,
         and is computed from the state of token i and the token after it, which for the last row is `next_token`.
 
@@ -159,6 +170,7 @@ class Model:
         """
         if self.mtp is None:
             raise ConfigError("the model was loaded without its MTP layer; load it with mtp=True")
+        tokens = ints_of(tokens)
         self._check_tokens([*tokens, next_token])
         batch, view = self._whole(tokens, next_token)
         state_TD = self.norm(self.forward(batch, view))
@@ -184,6 +196,7 @@ class Model:
         batch = Batch.build([row], page_size=layout.page_size, device=self.device, decode=False, cp=self.groups.cp)
         return batch, KVView.of(memory)
 
+    @typed
     def kv_layout(self, cache: CacheConfig) -> KVLayout:
         """Return the layout of a page of this model, see `kv_layout_of`. Raises ConfigError when the model was loaded
         for another cache."""

@@ -29,11 +29,14 @@ from pdinfer.model.step import Step
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.parallel.groups import Groups
 from pdinfer.trace import Trace, mark
+from pdinfer.values import brief
 
 
 @attrs.frozen
 class Tied:
     """What an MTP layer shares with the main model: embedding and head, both [V, D], and the rotary angles."""
+
+    __repr__ = brief
 
     embed_VD: Tensor
     head_VD: Tensor
@@ -43,6 +46,8 @@ class Tied:
 @attrs.frozen(kw_only=True)
 class MTP:
     """The weights of the layer. Its cache entry at slot i depends on tokens 0 to i + 1."""
+
+    __repr__ = brief
 
     layer: int
     tied: Tied

@@ -20,11 +20,14 @@ from pdinfer.moe.dispatchers import Dispatched, Masked, TokenDispatcher
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import LayerReplicas
 from pdinfer.trace import Trace, mark
+from pdinfer.values import brief
 
 
 @attrs.frozen
 class Router:
     """The router of a layer: it scores every expert in float32 and keeps the best, as `kernels.ops.Route` says."""
+
+    __repr__ = brief
 
     weight_ED: Tensor
     bias_E: Tensor | None
@@ -62,6 +65,8 @@ class Router:
 @attrs.frozen
 class Experts:
     """Gated MLPs in two stacks: gate_up [E, 2I, D] (gate rows first) and down [E, D, I], in one format."""
+
+    __repr__ = brief
 
     gate_up: Weight
     down: Weight
@@ -126,6 +131,8 @@ class MoE:
     `record` receives the logical experts that the router chose. `replicas` maps them to physical experts; it is None
     where the two are the same.
     """
+
+    __repr__ = brief
 
     router: Router
     experts: Experts

@@ -16,6 +16,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers import ExpertSizes, LocalDispatcher, TokenDispatcher, check_dispatcher, choose_dispatcher
 from pdinfer.moe.placement import DispatchRule, ExpertLoadRecorder, ExpertPlacement, LayerReplicas, ReplicaTables
 from pdinfer.parallel import Group
+from pdinfer.values import brief
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -27,6 +28,8 @@ class ExpertParallel:
     `replicas` and slots are mere names: every expert is where its own number says. `recorder` counts what the tokens of
     this rank choose.
     """
+
+    __repr__ = brief
 
     group: Group
     layers: Sequence[int]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
+from pdinfer.checks import typed
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.engine.admission import check_request
 from pdinfer.engine.decode import DecodeEngine
@@ -49,6 +50,7 @@ class Pairing(OfOneProcess):
 
     ends = frozenset({"close", "_forget"})  # `_forget` ends a `generate` that a forked child drops
 
+    @typed
     def __init__(
         self,
         prefill: PrefillPort | Sequence[PrefillPort],
@@ -80,7 +82,13 @@ class Pairing(OfOneProcess):
         if not all(self._ports.most_tokens.values()):
             raise ConfigError("a Pairing needs at least one prefill port and one decode port")
 
+    def __repr__(self) -> str:
+        prefills, decodes = len(self._ports.prefills), len(self._ports.decodes)
+        closed = ", closed" if self._closed else ""
+        return f"Pairing({prefills} prefill, {decodes} decode, {self.num_unfinished} unfinished requests{closed})"
+
     @classmethod
+    @typed
     def local(
         cls,
         checkpoint_or_model: str | os.PathLike[str] | Model,
@@ -122,6 +130,7 @@ class Pairing(OfOneProcess):
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
+    @typed
     @interruptible
     def submit(self, request: Request) -> str:
         """Take a request and return its id. An id and a seed are made up where it has none. Never blocks.
@@ -150,6 +159,7 @@ class Pairing(OfOneProcess):
                 self._admission.withdraw(tracked, displaced)
                 raise
 
+    @typed
     @interruptible
     def cancel(self, request_id: str) -> None:
         """End a request with CANCELLED at a coming step. Unknown or finished ids are ignored."""
@@ -157,12 +167,18 @@ class Pairing(OfOneProcess):
         if tracked is not None:
             self._inbox.put((tracked, Wish.CANCEL))
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[TokenEvent]:
-        """Serve `requests` and yield their events as they come. Pulls lazily, and waits where `submit` would raise
-        Overloaded. A bad request yields its FAILED event and the others go on. Closing the iterator cancels what it
-        submitted. Events of other requests stay for `step`."""
+    @typed
+    def generate(self, requests: Request | Iterable[Request]) -> Iterator[TokenEvent]:
+        """Serve one request or several, and yield their events as they come. Pulls lazily, and waits where `submit`
+        would raise Overloaded. A bad request yields its FAILED event and the others go on. Closing the iterator cancels
+        what it submitted. Events of other requests stay for `step`; a `step` that the host calls before the iterator
+        has ended takes the iterator's events, too, and then it does not yield them. Raises ConfigError for what is no
+        request, which ends the iterator."""
+        return self._serve(iter((requests,) if isinstance(requests, Request) else requests))
+
+    def _serve(self, source: Iterator[Request]) -> Iterator[TokenEvent]:
+        """Yield the events of the requests in `source`, as `generate` does."""
         mine: set[str] = set()
-        source = iter(requests)
         more = True
         pulled: Request | None = None
         try:
@@ -205,6 +221,7 @@ class Pairing(OfOneProcess):
             self._undelivered = events + self._undelivered
             raise
 
+    @typed
     @interruptible
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
@@ -219,6 +236,7 @@ class Pairing(OfOneProcess):
         left_s = self._broker.wakes_at() - self._clock()
         return self._inbox.wait(max(0.0, min(timeout_s, left_s))) or left_s <= timeout_s
 
+    @typed
     @interruptible
     def drain(self, timeout_s: float) -> bool:
         """Step until every request has ended or `timeout_s` is over, and return whether all have ended. The next `step`
@@ -255,6 +273,7 @@ class Pairing(OfOneProcess):
 
     # -- ports ------------------------------------------------------------------------------------------------------
 
+    @typed
     @interruptible
     def add(self, port: PrefillPort | DecodePort) -> None:
         """Connect a port to the ports of the other side and use it. Other threads may step meanwhile. A pair that
@@ -312,6 +331,7 @@ class Pairing(OfOneProcess):
             finally:
                 self._stepping.release()
 
+    @typed
     @interruptible
     def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
         """Stop choosing a port, step until its requests have ended or `drain_s` is over, and let it go, still open.

@@ -31,8 +31,10 @@ Policy = Callable[[RequestShape, Sequence[PrefillLoad], Sequence[DecodeLoad]], C
 
 __all__ = [
     "CacheAware",
+    "Choice",
     "Policy",
     "PowerOfTwo",
+    "RequestShape",
     "TrafficAware",
     "cache_aware",
     "least_tokens",

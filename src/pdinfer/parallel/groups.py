@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdinfer.errors import RankLost
 from pdinfer.process.forked import OfOneProcess
+from pdinfer.values import brief
 
 
 @attrs.frozen(eq=False)
@@ -28,6 +29,8 @@ class Group(OfOneProcess):
     Tensors are contiguous, on the device of the group's backend (for gloo: the host), of the same dtype and row shape
     on all ranks. Every call is noted in `calls`, if given: ranks that stay in step note the same.
     """
+
+    __repr__ = brief
 
     name: str
     ranks: tuple[int, ...] = (0,)
@@ -176,6 +179,8 @@ class Groups(OfOneProcess):
     `tp` ranks have every token and divide the heads, `cp` ranks divide the tokens of a prompt. `dense_tp` ranks divide
     the dense MLPs, `ep` ranks the experts.
     """
+
+    __repr__ = brief
 
     world: Group
     attention: Group

@@ -10,7 +10,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from pdinfer.checks import clip
+from pdinfer.checks import clip, typed
 from pdinfer.errors import ConfigError, RankLost
 from pdinfer.parallel.groups import Group, Groups
 
@@ -60,6 +60,7 @@ class Topology:
         return cls()
 
     @classmethod
+    @typed
     def from_env(
         cls, *, tp_size: int = 1, cp_size: int = 1, ep_size: int | None = None, moe_dense_tp_size: int = 1
     ) -> Self:

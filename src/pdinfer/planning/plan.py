@@ -23,6 +23,7 @@ from pdinfer.moe.parallel import check_step_fits, checked_placement
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology, even_slices, plan_writers
 from pdinfer.planning.rank_weights import RankWeights, rank_weights
+from pdinfer.values import brief
 
 GPUS_PER_NODE = 8
 H800_BYTES = int(79.1 * 2**30)
@@ -51,6 +52,8 @@ class EnginePlan:
     memory, or into `mem_fraction_static` of it. Without `device_bytes` memory is not checked. What drivers and DeepEP's
     buffers take is not known here: a pool finds that memory in use, and has fewer pages than planned.
     """
+
+    __repr__ = brief
 
     name: str
     config: ModelConfig
@@ -179,6 +182,8 @@ class ClusterPlan:
     Raises ConfigError, with the values, when a side is empty, when pages differ in size, and when an engine's steps are
     larger than its dispatcher can carry; LayoutMismatch when pages mean different things.
     """
+
+    __repr__ = brief
 
     prefill: tuple[EnginePlan, ...]
     decode: tuple[EnginePlan, ...]

@@ -18,6 +18,7 @@ from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel
 from pdinfer.moe.placement import ExpertPlacement
 from pdinfer.parallel import Topology
+from pdinfer.values import brief
 
 STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Scheme.INT8_DYNAMIC}
 """How published checkpoints are stored, under the names of `quantize_checkpoint`; "float" is not quantized."""
@@ -26,6 +27,8 @@ STORED = {"float": Scheme.FLOAT, "fp8": Scheme.FP8_BLOCKS, "w8a8_dynamic": Schem
 @attrs.frozen(kw_only=True)
 class PublishedWeights:
     """A checkpoint of `config` in which the same weights are quantized as in published ones; `stored` is in STORED."""
+
+    __repr__ = brief
 
     config: ModelConfig
     stored: str
@@ -46,6 +49,8 @@ class PublishedWeights:
 @attrs.frozen(kw_only=True)
 class RankWeights:
     """The bytes of a rank's weights: of those that are kept as they are stored, scales included, and of floats."""
+
+    __repr__ = brief
 
     quantized: int
     floats: int

@@ -118,6 +118,7 @@ def _refusing(kind: type[OfOneProcess]) -> type:
             inside[name] = _refusal(kind.__name__)
         elif isinstance(value, property):
             inside[name] = property(_refusal(kind.__name__))
+    inside["__repr__"] = lambda _: f"{kind.__name__}(a copy of one in the process that this one was forked from)"
     return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(inside))
 
 

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.config import RemoteConfig
 from pdinfer.errors import TransferError
 from pdinfer.inbox import Inbox
@@ -72,6 +73,7 @@ class _Client(OfOneProcess):
 
     role: ClassVar[str]
 
+    @typed
     def __init__(
         self,
         connection: MessageStream | Callable[[], MessageStream],
@@ -106,6 +108,9 @@ class _Client(OfOneProcess):
         self.limits = ready.limits
         self.addresses = ready.addresses or (ready.address,)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.address}{', lost' if self._lost else ''})"
+
     def _meet(self, connection: MessageStream) -> None:
         with self._lock:  # its threads may deliver a message at once
             self._session = Session(
@@ -124,6 +129,7 @@ class _Client(OfOneProcess):
             return self._config.hung_s
         return None if self._engine.ready is None else self._engine.ready.hung_s
 
+    @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Make the engine connect its channel to a peer, and raise what that raised. With `timeout_s` 0, do not
         wait."""
@@ -143,10 +149,12 @@ class _Client(OfOneProcess):
                 answer.error.fields = answer.fields  # type: ignore[attr-defined]
             raise answer.error
 
+    @typed
     def disconnect(self, peer: PeerAddress) -> None:
         """Make the engine close its channel's link to a peer."""
         self._session.post(Disconnect(peer))
 
+    @typed
     def cancel(self, request_id: str) -> None:
         """Make the engine end a request. Never blocks."""
         self._session.post(Cancel(request_id))
@@ -170,10 +178,12 @@ class _Client(OfOneProcess):
             self._lost = self._is_back = False
         return not self._lost
 
+    @typed
     def notify(self, listener: Callable[[], None]) -> None:
         """Call `listener`, from any thread, whenever a step would do something."""
         self._inbox.listen(listener)
 
+    @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
         return bool(self._events) or self._lost or self._inbox.wait(timeout_s)
@@ -193,6 +203,7 @@ class _Client(OfOneProcess):
         """How the keys of the engine's cached pages are made; None when it caches none."""
         return None if self._engine.ready is None else self._engine.ready.key_scheme
 
+    @typed
     def count_known(self, keys: Sequence[bytes]) -> int:
         """Return how many of these keys, from the first, belong to pages that the engine has told of."""
         return self._engine.pages.count_known(keys)
@@ -351,6 +362,7 @@ class PrefillClient(_Client):
 
     role = "prefill"
 
+    @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
         message = SubmitPrefill(PackedRequest.of(request), PackedGrant.of(grant))
         self._send_submit(message, len(request.prompt) + len(request.output))
@@ -368,10 +380,12 @@ class DecodeClient(_Client):
 
     role = "decode"
 
+    @typed
     def submit(self, request: Request, *, writers: Sequence[PeerAddress]) -> None:
         message = SubmitDecode(PackedRequest.of(request), tuple(writers))
         self._send_submit(message, len(request.prompt) + len(request.output))
 
+    @typed
     def change_writers(self, request_id: str, *, writers: Sequence[PeerAddress]) -> None:
         self._session.post(ChangeWriters(request_id, tuple(writers)))
 

@@ -48,10 +48,10 @@ class PackedRequest(msgspec.Struct):
     output: Packed
 
     def __post_init__(self) -> None:
-        """Raise ValueError, which refuses the message, for bytes that are not packed tokens. All else is checked by
-        `admission.check_request`."""
-        wire.check_packed("prompt", self.prompt)
-        wire.check_packed("output", self.output)
+        """Raise ValueError, which refuses the message, for bytes that are not packed tokens, which a `Request` cannot
+        hold. All else is checked by `admission.check_request`."""
+        wire.check_ids("prompt", self.prompt)
+        wire.check_ids("output", self.output)
 
     @classmethod
     def of(cls, request: Request) -> PackedRequest:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import AuthenticationError
 from typing import Protocol, runtime_checkable
 
+from pdinfer.checks import typed
 from pdinfer.config import RemoteConfig
 from pdinfer.config.options import hung_after_s
 from pdinfer.engine.decode import DecodeEngine
@@ -64,6 +65,7 @@ class Listener(Protocol):
     def accept(self) -> MessageStream: ...
 
 
+@typed
 def serve(
     engine: PrefillEngine | DecodeEngine,
     connection: MessageStream | Listener | None,

@@ -13,7 +13,9 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.checks import clip, typed
 from pdinfer.config import ExpertConfig, ModelConfig
+from pdinfer.errors import ConfigError
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
@@ -23,6 +25,7 @@ from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
 from pdinfer.parallel.groups import Groups
 from pdinfer.parallel.topology import Topology
+from pdinfer.values import brief
 
 _TINY: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -112,7 +115,10 @@ YaRN, with sparse attention in each layer and with choices shared between layers
 
 
 def tiny_config_dict(family: str = "v3", **overrides: Any) -> dict[str, Any]:
-    """Return the config.json of a model small enough for any machine. `overrides` replace fields."""
+    """Return the config.json of a model small enough for any machine. `overrides` replace fields. Raises ConfigError
+    for a family that is not in FAMILIES."""
+    if family not in FAMILIES:
+        raise ConfigError(f"the families of tiny models are {', '.join(FAMILIES)}, got {clip(family)}")
     return {**_TINY, **_FAMILIES[family], **overrides}
 
 
@@ -125,6 +131,8 @@ def tiny_config(family: str = "v3", **overrides: Any) -> ModelConfig:
 class RandomWeights:
     """A WeightSource that draws every tensor from its name and a seed, scaled so that activations stay near one and
     routing, norms and biases all matter. `tensors` holds the tensors that were asked for, by checkpoint name."""
+
+    __repr__ = brief
 
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -173,6 +181,7 @@ def _kept(tensor: Tensor, shard: Shard) -> Tensor:
     return tensor.tensor_split(shard.size, shard.axis)[shard.index]
 
 
+@typed
 def random_model(
     config: ModelConfig | None = None,
     *,
@@ -221,6 +230,7 @@ def random_model(
     )
 
 
+@typed
 def write_checkpoint(
     folder: str | os.PathLike[str], config: dict[str, Any], *, seed: int = 0, num_shards: int = 2, mtp: bool = False
 ) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def test_quantization_fields_are_refused_by_name(fields: dict[str, Any], told: s
 
 def test_many_unknown_fields_are_told_together_and_clipped() -> None:
     many = {f"field_{at}": "x" * 1000 for at in range(30)}
-    with pytest.raises(ConfigError, match=r"field_0 'x+\.\.\., field_1 .* and 20 more: unknown to") as caught:
+    with pytest.raises(ConfigError, match=r"field_0 'x+…, field_1 .* and 20 more: unknown to") as caught:
         ModelConfig.from_dict(tiny_config_dict() | many)
     assert len(str(caught.value)) < 1500
 

@@ -34,11 +34,16 @@ LARGEST_MESSAGE = 400
 
 
 def request(**values: Any) -> Request:
-    """Return a good request of 3 + 8 tokens, with `values` put where they belong."""
+    """Return a good request of 3 + 8 tokens, with `values` put where they belong. Token ids go past the constructor,
+    which would refuse them, as those of a message from another process do."""
     sampling = {name: value for name, value in values.items() if name in SAMPLING_FIELDS}
     others = {name: value for name, value in values.items() if name not in SAMPLING_FIELDS}
     good = {"prompt": (1, 2, 3), "sampling": SamplingParams(**{"max_new_tokens": 8, **sampling})}
-    return Request(**{**good, **others})
+    tokens = {name: others.pop(name) for name in ("prompt", "output") if name in others}
+    made = Request(**{**good, **others})
+    for name, value in tokens.items():
+        object.__setattr__(made, name, value)
+    return made
 
 
 def rows(row: str, field: str, limit: str, *values: object) -> list[Any]:

@@ -34,14 +34,16 @@ def rows(text: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
 
 
-def test_every_kernel_meets_the_gates_with_numbers_as_committed() -> None:
+@pytest.mark.parametrize("one_in", [5, pytest.param(1, marks=pytest.mark.full(minutes=1))])
+def test_kernels_meet_the_gates_with_numbers_as_committed(one_in: int) -> None:
     """The first specimen of each kernel. Those of other shapes follow in the long run."""
     firsts: dict[str, str] = {}
     for name, kernel, *_ in rows(aot.committed()):
         firsts.setdefault(kernel, name)
+    firsts = dict(list(firsts.items())[::one_in])
     chosen = [specimen for specimen in aot.specimens() if specimen.name in firsts.values()]
     found = check(chosen)
-    assert {f"`{one.kernel}`" for one in found} == {*firsts}, WRITE
+    assert {*firsts} <= {f"`{one.kernel}`" for one in found}, WRITE
     if triton.__version__ == aot.TRITON:
         of_these = [row for row in rows(aot.committed()) if row[0] in firsts.values()]
         assert rows(aot.table(found)) == of_these, WRITE

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.links import Links
@@ -47,6 +48,7 @@ class KVChannel(OfOneProcess):
     or TransferError when the transport cannot start.
     """
 
+    @typed
     def __init__(
         self,
         pool: PagePool,
@@ -75,7 +77,12 @@ class KVChannel(OfOneProcess):
         self._closed = False
         self.address = self._links.register(pool.memory, self)
 
+    def __repr__(self) -> str:
+        closed = ", closed" if self._closed else ""
+        return f"{type(self).__name__}({self.address}, over {self.transport.name}, {self.pool}{closed})"
+
     @classmethod
+    @typed
     def loopback(cls, *pools: PagePool) -> tuple[KVChannel, ...]:
         """Make one end per pool, all in this process. Ends of the *same* pool exchange pages without copying."""
         hub = LoopbackHub()
@@ -83,6 +90,7 @@ class KVChannel(OfOneProcess):
 
     # -- peers ------------------------------------------------------------------------------------------------------
 
+    @typed
     def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
         """Open a link and compare layouts. Either end may dial, or both; a second call does nothing. A link that breaks
         is dialled again automatically. With `timeout_s` 0 the call does not wait, and dialling goes on until
@@ -90,15 +98,18 @@ class KVChannel(OfOneProcess):
         when the peer cannot be reached, does not answer in time, or is not the one that `peer` describes."""
         self._links.connect(peer, timeout_s=timeout_s)
 
+    @typed
     def drop_peer(self, peer: PeerAddress) -> None:
         """Close the link for good. Every room that the peer has not finished settles ABORTED. An unknown peer is
         ignored."""
         self._links.drop(peer_key(peer))
 
+    @typed
     def connected(self, peer: PeerAddress) -> bool:
         """Return whether there is an open link to this very peer."""
         return self._links.book.link_to(peer_key(peer)) is not None
 
+    @typed
     def shares_pool(self, peers: Iterable[PeerAddress]) -> bool:
         """Return whether the pages of these peers are in this end's own pool, so that computing into them is the
         transfer."""
@@ -107,6 +118,7 @@ class KVChannel(OfOneProcess):
 
     # -- decode's side ----------------------------------------------------------------------------------------------
 
+    @typed
     def expect(self, grant: PageGrant) -> None:
         """Let the grant's writers write it. A writer that is not connected counts as lost at once."""
         self._receiver.expect(grant, self._clock())
@@ -115,6 +127,7 @@ class KVChannel(OfOneProcess):
         """Return whether the writers of an expected room may be told of it, which is at once."""
         return True
 
+    @typed
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the grant's writers to stop. `poll` returns their ABORTED, or a LANDED that was on its way."""
         self._receiver.abort(grant, error)
@@ -127,11 +140,13 @@ class KVChannel(OfOneProcess):
 
     # -- prefill's side ---------------------------------------------------------------------------------------------
 
+    @typed
     def accept(self, grant: PageGrant) -> None:
         """Accept a grant. Raises TransferError when a destination aborted it before or is not connected, or when it was
         made for another layout than the one that decode showed in the handshake. Then every destination is told."""
         self._sender.accept(grant)
 
+    @typed
     def push(
         self,
         grant: PageGrant,
@@ -147,6 +162,7 @@ class KVChannel(OfOneProcess):
         tokens."""
         return self._sender.push(grant, layers, tokens, pages, ready)
 
+    @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:
         """Finish a room with this writer's hand-off, behind all its pushes. ABORTED is allowed at any time. When the
         Transfer is done, the pages that were pushed for this grant are no longer read. Raises ConfigError when the
@@ -164,12 +180,18 @@ class KVChannel(OfOneProcess):
         """The bytes pushed and not yet read from our pages."""
         return self._sender.unsent_bytes
 
+    @typed
     def is_full(self, grant: PageGrant) -> bool:
         """Return whether more than `window_bytes` are on their way to a destination of the grant. It takes them more
         slowly than they are made, and other peers should not wait for it."""
         return self._sender.most_inflight(map(peer_key, grant.destinations)) > self.window_bytes
 
     # -- both -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     @property
     def has_news(self) -> bool:
@@ -196,15 +218,18 @@ class KVChannel(OfOneProcess):
                 num_stops=self._sender.num_stops,
             )
 
+    @typed
     def notify(self, listener: Callable[[], None]) -> None:
         """Have `listener` called, from any thread, whenever there may be news or a transfer is done."""
         self._listeners.append(listener)
 
+    @typed
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is news or the time is over. Return whether there is news."""
         with self._changed:
             return bool(self._changed.wait_for(lambda: self.has_news or self._closed, timeout_s))
 
+    @typed
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything pushed has left or the time is over. Return whether it has left."""
         self._sender.flush()

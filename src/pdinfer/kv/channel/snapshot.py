@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import attrs
 
 from pdinfer.types import HandoffStatus, PeerAddress
+from pdinfer.values import brief
 
 
 class ExpectedState(enum.Enum):
@@ -31,6 +32,8 @@ class AcceptedState(enum.Enum):
 class LinkSnapshot:
     """One link. `address` is None until the handshake is done."""
 
+    __repr__ = brief
+
     endpoint: str
     address: PeerAddress | None
     num_frames_waiting: int
@@ -41,6 +44,8 @@ class LinkSnapshot:
 class ExpectedRoom:
     """A room that decode granted and that has not settled. `handoffs` has one status per writer that has finished.
     `num_pieces` is the number of announced ranges of tokens, over all layers."""
+
+    __repr__ = brief
 
     state: ExpectedState
     pages: tuple[int, ...]
@@ -56,6 +61,8 @@ class ChannelSnapshot:
     `wanted` are the peers that it dials whenever there is no link to them, `pushing` the rooms for which it still reads
     pages, `num_settled` the hand-offs that `poll` would return, `num_stops` the rooms that `poll_stops` would return.
     """
+
+    __repr__ = brief
 
     links: tuple[LinkSnapshot, ...]
     wanted: tuple[PeerAddress, ...]

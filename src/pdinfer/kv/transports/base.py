@@ -25,6 +25,7 @@ from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
 from pdinfer.process.silence import LINKS
+from pdinfer.values import brief
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_UNTRUSTED_FRAME_BYTES = 1 << 10
@@ -36,6 +37,8 @@ TICK_S = LINKS.look_s
 class Transfer:
     """Bytes on their way. `done` means that our memory is no longer read; `error` means that they did not all leave.
     `then`, if given, is called with this transfer once it is done, in the thread that completed it."""
+
+    __repr__ = brief
 
     num_bytes: int
     then: Callable[[Transfer], None] | None = None
@@ -61,6 +64,8 @@ class Link:
     `time.monotonic`, unless the channel was given another. A transport that calls `tick` sets it when it makes the link
     and at every such arrival. If it stays 0.0, the channel takes the peer for silent, whatever arrives, and fences the
     link after `LINKS.silent_s`."""
+
+    __repr__ = brief
 
     endpoint: str
     trusted: bool = False

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Memory
@@ -187,6 +188,7 @@ class LoopbackTransport:
     for that thread.
     """
 
+    @typed
     def __init__(self, hub: LoopbackHub) -> None:
         self._hub = hub
         self._ends: dict[Link, _End] = {}

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pdinfer.checks import typed
 from pdinfer.errors import BackendUnavailable, ConfigError
 from pdinfer.kv.transports.one_sided.block import NamedEngine
 from pdinfer.kv.transports.one_sided.transport import NUM_SLOTS, SLOT_BYTES, TIMEOUT_S, RingTransport
@@ -118,6 +119,7 @@ class MooncakeEngine(NamedEngine):
     BackendUnavailable when the library or the hardware is missing.
     """
 
+    @typed
     def __init__(self, *, host: str = "127.0.0.1", protocol: str = "tcp", devices: Sequence[str] = ()) -> None:
         check_engine(protocol, devices)
         library = _load(protocol, devices)
@@ -195,6 +197,7 @@ class MooncakeTransport(RingTransport):
     missing.
     """
 
+    @typed
     def __init__(
         self,
         *,

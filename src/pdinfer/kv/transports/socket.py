@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver
@@ -38,6 +39,7 @@ class SocketTransport(StreamTransport):
     used.
     """
 
+    @typed
     def __init__(
         self,
         *,

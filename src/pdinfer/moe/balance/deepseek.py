@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import MAX_EXPERTS, Floats, Ints
 
@@ -73,6 +73,7 @@ def _check_divides(name: str, size: int, **whole: int) -> None:
             raise ConfigError(f"{what} {total} cannot be divided evenly over {name} {size}")
 
 
+@typed
 def rebalance_experts(
     weight: Any, num_replicas: int, num_groups: int, num_nodes: int, num_gpus: int
 ) -> tuple[Ints, Ints, Ints]:

@@ -12,6 +12,7 @@ from pdinfer.kernels.activations import Rounded
 from pdinfer.kernels.ops import Ops
 from pdinfer.moe.dispatchers.base import Contiguous, Returned
 from pdinfer.parallel import Begun, Group
+from pdinfer.values import brief
 
 
 @attrs.frozen(kw_only=True)
@@ -53,6 +54,8 @@ class AllToAllDispatcher:
     token's rank in the order of its experts, in float32, and do not depend on where experts are. A layer takes three
     collectives: counts, rows, results. Reading the counts is the only sync of the device.
     """
+
+    __repr__ = brief
 
     group: Group
     experts_per_rank: int

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows, Rounded
 from pdinfer.kernels.ops import Ops
+from pdinfer.values import brief
 
 
 @attrs.frozen(kw_only=True)
@@ -27,6 +28,8 @@ class Contiguous:
     Results are multiplied by `weights_S` (float32) where the experts run, unless it is None: then the dispatcher does
     that when it combines.
     """
+
+    __repr__ = brief
 
     x_SD: Tensor | FP8Rows
     counts_E: Tensor
@@ -40,6 +43,8 @@ class Masked:
     The first `counts_E[e]` rows of expert e are present (integers, on the device of the rows); the others may hold
     anything. `weights_EN` is as in `Contiguous`.
     """
+
+    __repr__ = brief
 
     x_END: Tensor | FP8Rows
     counts_E: Tensor
@@ -56,6 +61,8 @@ class Returned:
     """What experts returned for the tokens of this rank, in the form that `kernels.fused.CombineExperts` sums: the
     result of token t is sum_k weights_TK[t, k] * y_SD[row_TK[t, k]], where a row of -1 is none. Without these two, y_SD
     is that sum, [T, D]."""
+
+    __repr__ = brief
 
     y_SD: Tensor
     row_TK: Tensor | None = None
@@ -103,6 +110,8 @@ class _Sorted(Contiguous):
 @attrs.frozen
 class LocalDispatcher:
     """The dispatcher for one rank: it sorts the rows."""
+
+    __repr__ = brief
 
     num_experts: int
     ops: Ops

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from pdinfer.values import brief
+
 _CANCEL, _SUM_LOAD, _REBALANCE = 1, 2, 4
 _NO_PLACEMENT = -1
 
@@ -34,6 +36,8 @@ class ExpertStatus:
     on with; a digest is positive. `num_advances` counts how often the staged placement has advanced. `answer_bytes` is
     the size of the solver's answer: None while there is none, 0 for an answer without a placement.
     """
+
+    __repr__ = brief
 
     staged: int | None = None
     failed: int | None = None

@@ -7,14 +7,17 @@ from functools import cached_property
 import attrs
 import numpy as np
 
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.moe.placement.placement import ExpertPlacement, Floats, Ints, check_ranks_per_node
+from pdinfer.values import brief
 
 
 @attrs.frozen(kw_only=True)
 class ExpertMove:
     """One copy of an expert's weights in one layer. Slots are those of `physical_to_logical_map`, 0..P-1."""
+
+    __repr__ = brief
 
     layer: int
     expert: int
@@ -32,6 +35,8 @@ class MigrationPlan:
     its layer have been read.
     """
 
+    __repr__ = brief
+
     moves: tuple[ExpertMove, ...]
     expert_bytes: int
     ranks_per_node: int
@@ -48,6 +53,7 @@ class MigrationPlan:
         return self.expert_bytes * sum(move.source_rank // size != move.destination_rank // size for move in self.moves)
 
 
+@typed
 def plan_migration(
     old: ExpertPlacement, new: ExpertPlacement, *, expert_bytes: int, ranks_per_node: int | None = None
 ) -> MigrationPlan:

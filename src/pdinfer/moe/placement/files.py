@@ -18,10 +18,11 @@ import msgspec
 import numpy as np
 
 from pdinfer.checkpoint.reader import Checkpoint
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, typed
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import read_json
 from pdinfer.moe.placement.placement import ExpertPlacement, Ints, Shares
+from pdinfer.values import brief
 
 MAX_JSON_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 256 << 20
@@ -43,11 +44,14 @@ class ExpertLocation:
     `logical_count` is None.
     """
 
+    __repr__ = brief
+
     physical_to_logical_map: Ints | None = None
     slot_shares: Shares | None = None
     logical_count: Ints | None = None
 
 
+@typed
 def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int = 0) -> ExpertLocation:
     """Read a .json or .safetensors file. The file need not be trusted.
 
@@ -80,6 +84,7 @@ def read_expert_location(path: str | os.PathLike[str], *, num_dense_layers: int 
     )
 
 
+@typed
 def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *, num_dense_layers: int = 0) -> None:
     """Write a map in the format that the suffix of `path` names. Dense layers get rows that are never read.
 
@@ -101,6 +106,7 @@ def write_placement(path: str | os.PathLike[str], placement: ExpertPlacement, *,
     _write(path, fields)
 
 
+@typed
 def write_counts(path: str | os.PathLike[str], counts: Any, *, num_dense_layers: int = 0) -> None:
     """Write [layers, experts] counts in the format that the suffix of `path` names. Dense layers get zeros.
 

@@ -15,8 +15,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from pdinfer.checks import clip, int_in
+from pdinfer.checks import clip, int_in, typed
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MAX_EXPERTS = 1 << 16
 MAX_RANKS = 1 << 16
@@ -75,6 +76,8 @@ class ExpertPlacement:
     not fit.
     """
 
+    __repr__ = brief
+
     physical_to_logical_map: Ints = attrs.field(
         converter=_int_map, eq=attrs.cmp_using(eq=np.array_equal), hash=False, repr=False
     )
@@ -115,6 +118,7 @@ class ExpertPlacement:
             raise ConfigError(f"layer {layer}: the shares of expert {expert} sum to {sums[layer, expert]}, not to 1")
 
     @classmethod
+    @typed
     def trivial(cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0) -> ExpertPlacement:
         """Return the placement with expert `p % num_experts` in slot p, in every layer."""
         for name, value, least in (
@@ -153,6 +157,7 @@ class ExpertPlacement:
         found.flags.writeable = False
         return found.reshape(self.num_layers, -1)
 
+    @typed
     def slots_of(self, rank: int) -> range:
         """Return the slots that lie on a rank. Raises ConfigError when there is no such rank."""
         _check_rank(rank, self)
@@ -246,10 +251,13 @@ class DispatchTable:
     `slots` is int64 [L, E, most candidates], padded with -1; `until` float32 alike, padded with 1 like its last bound.
     """
 
+    __repr__ = brief
+
     slots: Ints
     until: Shares
 
 
+@typed
 def dispatch_table(
     placement: ExpertPlacement, rule: DispatchRule, *, rank: int, ranks_per_node: int | None = None
 ) -> DispatchTable:

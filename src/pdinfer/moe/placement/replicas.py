@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.moe.placement.placement import DispatchRule, ExpertPlacement, dispatch_table
+from pdinfer.values import brief
 
 GOLDEN = 2654435769
 """2^32 divided by the golden ratio. Its multiples modulo 2^32 lie evenly, also every n-th of them."""
@@ -16,6 +17,8 @@ GOLDEN = 2654435769
 @attrs.frozen(eq=False)
 class LayerReplicas:
     """The slots to which rank `rank` of `num_ranks` sends the tokens of one layer: views into `ReplicaTables`."""
+
+    __repr__ = brief
 
     slots_EX: Tensor
     until_EX: Tensor
@@ -39,6 +42,8 @@ class LayerReplicas:
 class ReplicaTables:
     """A `DispatchTable` of one rank as tensors [L, E, X], with room for the X copies of an expert that any placement of
     as many slots can have."""
+
+    __repr__ = brief
 
     rule: DispatchRule
     rank: int

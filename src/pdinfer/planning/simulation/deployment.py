@@ -16,6 +16,7 @@ import numpy as np
 from pdinfer.checks import clip, float_in, int_in
 from pdinfer.config import CacheConfig, EngineConfig, PairingConfig
 from pdinfer.errors import ConfigError
+from pdinfer.values import brief
 
 MANY_PAGES = 2**31 - 1
 """The pages of a pool whose size is not given: more than any load fills."""
@@ -48,6 +49,8 @@ class Change:
     """From `at_s` on, the engine ("P0", "D1") runs at `speed` times its own speed, from its next step on. At a speed of
     0 it is gone, at once and for good."""
 
+    __repr__ = brief
+
     engine: str
     at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
     speed: float = attrs.field(validator=float_in(0.0, 1e3, low_included=True), converter=float)
@@ -56,6 +59,8 @@ class Change:
 @attrs.frozen(kw_only=True)
 class Stall:
     """The host of the Pairing does nothing for `for_s` seconds from `at_s` on: it sends, forwards and reads nothing."""
+
+    __repr__ = brief
 
     at_s: float = attrs.field(validator=float_in(0.0, 1e9, low_included=True), converter=float)
     for_s: float = attrs.field(validator=float_in(0.0, 1e6), converter=float)
@@ -66,6 +71,8 @@ class Network:
     """The links between engines. Each engine's end carries `bytes_per_s`, which its transfers share max-min; None is
     without limit. A token has `token_bytes`. A chunk's bytes leave in `num_pushes` equal parts as its layers are
     computed, so the last part is what compute cannot hide. A hand-off lands `latency_s` after its last byte."""
+
+    __repr__ = brief
 
     bytes_per_s: float | None = None
     token_bytes: int = 0
@@ -86,6 +93,8 @@ class EngineModel:
     """All engines of one side: their limits, their pools, and the seconds of their steps. `takes_arrays` says that
     `step_s` answers for many steps at once."""
 
+    __repr__ = brief
+
     step_s: StepSeconds
     engine: EngineConfig
     cache: CacheConfig
@@ -100,6 +109,8 @@ class EngineModel:
 @attrs.frozen(kw_only=True)
 class Cluster:
     """Engines to simulate. Make it with `cluster`."""
+
+    __repr__ = brief
 
     num_prefills: int
     num_decodes: int

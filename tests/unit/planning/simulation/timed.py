@@ -31,14 +31,15 @@ VOCAB_SIZE = 1 << 15
 class PlainModel(FakeModel):
     """A model of one byte per token and layer, of any context."""
 
-    config: Any = FakeConfig(max_position_embeddings=1 << 20)
+    config: Any = FakeConfig(max_position_embeddings=1 << 20, fingerprint=b"plain")
     mtp: Any = None
 
     def kv_layout(self, cache: Any) -> KVLayout:
         part = KVComponent(
             name="cell", format="u8", dtype="uint8", width=1, token_bytes=1, layers=tuple(range(NUM_LAYERS))
         )
-        return KVLayout(model_id=b"plain", weights_id=b"none", page_size=cache.page_size, components=(part,))
+        model_id = self.config.fingerprint
+        return KVLayout(model_id=model_id, weights_id=b"none", page_size=cache.page_size, components=(part,))
 
     def allocate_pages(self, layout: KVLayout, num_pages: int, memory: str = "auto") -> Memory:
         pages = CellMemory(layout, num_pages)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
@@ -44,6 +45,7 @@ class ShmTransport(StreamTransport):
     Raises ConfigError on systems without memfds.
     """
 
+    @typed
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -69,6 +71,7 @@ class ShmTransport(StreamTransport):
         )
 
 
+@typed
 def same_host_transport(*, digest: bool = True) -> Transport:
     """Return the fastest transport between processes of this host: shared memory, or sockets where there is none."""
     return ShmTransport(digest=digest) if CAN_SHARE else SocketTransport(digest=digest)

@@ -18,6 +18,7 @@ from typing import Any
 
 import attrs
 
+from pdinfer.checks import is_number
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.stream.connection import StreamConnection
 
@@ -48,7 +49,7 @@ class Strangers:
     message_s: float = 5.0
 
     def __attrs_post_init__(self) -> None:
-        if not all(number > 0 for number in attrs.astuple(self)):
+        if not all(is_number(number) and number > 0 for number in attrs.astuple(self)):
             raise ConfigError(f"{self}: each number must be above 0, or no peer could ever connect")
 
 
