@@ -71,8 +71,8 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
 class KVEvents:
     """The events of one pool since it was watched. Blocks that were there before are told of as removed only.
 
-    `medium` says where the pages are, in vLLM's words ("GPU"). With `as_maps` the structs are maps by name, as in vLLM
-    versions since 2026; older ones have arrays. `take` may be called from any thread."""
+    `medium` says where the pages are, in vLLM's words ("GPU"). With `as_maps` the events of a batch are maps by name,
+    as in vLLM 0.32; older versions have arrays. `take` may be called from any thread."""
 
     @typed
     def __init__(
@@ -131,6 +131,6 @@ class KVEvents:
             self._num_blocks += num_blocks
 
 
-def _mapped(batch: KVEventBatch) -> dict[str, object]:
+def _mapped(batch: KVEventBatch) -> list[object]:
     events = [{"type": type(event).__name__, **msgspec.structs.asdict(event)} for event in batch.events]
-    return {"ts": batch.ts, "events": events, "data_parallel_rank": batch.data_parallel_rank}
+    return [batch.ts, events, batch.data_parallel_rank]

@@ -88,7 +88,7 @@ def test_a_reader_that_does_not_read_begins_anew(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("as_maps", [False, True])
 def test_the_bytes_are_those_of_vllm(as_maps: bool) -> None:
-    """Arrays with a tag up to 2025, maps with a type since."""
+    """Events are arrays with a tag, or maps with a type since vLLM 0.32 at the latest. A batch is an array."""
     pool = pool_of()
     told = KVEvents(pool, as_maps=as_maps, clock=lambda: 1.0, data_parallel_rank=2, medium="GPU")
     keys, _ = keep(pool, (1, 2, 3, 4))
@@ -98,14 +98,14 @@ def test_the_bytes_are_those_of_vllm(as_maps: bool) -> None:
     if as_maps:
         event = {"block_hashes": keys, "parent_block_hash": None, "token_ids": [1, 2, 3, 4], "block_size": 4}
         event |= {"type": "BlockStored", "lora_id": None, "medium": "GPU", "lora_name": None}
-        assert plain == {"ts": 1.0, "events": [event], "data_parallel_rank": 2}
+        assert plain == [1.0, [event], 2]
     else:
         assert plain == [1.0, [["BlockStored", keys, None, [1, 2, 3, 4], 4, None, "GPU", None]], 2]
 
 
 def test_vllms_own_classes_decode_them() -> None:
     theirs = pytest.importorskip("vllm.distributed.kv_events")
-    as_maps = not theirs.KVEventBatch.__struct_config__.array_like
+    as_maps = not theirs.BlockStored.__struct_config__.array_like
     pool = pool_of(2)
     told = KVEvents(pool, as_maps=as_maps)
     keys, _ = keep(pool, tuple(range(8)))
