@@ -55,7 +55,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "bench.plots": (("requests", "runs"), ("plot",)),
     "metrics": (("recorder", "spans"), ("series",), ("names",)),
     "diagnosis": (("doctor",), ("software", "limits", "variables"), ("network",), ("machine",), ("report",)),
-    "planning": (("plan", "simulation"), ("rank_weights",)),
+    "planning": (("profiles",), ("plan", "simulation"), ("rank_weights",)),
+    "planning.profiles": (("profile",), ("settings",)),
     "planning.simulation": (
         ("simulate",),
         ("simulator",),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 import pytest
 
+import pdinfer as pd
 from pdinfer.config import RemoteConfig
 from pdinfer.config.options import HUNG_FACTOR, HUNG_S
 from pdinfer.kv.channel.wire import Message
 from pdinfer.kv.pool import PageState
+from pdinfer.metrics import names
 
 ROOT = Path(__file__).parent.parent
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text("utf-8")
@@ -57,6 +61,30 @@ def test_the_protocol_names_every_frame_every_page_state_and_every_promise() -> 
     assert promised == {*range(1, 6), *range(7, 14), 15, 18, 19, 20}
     assert len(NUMBERS) == len(re.findall(r"^\| `(?:kv|process)\.", PROTOCOL, re.MULTILINE)) > 0
     assert NAMED_TESTS
+
+
+OWNERS = (
+    *(pd.CacheConfig, pd.EngineConfig, pd.ExpertConfig, pd.PairingConfig, pd.RemoteConfig, pd.Topology),
+    *(pd.kv.SocketTransport, pd.kv.MooncakeTransport, pd.SamplingParams, pd.load_model),
+)
+
+
+@pytest.mark.parametrize("owner", OWNERS, ids=lambda owner: owner.__name__)
+def test_an_argument_that_a_page_names_exists(owner: Callable[..., object]) -> None:
+    known, found = inspect.signature(owner).parameters, 0
+    for page in PAGES:
+        for arguments in re.findall(rf"\b{owner.__name__}\(([^()]*)\)", page.read_text("utf-8")):
+            given = re.findall(r"(\w+)=", arguments)
+            assert set(given) <= set(known), f"{page}: {owner.__name__}({arguments})"
+            found += len(given)
+    assert found
+
+
+def test_a_metric_that_is_ours_instead_of_theirs_exists() -> None:
+    page = (ROOT / "docs/howto/coming-from-other-servers.md").read_text("utf-8")
+    ours = set(re.findall(r"\bpdinfer_\w+", page))
+    assert len(ours) > 20
+    assert ours <= {metric.name for metric in vars(names).values() if isinstance(metric, names.Metric)}
 
 
 def test_the_reading_path_is_short() -> None:

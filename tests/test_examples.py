@@ -71,6 +71,12 @@ def test_snippet_runs(text: str, tmp_path: Path) -> None:
     assert _run(str(snippet))
 
 
+@pytest.mark.full(minutes=3)
+def test_actors_of_ray_are_killed_and_replaced() -> None:
+    pytest.importorskip("ray", reason="examples/ray_actors.py needs Ray: pip install ray")
+    assert "1 prefill was killed and replaced" in _run("examples/ray_actors.py", timeout_s=900)
+
+
 @pytest.mark.full
 def test_training_takes_its_first_steps(tmp_path: Path) -> None:
     _run(

@@ -45,7 +45,7 @@ import logging
 import typing
 
 if typing.TYPE_CHECKING:
-    from pdinfer import aio, bench, kernels, kv, metrics, moe, remote, testing, text
+    from pdinfer import aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
     from pdinfer.bench.slo import SLO
     from pdinfer.checkpoint.quantize import quantize_checkpoint
     from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -156,6 +156,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "load_model",
     "metrics",
     "moe",
+    "planning",
     "policy",
     "quantize_checkpoint",
     "rebalance_experts",

@@ -553,6 +553,22 @@ class TestAddresses:
         end = open_end(SocketTransport(host="0.0.0.0", allow_remote=True))
         assert end.endpoints[0].startswith(f"tcp://{socket.gethostname()}:")
 
+    def test_peers_are_told_the_host_that_is_advertised(self, open_end: Callable[..., End]) -> None:
+        right = open_end(SocketTransport(host="0.0.0.0", allow_remote=True, advertise="localhost"))
+        assert right.endpoints[0].startswith("tcp://localhost:")
+        left = open_end(SocketTransport(advertise="fd00::7"))
+        assert left.endpoints[0].startswith("tcp://[fd00::7]:")
+        link, _ = left.connect(right)
+        left.transport.send(link, b"f")
+        right.receiver.wait("received")
+
+    @pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "tcp://a", "a:80", "a b", "[::1]", 7])
+    def test_what_no_peer_can_dial_is_not_advertised(self, host: str, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="advertise must be"):
+            SocketTransport(advertise=host)
+        with pytest.raises(ConfigError, match="by its path"):
+            SocketTransport(path=tmp_path / "s", advertise="a")
+
     def test_ipv6(self, open_end: Callable[..., End]) -> None:
         try:
             right = open_end(SocketTransport(host="::1"))

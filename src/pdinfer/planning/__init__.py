@@ -2,6 +2,7 @@
 
     simulation/       a load through a cluster of simulated engines
     plan.py           a checked plan of engines over ranks
+    profiles/         published deployments: each setting, and what it is here
     rank_weights.py   how many bytes of weights a rank holds
 
 May import: bench, checkpoint, config, engine, kernels, kv, model, moe, pairing, parallel, the ground.
@@ -10,6 +11,7 @@ May import: bench, checkpoint, config, engine, kernels, kv, model, moe, pairing,
 from __future__ import annotations
 
 from pdinfer.planning.plan import ClusterPlan, EnginePlan, engine_nodes, h800_cluster
+from pdinfer.planning.profiles import EngineProfile, OpCall, Profile, Setting, profile
 from pdinfer.planning.simulation import Change, Cluster, Simulator, Stall, StepRows, cluster, simulate
 
 __all__ = [
@@ -17,11 +19,16 @@ __all__ = [
     "Cluster",
     "ClusterPlan",
     "EnginePlan",
+    "EngineProfile",
+    "OpCall",
+    "Profile",
+    "Setting",
     "Simulator",
     "Stall",
     "StepRows",
     "cluster",
     "engine_nodes",
     "h800_cluster",
+    "profile",
     "simulate",
 ]

@@ -11,7 +11,15 @@ from pdinfer.errors import ConfigError
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver
 from pdinfer.kv.transports.stream.door import Strangers
-from pdinfer.kv.transports.stream.endpoints import TCP, UNIX, check_local, check_port, listen_tcp, listen_unix
+from pdinfer.kv.transports.stream.endpoints import (
+    TCP,
+    UNIX,
+    check_advertised,
+    check_local,
+    check_port,
+    listen_tcp,
+    listen_unix,
+)
 from pdinfer.kv.transports.stream.payloads import InlinePayloads, Payloads
 from pdinfer.kv.transports.stream.transport import StreamTransport
 
@@ -22,6 +30,9 @@ class SocketTransport(StreamTransport):
     Listens on `host`:`port` (0 is any free port), or on a Unix socket made at `path`, and connects to both kinds. With
     `digest=False` payloads are not verified: neither those sent nor, when the peer sends no digest, those received. An
     end with digests refuses the writes of one without. `strangers` limits links that are not trusted yet.
+
+    `advertise` is the name or address that peers are told instead of `host`. Behind a wildcard such as "0.0.0.0" they
+    are otherwise told this machine's name, which not every network resolves. The port stays the one listened on.
 
     Nothing is encrypted. A host that other machines can reach needs a channel with a key, or `allow_remote=True` on a
     trusted network. Without either, making the channel raises ConfigError, as it does for an address that cannot be
@@ -35,6 +46,7 @@ class SocketTransport(StreamTransport):
         host: str = "127.0.0.1",
         port: int = 0,
         path: str | os.PathLike[str] | None = None,
+        advertise: str | None = None,
         allow_remote: bool = False,
         digest: bool = True,
         strangers: Strangers | None = None,
@@ -43,13 +55,15 @@ class SocketTransport(StreamTransport):
         check_port(port)
         if path is not None and (host, port) != ("127.0.0.1", 0):
             raise ConfigError(f"listen on a path ({path!r}) or on a host and port ({host}:{port}), not on both")
+        if advertise is not None:
+            check_advertised(advertise, path)
 
         def payloads(link: Link, memory: Memory, receiver: Receiver) -> Payloads:
             return InlinePayloads(link, memory, receiver, digest=digest)
 
         super().__init__(
             "tcp" if path is None else "unix",
-            listen=lambda: listen_tcp(host, port) if path is None else listen_unix(os.fspath(path)),
+            listen=lambda: listen_tcp(host, port, advertise) if path is None else listen_unix(os.fspath(path)),
             schemes=(TCP, UNIX),
             payloads=payloads,
             clock=clock,

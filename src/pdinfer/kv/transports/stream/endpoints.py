@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import socket
 import stat
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from pdinfer.checks import clip
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.transports.base import Receiver
 from pdinfer.process.scratch import ScratchFolder
@@ -23,6 +25,8 @@ BACKLOG = 1024
 again."""
 MAX_KNOWN = 1024
 MAX_PORT = 65535
+WILDCARDS = ("", "0.0.0.0", "::")  # noqa: S104 - compared, not bound
+_NAME = re.compile(r"[\w.-]{1,253}", re.ASCII)
 Addresses = list[tuple[socket.AddressFamily, Any]]
 BUFFER_BYTES = 4 << 20
 
@@ -52,6 +56,16 @@ def check_port(port: int) -> None:
         raise ConfigError(f"port {port!r} is not a TCP port; use 1 to {MAX_PORT}, or 0 for any free one")
 
 
+def check_advertised(host: str, path: str | os.PathLike[str] | None) -> None:
+    """Raise ConfigError for text that peers cannot dial as the host of a TCP endpoint, and beside a socket file."""
+    if path is not None:
+        raise ConfigError(f"advertise={clip(host)} is for TCP; peers find {os.fspath(path)!r} by its path")
+    if not isinstance(host, str) or host in WILDCARDS or not (_NAME.fullmatch(host) or _is_address(host)):
+        raise ConfigError(
+            f"advertise must be a name or an address that peers reach, without scheme and port, got {clip(host)}"
+        )
+
+
 def check_local(host: str, receiver: Receiver) -> None:
     """Raise ConfigError for a host that other machines can reach, unless `receiver` authenticates its peers."""
     if not _is_local(host) and not receiver.authenticates:
@@ -61,9 +75,9 @@ def check_local(host: str, receiver: Receiver) -> None:
         )
 
 
-def listen_tcp(host: str, port: int) -> Listener:
-    """Listen on an address of this machine. Raise ConfigError when that fails. A wildcard is announced by this
-    machine's name."""
+def listen_tcp(host: str, port: int, advertise: str | None = None) -> Listener:
+    """Listen on an address of this machine, announced as `advertise`. Raise ConfigError when that fails. Without
+    `advertise` a wildcard is announced by this machine's name."""
     try:
         family, address = _resolve(host, port, socket.AI_PASSIVE)[0]
         sock = socket.socket(family, socket.SOCK_STREAM)
@@ -78,7 +92,7 @@ def listen_tcp(host: str, port: int) -> Listener:
         sock.close()
         raise ConfigError(f"cannot listen on {host} port {port}: {error}; port 0 takes any free one") from error
     sock.setblocking(False)
-    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
+    name = advertise or (socket.gethostname() if host in WILDCARDS else host)
     return Listener(sock, tcp_endpoint(name, sock.getsockname()[1]))
 
 
@@ -220,6 +234,13 @@ def _enlarge(sock: socket.socket) -> None:
 def _is_local(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host))
     except ValueError:
         return False
 

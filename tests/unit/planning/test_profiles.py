@@ -1,0 +1,176 @@
+"""Published deployments as data: every setting is there, its values validate and plan, and the docs show them all.
+
+The lists of names are those of the published scripts, typed once more.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+from pathlib import Path
+
+import attrs
+import msgspec
+import pytest
+
+import pdinfer as pd
+from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
+from pdinfer.errors import ConfigError
+from pdinfer.kernels.ops import OP_NAMES
+from pdinfer.planning import h800_cluster, profile
+from pdinfer.planning.profiles.settings import decoded, deployments
+from tests.unit.config import published_configs
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/howto/deployments.md").read_text("utf-8")
+V3, A3 = "deepseek-v3-h800-P3x3D4", "deepseek-v3.2-ascend-a3-P2D2"
+CONFIGS = {
+    "deepseek-v3-h800": ModelConfig.from_dict(published_configs.V3),
+    "deepseek-v3.2-ascend-a3": ModelConfig.from_dict(published_configs.V32),
+}
+NAMES = [f"{found.name}-{cluster}" for found in deployments() for cluster in found.clusters]
+OWNERS = {
+    kind.__name__: {field.name for field in attrs.fields(kind)}
+    for kind in (CacheConfig, EngineConfig, ExpertConfig, PairingConfig, RemoteConfig, pd.Topology)
+} | {"load_model": {"mtp"}, "MooncakeTransport": {"devices"}, "Pairing": {"policy"}}
+SETTINGS = {
+    V3: """--nnodes --node-rank --dist-init-addr --tp --dp --max-running-requests --context-length --enable-dp-attention
+        --enable-dp-lm-head --moe-dense-tp-size --enable-deepep-moe --deepep-mode --deepep-config --page-size
+        --disable-radix-cache --mem-fraction-static --decode-log-interval --watchdog-timeout --log-requests
+        --trust-remote-code --served-model-name --host --port --disaggregation-mode --disaggregation-ib-device
+        --disaggregation-transfer-backend --chunked-prefill-size --max-prefill-tokens --max-total-tokens
+        --disable-cuda-graph --cuda-graph-bs --ep-num-redundant-experts --enable-eplb --eplb-algorithm
+        --ep-dispatch-algorithm --eplb-rebalance-num-iterations --init-expert-location
+        --expert-distribution-recorder-mode --expert-distribution-recorder-buffer-size --disable-overlap-schedule
+        mini_lb --cpus --shm-size --ulimit --device --cap-add --net --ipc
+        MC_TE_METRIC SGLANG_TBO_DEBUG SGL_ENABLE_JIT_DEEPGEMM SGLANG_SET_CPU_AFFINITY
+        SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK SGLANG_HACK_DEEPEP_NEW_MODE SGLANG_HACK_DEEPEP_NUM_SMS
+        SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT NCCL_IB_HCA NCCL_IB_GID_INDEX NCCL_SOCKET_IFNAME NCCL_IB_TC NCCL_IB_SL
+        NCCL_IB_QPS_PER_CONNECTION NCCL_IB_SPLIT_DATA_ON_QPS NCCL_MIN_NCHANNELS NVSHMEM_ENABLE_NIC_PE_MAPPING
+        NVSHMEM_HCA_LIST NVSHMEM_IB_GID_INDEX EXPERT_DISTRIBUTION_PT_LOCATION DEEP_EP_CFG""",
+    A3: """--nnodes --node-rank --tp --dp --ep --enable-dp-attention --enable-dp-lm-head --moe-dense-tp-size
+        --enable-nsa-prefill-context-parallel --nsa-prefill-cp-mode --attn-cp-size --mem-fraction-static
+        --chunked-prefill-size --max-prefill-tokens --max-running-requests --disable-cuda-graph --cuda-graph-max-bs
+        --moe-a2a-backend --deepep-mode --quantization --speculative-algorithm --speculative-num-steps
+        --speculative-eagle-topk --speculative-num-draft-tokens --disaggregation-transfer-backend
+        --disaggregation-bootstrap-port --host --port --dist-init-addr --disable-radix-cache --watchdog-timeout
+        --pd-disaggregation --policy --mini-lb --dataset-name --random-input-len --random-output-len
+        --random-range-ratio --max-concurrency --num-prompts
+        HCCL_BUFFSIZE TASK_QUEUE_ENABLE DEEP_NORMAL_MODE_USE_INT8_QUANT SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK
+        SGLANG_ENABLE_OVERLAP_PLAN_STREAM SGLANG_ENABLE_SPEC_V2 SGLANG_SCHEDULER_SKIP_ALL_GATHER HCCL_SOCKET_IFNAME
+        GLOO_SOCKET_IFNAME PYTORCH_NPU_ALLOC_CONF SGLANG_SET_CPU_AFFINITY STREAMS_PER_DEVICE ASCEND_MF_STORE_URL
+        http_proxy https_proxy HTTP_PROXY HTTPS_PROXY ASCEND_LAUNCH_BLOCKING set_env cpufreq swappiness numa_balancing
+        sched_migration_cost_ns""",
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_of_a_deployment_is_named(name: str) -> None:
+    named = set(re.findall(r"[\w-]+", " ".join(setting.name for setting in profile(name).settings)))
+    assert not set(SETTINGS[name].split()) - named
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_field_of_ours_exists_and_is_set_once_in_a_role(name: str) -> None:
+    for role in ("prefill", "decode", "host"):
+        of_role = [s for s in profile(name).settings if s.role == role or (s.role == "both" and role != "host")]
+        fields = [field for setting in of_role for field in setting.ours]
+        assert len(fields) == len(set(fields))
+        for owner, _, field in (text.partition(".") for text in fields):
+            assert field in OWNERS[owner]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_profile_plans(name: str) -> None:
+    """Weights, pages and steps fit, DeepEP has kernels for the sizes, and each pair of ranks sends each token once."""
+    found = profile(name)
+    deployment = name.rpartition("-")[0]
+    plan = found.plan(CONFIGS[deployment])
+    assert plan.num_ranks == sum(engine.topology.world_size for engine in found.prefill + found.decode)
+    for planned, engine in zip(plan.engines, found.prefill + found.decode, strict=True):
+        assert planned.weight_bytes < engine.device_bytes
+        assert planned.num_pages is not None
+        assert planned.num_pages > 0
+    if deployment == "deepseek-v3-h800":
+        theirs = h800_cluster(name.rpartition("-")[2], CONFIGS[deployment])
+        assert [engine.topology for engine in plan.engines] == [engine.topology for engine in theirs.engines]
+        assert [engine.rank_weights for engine in plan.engines] == [engine.rank_weights for engine in theirs.engines]
+        assert [engine.num_pages for engine in plan.engines] == [engine.num_pages for engine in theirs.engines]
+
+
+def test_the_h800_study_in_our_values() -> None:
+    found = pd.planning.profile(V3)
+    assert [engine.name for engine in found.prefill + found.decode] == ["P0", "P1", "P2", "D0"]
+    prefill, decode = found.prefill[0], found.decode[0]
+    assert (prefill.num_nodes, prefill.topology.dp_size, decode.topology.ep_size) == (3, 24, 32)
+    assert prefill.cache == CacheConfig(page_size=32, prefix_cache=False, mem_fraction_static=0.81)
+    assert prefill.engine.max_total_tokens == 131072
+    assert prefill.engine.eplb_rebalance_num_iterations == 500
+    assert prefill.engine.graph_batch_sizes == ()
+    assert decode.engine.graph_batch_sizes == (256, 128, 64, 32, 16, 8, 4, 2, 1)
+    assert decode.engine.eplb_rebalance_num_iterations is None
+    assert (prefill.experts.deepep_mode, decode.experts.deepep_mode) == ("normal", "low_latency")
+    assert decode.experts.num_max_dispatch_tokens_per_rank == 256
+    assert prefill.environment["NCCL_IB_GID_INDEX"] == "3"
+    assert len(prefill.rdma_devices) == prefill.experts.ranks_per_node == 8
+    assert found.remote == RemoteConfig(hung_s=86400.0)
+    assert found.pairing == PairingConfig(connect_timeout_s=120.0)
+    assert callable(getattr(pd.policy, found.policy))
+
+
+def test_the_ascend_recipe_in_our_values() -> None:
+    found = pd.planning.profile(A3)
+    prefill, decode = found.prefill[0], found.decode[0]
+    assert (prefill.topology.cp_size, prefill.topology.tp_size, prefill.topology.dp_size) == (32, 1, 1)
+    assert (decode.topology.cp_size, decode.topology.tp_size, decode.topology.dp_size) == (1, 4, 8)
+    assert (prefill.engine.num_draft_tokens, decode.engine.num_draft_tokens) == (0, 3)
+    assert prefill.mtp
+    assert decode.mtp
+    assert (prefill.environment["HCCL_BUFFSIZE"], decode.environment["HCCL_BUFFSIZE"]) == ("1200", "400")
+    assert decode.topology.dp_size * decode.engine.max_running_requests == 32
+
+
+def test_every_op_has_what_a_provider_for_ascend_would_call() -> None:
+    ops = profile(A3).ops
+    assert [op.op for op in ops] == list(OP_NAMES)
+    for op in ops:
+        assert op.how
+        assert op.suites
+        texts = [(ROOT / suite).read_text("utf-8") for suite in op.suites]
+        assert any(re.search(rf"\b{op.op}\b", text) for text in texts), (op.op, op.suites)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_docs_show_the_whole_table(name: str) -> None:
+    assert profile(name).table() in PAGE, "replace it with what `planning.profile(name).table()` returns"
+
+
+def test_the_docs_show_every_op() -> None:
+    assert profile(A3).ops_table() in PAGE, "replace it with what `planning.profile(name).ops_table()` returns"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-h800", "P3x3D4", "deepseek-v3-h800-P9D9", "", None, 3])
+def test_an_unknown_name_is_told_which_there_are(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no profile .*{V3}.*{A3}"):
+        profile(name)
+
+
+def _changed(**changes: object) -> bytes:
+    data = (files("pdinfer.planning.profiles") / "deepseek-v3-h800.json").read_bytes()
+    return msgspec.json.encode(msgspec.json.decode(data) | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"more": 1},
+        {"ranks_per_node": "8"},
+        {"settings": [{"name": "--x", "role": "both", "value": "1"}]},
+        {"settings": [{"name": "--x", "role": "all", "value": "1", "why": "so"}]},
+        {"settings": [{"name": "--x", "role": "both", "value": "1", "why": "so", "what": ""}]},
+    ],
+)
+def test_a_file_is_read_strictly(changes: dict[str, object]) -> None:
+    assert decoded(_changed(), "a.json") == deployments()[0]
+    with pytest.raises(ConfigError, match=r"a\.json is no deployment"):
+        decoded(_changed(**changes), "a.json")
