@@ -24,6 +24,8 @@ from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
 from pdinfer.types import FinishReason, Request, SamplingParams, TokenEvent
 
+__all__ = ["Call", "error_answer"]
+
 MAX_CHOICES = 64
 PROCESSOR = "json_schema"
 """The name that engines must know `text.json_schema` by."""
