@@ -38,14 +38,6 @@ MUTANTS = [
         "tests/unit/text/test_schema.py::test_a_processor_is_a_function_of_the_output_alone",
     ),
     Mutant(
-        "leaving several streams leaves their requests running",
-        "src/pdinfer/aio.py",
-        "            for read in reading:\n                read.cancel()\n"
-        "            await asyncio.gather(*reading, return_exceptions=True)\n",
-        "            return\n",
-        "tests/e2e/test_aio.py::test_several_requests_are_one_stream_and_leaving_it_leaves_all",
-    ),
-    Mutant(
         "nobody but readers gets events",
         "src/pdinfer/aio.py",
         "        if self._on_events is not None and events:",
