@@ -75,7 +75,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("found", "stopping", "policies"),
     ),
     "pairing.policies": (("traffic_aware", "cache_aware"), ("by_load",)),
-    "text": (("stream",), ("detokenizer",), ("tokenizer",), ("chat", "files"), ("sandbox",)),
+    "text": (("openai",), ("stream",), ("detokenizer", "schema"), ("tokenizer",), ("chat", "files"), ("sandbox",)),
     "remote": (
         ("spawning", "child"),
         ("client", "served", "orders"),
@@ -216,6 +216,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     "deep_ep": ("moe.dispatchers.deep_ep",),
     "deep_gemm": ("kernels.deep_gemm",),
     "flash_mla": ("kernels.flash_mla",),
+    "llguidance": ("text.schema",),
     "matplotlib": ("bench.plots.*",),
     "mooncake": ("kv.transports.mooncake",),
     "opentelemetry": ("metrics.spans",),
@@ -227,6 +228,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),  # only to write: `checkpoint.reader` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton.*",),
+    "xgrammar": ("text.schema",),
 }
 HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",))
 

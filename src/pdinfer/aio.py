@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -43,14 +43,26 @@ class AsyncPairing:
 
     It belongs to the event loop in which it is entered. `pairing.cancel`, `pairing.stats` and `pairing.ports` may be
     used meanwhile. A stream whose reader has left `max_unread` events unread is ended, so that memory is bounded by the
-    number of streams. When a step raises, every stream ends FAILED with that error and the Pairing is closed. Raises
-    ConfigError for a bad `max_unread`.
+    number of streams. When a step raises, every stream ends FAILED with that error and the Pairing is closed.
+
+    `on_events` gets the events of every step in the thread that steps, those of streams that were left included: for
+    example `metrics.Recorder().read`. When it raises, so does the step. Raises ConfigError for a bad `max_unread`, and
+    for an `on_events` that cannot be called.
     """
 
-    def __init__(self, pairing: Pairing, *, max_unread: int = MAX_UNREAD) -> None:
+    def __init__(
+        self,
+        pairing: Pairing,
+        *,
+        max_unread: int = MAX_UNREAD,
+        on_events: Callable[[list[TokenEvent]], object] | None = None,
+    ) -> None:
         if not is_int(max_unread) or max_unread < 1:
             raise ConfigError(f"max_unread must be an int of at least 1, got {clip(max_unread)}")
+        if on_events is not None and not callable(on_events):
+            raise ConfigError(f"on_events must be a function of a list of events or None, got {clip(on_events)}")
         self.pairing = pairing
+        self._on_events = on_events
         self._max_unread = max_unread
         self._streams: dict[str, _Stream] = {}  # until the last event of each has come
         self._fresh: dict[_Stream, None] = {}
@@ -106,6 +118,28 @@ class AsyncPairing:
         finally:
             if stream.leave():
                 self.pairing.cancel(stream.request_id)
+
+    async def generate(self, requests: Iterable[Request]) -> AsyncGenerator[TokenEvent, None]:
+        """Stream several requests at once, and yield their events as they come: several answers to one question, say.
+        Every request ends in an event with a `finish_reason`, which has its `request_id`.
+
+        Leaving the iterator leaves all of the streams. What one of them raises is raised, and the others are left.
+        """
+        streams = [self.stream(request) for request in requests]
+        reading = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
+        try:
+            while reading:
+                for read in (await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    event, stream = read.result(), reading.pop(read)
+                    if event.finish_reason is None:
+                        reading[asyncio.ensure_future(anext(stream))] = stream
+                    yield event
+        finally:
+            for read in reading:
+                read.cancel()
+            await asyncio.gather(*reading, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
 
     async def add(self, port: PrefillPort | DecodePort) -> None:
         """Connect a port and use it; streams go on meanwhile. Raises what `Pairing.add` raises. Cancelling the task
@@ -237,8 +271,10 @@ class AsyncPairing:
             else:
                 self._removals.append((removal, removed))
 
-    def _deliver(self, events: Sequence[TokenEvent]) -> None:
+    def _deliver(self, events: list[TokenEvent]) -> None:
         """Put events where their readers find them, and have the loop tell them once."""
+        if self._on_events is not None and events:
+            self._on_events(events)
         for event in events:
             stream = self._streams.get(event.request_id)
             if stream is None:  # of a request that the host submitted beside its streams

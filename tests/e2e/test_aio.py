@@ -584,3 +584,43 @@ def test_draining_ends_with_the_last_stream_or_the_time() -> None:
             assert len(await reading) == 2
 
     run(main())
+
+
+# -- several requests at once, and who else gets the events ------------------------------------------------------------
+
+
+def test_several_requests_are_one_stream_and_leaving_it_leaves_all() -> None:
+    seen: list[pd.TokenEvent] = []
+
+    async def main() -> None:
+        with local() as setup:
+            async with hosted(setup, on_events=seen.extend) as host:
+                events = by_request([event async for event in host.generate(request(n, 4) for n in "abc")])
+                expected = list(reference("v3", PROMPT, 4).tokens)
+                assert {name: tokens_of(one) for name, one in events.items()} == dict.fromkeys("abc", expected)
+                async with contextlib.aclosing(host.generate([request("d", 60), request("e", 60)])) as left:
+                    await anext(left)
+        ended = [(event.request_id, event.finish_reason) for event in seen if event.finish_reason is not None]
+        assert sorted(ended, key=lambda end: end[0]) == [
+            *((name, FINAL.LENGTH) for name in "abc"),
+            *((name, FINAL.CANCELLED) for name in "de"),
+        ]
+
+    run(main())
+
+
+def test_what_one_of_several_requests_raises_is_raised_and_the_others_are_left() -> None:
+    async def main() -> None:
+        with local() as setup:
+            async with hosted(setup) as host:
+                with pytest.raises(pd.RequestError, match="is empty"):
+                    async for _ in host.generate([request("a", 60), pd.Request(prompt=())]):
+                        pass
+
+    run(main())
+
+
+def test_who_gets_the_events_has_to_be_callable() -> None:
+    nothing: Any = 3
+    with pytest.raises(pd.ConfigError, match="on_events must be a function"):
+        aio.AsyncPairing(Scripted(), on_events=nothing)  # type: ignore[arg-type]

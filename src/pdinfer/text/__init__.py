@@ -7,9 +7,11 @@
     for event in pairing.generate([request]):
         print(text.push(event), end="")
 
+    openai.py        OpenAI's completions and chats: from bodies to requests, from events to answers
     stream.py        stop strings, and the text of a request as it may be shown
     detokenizer.py   text from tokens, one by one, without half characters
     tokenizer.py     tokenizer.json: tokens from text and from a chat
+    schema.py        answers that are JSON of a schema
     chat.py          the template that makes one text of a chat
     sandbox.py       where templates run
     files.py         what else the files of a model folder say about its text
@@ -19,9 +21,21 @@ May import: the ground.
 
 from __future__ import annotations
 
+from pdinfer.text import openai
 from pdinfer.text.chat import ChatTemplate
 from pdinfer.text.detokenizer import Detokenizer
+from pdinfer.text.schema import json_schema, schema_library, schema_processors
 from pdinfer.text.stream import StopStrings, TextStream
 from pdinfer.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopStrings", "TextStream", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "StopStrings",
+    "TextStream",
+    "Tokenizer",
+    "json_schema",
+    "openai",
+    "schema_library",
+    "schema_processors",
+]

@@ -21,15 +21,15 @@ MAX_TOKENIZER_BYTES = 128 << 20
 class Tokenizer:
     """Turns text into tokens and back. Frozen once it is loaded, so any thread may use it.
 
-    `special_tokens` has the texts of bos_token and the like, `templates` the checkpoint's chat templates by name. Make
-    one with `Tokenizer.load`.
+    `special_tokens` has the texts of bos_token and the like, `templates` the checkpoint's chat templates by name, and
+    `library` is what the library `tokenizers` made of tokenizer.json. Make one with `Tokenizer.load`.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, files: TextFiles) -> None:
         """Take a tokenizer of the library and what the other files say. Raise CheckpointError for a broken template."""
         library.no_truncation()  # as tokenizer.json may ask for what only training needs
         library.no_padding()
-        self._library = library
+        self.library = library
         self.special_tokens = dict(files.special_tokens)
         self.templates = {name: ChatTemplate(text, files.special_tokens) for name, text in files.templates.items()}
         added = library.get_added_tokens_decoder()
@@ -68,7 +68,7 @@ class Tokenizer:
         `add_special_tokens` is False. What reads like a special token becomes one: check text that others write, if it
         must not. Raises RequestError for what is not Unicode text."""
         try:
-            return tuple(self._library.encode(text, add_special_tokens=add_special_tokens).ids)
+            return tuple(self.library.encode(text, add_special_tokens=add_special_tokens).ids)
         except (TypeError, ValueError) as error:
             raise RequestError(
                 f"cannot encode the text, which must be a str without lone surrogates: {error}"
@@ -106,11 +106,11 @@ class Tokenizer:
 
     def has_text(self, token: int) -> bool:
         """Whether a token is known and not special."""
-        return token not in self._special_ids and self._library.id_to_token(token) is not None
+        return token not in self._special_ids and self.library.id_to_token(token) is not None
 
     def joined(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, all of which have text."""
-        return self._library.decode(tokens, skip_special_tokens=False)
+        return self.library.decode(tokens, skip_special_tokens=False)
 
 
 def _library() -> type[tokenizers.Tokenizer]:

@@ -1,0 +1,308 @@
+"""The example of a server, asked by OpenAI's own client: what it answers, and what becomes of streams when clients
+leave and engines die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+import pdinfer as pd
+from tests.backends import ROOT, child_environment
+from tests.e2e.setups import wait_until
+from tests.e2e.test_spawn import is_there
+
+pytest.importorskip("tokenizers", reason="the example needs the package tokenizers")
+pytest.importorskip("jinja2", reason="the example needs the package jinja2")
+pytest.importorskip("fastapi", reason="the example needs the package fastapi")
+uvicorn = pytest.importorskip("uvicorn", reason="the example needs the package uvicorn")
+openai = pytest.importorskip("openai", reason="the example is tried with the package openai")
+
+EXAMPLE = ROOT / "examples" / "serve_openai"
+TINY = ROOT / "examples" / "tiny"
+MAX_LINES = 150
+END_S = 120.0
+STORY = "One morning Tom found an old key by the river. He "
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}, "kind": {"enum": ["a", "bb"]}},
+    "required": ["n", "kind"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA}}
+
+
+def load(name: str) -> Any:
+    """A module of the example."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port() -> int:
+    return int(load("selftest").free_port())
+
+
+@contextlib.contextmanager
+def served_here(config: pd.PairingConfig) -> Iterator[tuple[Any, pd.Pairing]]:
+    """A client of the example, whose engines are in this process, and its Pairing."""
+    server, pairings = load("server"), []
+    local = pd.Pairing.local(
+        TINY, cache=pd.CacheConfig(page_size=16, num_pages=512), logits_processors=pd.text.schema_processors(TINY)
+    )
+    engines = {port.role: port for port in local.ports}
+
+    async def start(self: Any, role: str) -> Any:
+        engines[role].process = SimpleNamespace(pid=0)  # type: ignore[attr-defined]
+        self.ports.append(engines[role])
+        return engines[role]
+
+    def pair(*sides: Any, **more: Any) -> pd.Pairing:
+        pairings.append(pd.Pairing(*sides, **more))
+        return pairings[0]
+
+    server.Engines.start = start
+    server.pd = SimpleNamespace(**{name: getattr(pd, name) for name in dir(pd)} | {"Pairing": pair})
+    app, port = server.make_app(TINY, 1, 1, config), free_port()
+    running = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none", http="h11", loop="asyncio"))
+    thread = threading.Thread(target=running.run)
+    thread.start()
+    try:
+        wait_until(lambda: running.started or not thread.is_alive(), END_S)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            yield client, pairings[0]
+    finally:
+        running.should_exit = True
+        thread.join(END_S)
+        assert not thread.is_alive()
+
+
+def refused(call: Callable[[], object]) -> Any:
+    with pytest.raises(openai.APIStatusError) as caught:
+        call()
+    assert caught.value.body["message"]
+    return caught.value
+
+
+def test_the_client_of_openai_is_answered() -> None:
+    with served_here(pd.PairingConfig(max_queued_requests=8)) as (client, pairing):
+        ask = client.completions.create
+        done = ask(model="tiny", prompt="calc 47+38=", temperature=0, max_tokens=20, stop=[";", "\n"], logprobs=2)
+        assert (done.choices[0].text, done.choices[0].finish_reason) == ("85", "stop")
+        assert [len(best) for best in done.choices[0].logprobs.top_logprobs] == [2, 2, 2]
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (12, 3)
+        chat = {
+            "model": "tiny",
+            "messages": [{"role": "user", "content": "set kqz=48213; get kqz="}],
+            "temperature": 0,
+        }
+        whole = client.chat.completions.create(**chat, max_tokens=5, logprobs=True, top_logprobs=1)
+        assert whole.choices[0].message.content == "48213"
+        assert [told.token for told in whole.choices[0].logprobs.content] == list("48213")
+        parts = list(
+            client.chat.completions.create(**chat, max_tokens=5, stream=True, stream_options={"include_usage": True})
+        )
+        assert "".join(part.choices[0].delta.content for part in parts if part.choices) == "48213"
+        assert (parts[-1].usage.completion_tokens, parts[0].usage) == (5, None)
+        assert parts[-1].usage.pdinfer[0]["timeline"]["first_token_s"] > 0
+        several = ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8)
+        assert len({choice.text for choice in several.choices}) > 2
+        assert several == several.model_copy(
+            update={"choices": ask(model="tiny", prompt=["a ", "b "], n=2, seed=3, max_tokens=8).choices}
+        )
+        biased = ask(model="tiny", prompt="calc 47+38=", temperature=0, max_tokens=2, logit_bias={str(ord("7")): 100})
+        assert biased.choices[0].text == "77"
+        assert refused(lambda: ask(model="tiny", prompt="a", temperature=-1)).status_code == 400
+        assert refused(lambda: ask(model="tiny", prompt="a", n=9999)).status_code == 400
+        assert refused(lambda: ask(model="tiny", prompt="a", extra_body={"colour": 1})).status_code == 400
+        assert refused(lambda: ask(model="another", prompt="a")).status_code == 400
+        assert refused(lambda: client.chat.completions.create(model="tiny", messages=[])).status_code == 400
+        busy = refused(lambda: ask(model="tiny", prompt="a", n=40, max_tokens=200, stream=True))
+        assert busy.status_code == 429
+        assert int(busy.response.headers["retry-after"]) >= 1
+        wait_until(lambda: pairing.num_unfinished == 0, END_S)  # the refused call's other requests have left the queue
+        long = {"model": "tiny", "prompt": STORY, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+        with ask(**long, stream=True) as stream:
+            assert [part.choices[0].index for part in islice(stream, 5)] == [0] * 5  # and then the client goes away
+        wait_until(lambda: pairing.num_unfinished == 0, END_S)
+        ended = dict(pairing.stats.ended)
+        assert ended[pd.FinishReason.CANCELLED] >= 1
+        with urlopen(str(client.base_url).removesuffix("v1/") + "metrics") as answer:
+            shown = answer.read().decode()
+        assert f'pdinfer_requests_ended_total{{reason="cancelled"}} {ended[pd.FinishReason.CANCELLED]}' in shown
+        assert "pdinfer_requests_refused_total" in shown
+
+
+def test_the_example_is_short() -> None:
+    written = [(EXAMPLE / name).read_text("utf-8") for name in ("server.py", "__main__.py")]
+    assert sum(bool(line.strip()) for text in written for line in text.splitlines()) <= MAX_LINES
+
+
+# -- whole processes, and what kills them ------------------------------------------------------------------------------
+
+PROMPTS = [f"calc {n}+{n + 7}=" if n % 2 else STORY + f"{n} " for n in range(10, 26)]
+
+
+class Whole:
+    """The example as a process of its own, whose sockets are in `scratch`."""
+
+    def __init__(self, scratch: Path, *options: str) -> None:
+        self.port = free_port()
+        self.process = subprocess.Popen(
+            [sys.executable, str(EXAMPLE), "--port", str(self.port), *options],
+            env=child_environment(TMPDIR=str(scratch)),
+            stdout=subprocess.DEVNULL,
+        )
+        wait_until(lambda: self.engines() or self.process.poll() is not None, END_S)
+
+    def read(self, path: str) -> str:
+        with urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=END_S) as answer:
+            return str(answer.read().decode())
+
+    def engines(self) -> dict[str, int]:
+        try:
+            return dict(json.loads(self.read("health"))["engines"])
+        except OSError:
+            return {}
+
+    def gauges(self, name: str) -> list[float]:
+        return [float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", self.read("metrics"), re.MULTILINE)]
+
+    def is_idle(self) -> bool:
+        """Whether no request, no place in a queue and no page is taken."""
+        taken = [*self.gauges("pdinfer_requests_queued"), *self.gauges("pdinfer_requests_unfinished")]
+        used = re.findall(r'^pdinfer_pages{.*state="used".*} (\S+)$', self.read("metrics"), re.MULTILINE)
+        taken += [*self.gauges("pdinfer_engine_requests"), *map(float, used)]
+        return len(taken) >= 8 and not any(taken) and json.loads(self.read("health"))["unfinished"] == 0
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder of a short name, as those of sockets have to be."""
+    with tempfile.TemporaryDirectory(prefix="pd") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def whole(scratch: Path) -> Iterator[Whole]:
+    running = Whole(scratch)
+    try:
+        yield running
+    finally:
+        running.process.kill()
+        running.process.wait()
+
+
+async def text_of(client: Any, prompt: str, came: list[int], most: int | None) -> str:
+    """The text of a stream, which is left after `most` chunks."""
+    text = ""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=prompt,
+        temperature=0.8,
+        seed=11,
+        max_tokens=120,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    async with stream:
+        num = 0
+        async for part in stream:
+            text += part.choices[0].text
+            num += 1
+            came.append(num)
+            if num == most:
+                break
+    return text
+
+
+async def all_at_once(port: int, most: list[int | None], came: list[int]) -> list[str]:
+    async with openai.AsyncOpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=END_S
+    ) as client:
+        streams = [text_of(client, prompt, came, n) for prompt, n in zip(PROMPTS, most, strict=True)]
+        return list(await asyncio.gather(*streams))
+
+
+FAULTS = [("prefill", signal.SIGKILL), ("prefill", signal.SIGSTOP), ("decode", signal.SIGKILL)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("role", "sign"), FAULTS, ids=[f"{role}-{sign.name}" for role, sign in FAULTS])
+def test_streams_end_as_on_a_quiet_day(role: str, sign: signal.Signals, whole: Whole, scratch: Path) -> None:
+    quiet = asyncio.run(all_at_once(whole.port, [None] * 16, []))
+    wait_until(whole.is_idle, END_S)
+    before, came = whole.engines(), []
+    most = [5 if number % 4 == 3 else None for number in range(16)]
+
+    async def under_load() -> tuple[list[str], list[str]]:
+        first = asyncio.create_task(all_at_once(whole.port, most, came))
+        while len(came) < 16:  # noqa: ASYNC110 - chunks of real streams
+            await asyncio.sleep(0.005)
+        second = asyncio.create_task(all_at_once(whole.port, most, []))
+        await asyncio.sleep(0.02)
+        os.kill(before[role], sign)
+        return await first, await second
+
+    for texts in asyncio.run(under_load()):
+        for text, expected, left in zip(texts, quiet, most, strict=True):
+            assert text == expected if left is None else expected.startswith(text)
+    wait_until(lambda: len(whole.engines()) == 2 and whole.engines()[role] != before[role], END_S)
+    wait_until(whole.is_idle, END_S)
+    assert asyncio.run(all_at_once(whole.port, [None] * 16, [])) == quiet
+    pids = {*before.values(), *whole.engines().values()}
+    whole.process.terminate()
+    assert whole.process.wait(END_S) == 0
+    wait_until(lambda: not any(map(is_there, pids)), END_S)
+    wait_until(lambda: not list(scratch.iterdir()), END_S)
+
+
+@pytest.mark.full
+def test_a_server_that_is_told_to_end_finishes_its_streams_first(whole: Whole, scratch: Path) -> None:
+    quiet = asyncio.run(all_at_once(whole.port, [None] * 16, []))
+
+    async def drained() -> list[str]:
+        came: list[int] = []
+        reading = asyncio.create_task(all_at_once(whole.port, [None] * 16, came))
+        while len(came) < 16:  # noqa: ASYNC110 - chunks of real streams
+            await asyncio.sleep(0.005)
+        whole.process.terminate()
+        return await reading
+
+    assert asyncio.run(drained()) == quiet
+    assert whole.process.wait(END_S) == 0
+    wait_until(lambda: not list(scratch.iterdir()), END_S)
+
+
+@pytest.mark.full
+def test_the_selftest_passes() -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--selftest"],
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "FAIL" not in done.stdout
+    assert "was replaced by" in done.stdout

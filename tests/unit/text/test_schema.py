@@ -1,0 +1,111 @@
+"""Answers of a JSON schema, by both libraries."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import pdinfer as pd
+from tests.backends import ROOT
+
+pytest.importorskip("tokenizers", reason="text needs the package tokenizers")
+
+TINY = str(ROOT / "examples" / "tiny")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 4},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["a", "€"]},
+    },
+    "required": ["name", "n", "kind"],
+    "additionalProperties": False,
+}
+LIBRARIES = ("llguidance", "xgrammar")
+
+
+def need(library: str) -> None:
+    pytest.importorskip(library, reason=f"answers of a schema are also made with {library}")
+
+
+def answer(library: str, num_draft_tokens: int, **more: Any) -> str:
+    tokenizer = pd.text.Tokenizer.load(TINY)
+    sampling = pd.SamplingParams(
+        max_new_tokens=80, logits_processor="json_schema", logits_processor_argument=json.dumps(SCHEMA), **more
+    )
+    with pd.Pairing.local(
+        TINY,
+        cache=pd.CacheConfig(page_size=16, num_pages=64),
+        engine=pd.EngineConfig(num_draft_tokens=num_draft_tokens),
+        logits_processors=pd.text.schema_processors(TINY, library=library),
+    ) as pairing:
+        events = list(pairing.generate([pd.Request(prompt=tokenizer.encode("set kqz="), sampling=sampling)]))
+    assert events[-1].error is None
+    assert events[-1].finish_reason is pd.FinishReason.STOP
+    return tokenizer.decode([event.token for event in events if event.token is not None])
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_the_answer_is_json_of_the_schema_with_and_without_drafts(library: str) -> None:
+    need(library)
+    answers = {answer(library, drafts, temperature=0) for drafts in (0, 2)}
+    assert len(answers) == 1
+    said = json.loads(answers.pop())
+    assert list(said) == ["name", "n", "kind"]
+    assert (len(said["name"]) <= 4, 0 <= said["n"] <= 99, said["kind"] in ("a", "€")) == (True, True, True)
+
+
+@pytest.mark.full
+def test_both_libraries_give_the_same_json() -> None:
+    for library in LIBRARIES:
+        need(library)
+    for seed in range(20):
+        answers = {answer(library, drafts, temperature=1.0, seed=seed) for library in LIBRARIES for drafts in (0, 2)}
+        assert len(answers) == 1, seed
+        json.loads(answers.pop())
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("argument", ["nope", "[1]", '{"type": 5}', '{"type": "colour"}'])
+def test_what_is_no_schema_is_refused(library: str, argument: str) -> None:
+    need(library)
+    with pytest.raises(pd.RequestError, match="schema"):
+        pd.text.json_schema(argument, checkpoint=TINY, library=library)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_processor_is_a_function_of_the_output_alone(library: str) -> None:
+    need(library)
+    once = pd.text.json_schema('{"enum": ["ab", "cd"]}', checkpoint=TINY, library=library)
+    outputs = [(), (34,), (34, 97), (34, 99), (34, 97, 98), (34,), (34, 99, 100, 34), ()]
+    for output in outputs:
+        new = pd.text.json_schema('{"enum": ["ab", "cd"]}', checkpoint=TINY, library=library)
+        masked = once((), output, torch.zeros(264))
+        assert torch.equal(masked, new((), output, torch.zeros(264)))
+        allowed = masked.isfinite().nonzero().flatten().tolist()
+        assert allowed == {(): [34], (34,): [97, 99], (34, 97): [98], (34, 99): [100], (34, 97, 98): [34]}.get(
+            output, [257]
+        )
+    with pytest.raises(pd.RequestError, match="does not allow token 98"):
+        once((), (34, 98), torch.zeros(264))
+
+
+def test_without_a_library_there_is_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in LIBRARIES:
+        monkeypatch.setitem(__import__("sys").modules, library, None)
+    assert pd.text.schema_processors(TINY) == {}
+    with pytest.raises(pd.BackendUnavailable, match=r"pip install 'pdinfer\[structured\]'"):
+        pd.text.schema_library()
+    with pytest.raises(pd.ConfigError, match="library must be one of"):
+        pd.text.schema_library("other")
+
+
+def test_processors_can_be_named_to_other_processes() -> None:
+    need("llguidance")
+    made = pd.text.schema_processors(TINY, library="llguidance")["json_schema"]
+    assert isinstance(made, functools.partial)
+    assert made.keywords == {"checkpoint": TINY, "library": "llguidance"}
