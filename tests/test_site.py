@@ -84,7 +84,11 @@ def test_every_public_name_is_there_with_its_signature(site: Path, pages: dict[P
     lines = SNAPSHOT.read_text("utf-8").splitlines()
     assert not [path_of(line) for line in lines if path_of(line).replace("pd.", "pdinfer.", 1) not in shown]
     text = re.sub(r"<[^>]*>|\s", "", (site / "reference" / "pdinfer.html").read_text("utf-8"))
-    for signature in ("generate(requests:", "Pairing(prefill:PrefillPort|Sequence[PrefillPort],", "page_size:int=64"):
+    for signature in (
+        "generate(requests:",
+        "Pairing(prefill:PrefillPort|Sequence[PrefillPort],",
+        "CacheConfig(*,page_size:int=64,",
+    ):
         assert signature in text
 
 
