@@ -51,7 +51,7 @@ soak: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) --ranks
 
 docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'The site is in build/site. To search it: $(BIN)/python -m http.server --directory build/site'
 
 lint: $(VENV)/.test
