@@ -3,6 +3,7 @@
 # make test-all     lint, types, and every test that needs no special hardware
 # make mutants      plants bugs, one after the other, and tells which of them no test sees
 # make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
+# make docs         the site, in build/site
 # make lint         only ruff and mypy
 # make clean        removes the venv and every cache
 #
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start hundreds of processes, and each would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all mutants soak lint clean
+.PHONY: help quickstart test test-all mutants soak docs lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -48,6 +49,10 @@ mutants: $(VENV)/.test
 
 soak: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.soak --minutes $(MINUTES) --seed $(SEED) --ranks
+
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo 'The site is in build/site. To search it: $(BIN)/python -m http.server --directory build/site'
 
 lint: $(VENV)/.test
 	@$(BIN)/ruff check
@@ -73,4 +78,9 @@ $(VENV)/.test: $(VENV)/.library
 		echo '$(TRITON) cannot be installed here: its tests will be skipped'
 	@[ -e /dev/nvidiactl ] || $(BIN)/python -m pip install -qq $(MOONCAKE) 2>/dev/null || \
 		echo '$(MOONCAKE) cannot be installed here: its tests will be skipped'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.library
+	@echo 'Installing the tools of the site into $(VENV) ...'
+	@$(BIN)/python -m pip install -qq --editable '.[docs]'
 	@touch $@

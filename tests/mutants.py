@@ -30,7 +30,18 @@ from tests.versions import commit
 
 ROOT = Path(__file__).parents[1]
 SUBJECTS = tuple(sorted(path.stem for path in (ROOT / "tests" / "planted").glob("*.py") if path.stem != "mutant"))
-COPIED = ("src", "tests", "examples", "docs", "benchmarks", "README.md", "pyproject.toml", "Makefile", ".ci")
+COPIED = (
+    "src",
+    "tests",
+    "examples",
+    "docs",
+    "benchmarks",
+    "README.md",
+    "CHANGELOG.md",
+    "pyproject.toml",
+    "Makefile",
+    ".ci",
+)
 LIMIT_S = 300
 SEEN, NOT_SEEN, NO_TEST_RAN = "seen", "not seen", "no test ran"
 HANGS = "seen: the tests do not end"

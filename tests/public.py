@@ -1,13 +1,16 @@
 """List what a host sees of pdinfer, as lines of text: every public name with its signature, classes with their members.
 
 `python -m tests.public` writes `tests/public.txt`, which `tests/test_public.py` compares with the code. A line that
-changes is a change for hosts: its reason belongs in `docs/decisions/0023-rooms.md`.
+changes is a change for hosts: its reason belongs in `docs/decisions/0023-rooms.md`. `python -m tests.public --release`
+also writes `tests/released/<version>.txt`, whose names change only as `docs/stability.md` says (`tests/releases.py`).
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from pathlib import Path
 import pdinfer
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
+RELEASED = SNAPSHOT.with_name("released")
 _PUBLIC = [getattr(pdinfer, name) for name in pdinfer.__all__]
 
 
@@ -74,5 +78,14 @@ def _signature(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
+def _version() -> str:
+    return str(tomllib.loads((SNAPSHOT.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]["version"])
+
+
 if __name__ == "__main__":
-    SNAPSHOT.write_text("\n".join(surface()) + "\n")
+    written = [SNAPSHOT]
+    if "--release" in sys.argv[1:]:
+        RELEASED.mkdir(exist_ok=True)
+        written.append(RELEASED / f"{_version()}.txt")
+    for path in written:
+        path.write_text("\n".join(surface()) + "\n")

@@ -1,17 +1,25 @@
-"""The public names that hosts use are unchanged."""
+"""The public names that hosts use are unchanged, and those of a release go only after a deprecation."""
 
 from __future__ import annotations
 
-import ast
-import importlib
-import tomllib
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-import pdinfer
-from tests.public import SNAPSHOT, surface
+from tests.public import RELEASED, SNAPSHOT, surface
+from tests.releases import deprecated, lost, path_of, released_versions
+
+CHANGELOG = (SNAPSHOT.parents[1] / "CHANGELOG.md").read_text("utf-8")
+WARNED = """## [0.3.0] - unreleased
+### Deprecated
+- `pd.Too.late`
+## [0.2.0] - 2027-01-02
+### Added
+- `pd.Engine.step` is faster
+### Deprecated
+- `pd.Engine.run`: call `step`. `pd.old` goes, too.
+## [0.1.0] - 2026-12-01
+"""
 
 
 def test_the_public_surface_is_the_one_that_was_committed():
@@ -27,33 +35,69 @@ def test_names_of_every_kind_are_in_it():
         assert part in text
 
 
-def test_names_are_where_type_checkers_find_them():
-    """`import pdinfer` finds a name when it is used, type checkers find it by the imports that they alone see."""
-    tree = ast.parse(Path(pdinfer.__file__).read_text("utf-8"))
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "pdinfer" in (node.module or "")]
-    homes = {alias.name: node.module for node in imports for alias in node.names}
-    assert sorted(homes) == list(pdinfer.__all__)
-    for name, home in homes.items():
-        value = getattr(pdinfer, name)
-        module = importlib.import_module(home)
-        assert value is getattr(module, name, None) or value is importlib.import_module(f"{home}.{name}"), name
+def without_lists(changelog: str, folder: Path) -> list[str]:
+    """Return the released versions whose public names nobody kept."""
+    return [version for version in released_versions(changelog) if not (folder / f"{version}.txt").is_file()]
 
 
-def test_every_room_is_found_and_nothing_else():
-    assert pdinfer.planning.simulate is not None
-    with pytest.raises(AttributeError, match=r"^module 'pdinfer' has no attribute 'nosuch'$"):
-        pdinfer.nosuch  # noqa: B018
-    assert not hasattr(pdinfer, "_private")
+def test_every_release_has_its_list_of_names(tmp_path: Path):
+    assert not without_lists(CHANGELOG, RELEASED), "run `python -m tests.public --release` on the commit of the release"
+    (tmp_path / "0.1.0.txt").touch()
+    assert without_lists(WARNED, tmp_path) == ["0.2.0"]
 
 
-def test_the_version_is_that_of_the_package(monkeypatch):
-    declared = tomllib.loads((SNAPSHOT.parents[1] / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-    assert pdinfer.__version__ == metadata.version("pdinfer") == declared
+def test_what_was_released_is_still_there():
+    for version in list(released_versions(CHANGELOG))[:1]:
+        released = (RELEASED / f"{version}.txt").read_text("utf-8").splitlines()
+        assert not lost(released, surface(), CHANGELOG), "deprecate these names in a release first: docs/stability.md"
 
-    def missing(name):
-        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(metadata, "version", missing)
-    monkeypatch.delitem(vars(pdinfer), "__version__")
-    assert pdinfer.__version__ == "0+checkout"
-    monkeypatch.delitem(vars(pdinfer), "__version__")
+def test_every_line_of_today_is_read_and_fits_itself():
+    now = surface()
+    assert lost(now, now, "") == []
+    assert lost(now, now[1:], "") == [path_of(now[0])]
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("pd.f(x: 'int') -> 'int'", "pd.f(x: 'int', y: 'int' = 0) -> 'int'"),
+        (
+            "pd.f(x: 'int', *, z: 'int' = 1) -> 'int'",
+            "pd.f(x: 'int', y: 'int' = 0, *, a: 'str' = '', z: 'int' = 1) -> 'int'",
+        ),
+        ("pd.f(x: 'int') -> 'int'", "pd.f(x: 'str | int | None' = None) -> 'int'"),
+        ("pd.C: class() (*, a: 'int' = 1) -> None", "pd.C: class() (*, b: 'int' = 0, a: 'int' = 1) -> None"),
+        ("pd.C.a: property", "pd.C.a: member_descriptor"),
+    ],
+)
+def test_what_old_code_does_not_notice_is_no_change(before: str, now: str):
+    assert lost([before], [now], "") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ("pd.f(x: 'int') -> 'int'", "pd.g(x: 'int') -> 'int'"),
+        ("pd.f(x: 'int') -> 'int'", "pd.f(x: 'int', y: 'int') -> 'int'"),
+        ("pd.f(x: 'int') -> 'int'", "pd.f(y: 'int') -> 'int'"),
+        ("pd.f(x: 'int', y: 'int') -> 'int'", "pd.f(y: 'int', x: 'int') -> 'int'"),
+        ("pd.f(x: 'int') -> 'int'", "pd.f(*, x: 'int') -> 'int'"),
+        ("pd.f(x: 'int' = 1) -> 'int'", "pd.f(x: 'int' = 2) -> 'int'"),
+        ("pd.f(x: 'int' = 1) -> 'int'", "pd.f(x: 'int') -> 'int'"),
+        ("pd.f(x: 'int | None') -> 'int'", "pd.f(x: 'int') -> 'int'"),
+        ("pd.f(x: 'int') -> 'int'", "pd.f(x: 'int') -> 'str'"),
+        ("pd.f(*xs: 'int') -> 'int'", "pd.f() -> 'int'"),
+        ("pd.E: class(PDInferError) (...)", "pd.E: class() (...)"),
+        ("pd.C.a: property", "pd.C.a(self) -> 'int'"),
+        ("pd.LIMIT: int", "pd.LIMIT: str"),
+    ],
+)
+def test_what_breaks_old_code_is_a_change(before: str, now: str):
+    assert lost([before], [now], "") == [path_of(before)]
+
+
+def test_what_a_release_deprecated_may_go():
+    assert deprecated(WARNED) == {"pd.Engine.run", "pd.old"}
+    names = ["pd.Engine.run(self)", "pd.Engine.runner(self)", "pd.old.f(x)", "pd.older: str", "pd.Too.late: str"]
+    assert lost(names, [], WARNED) == ["pd.Engine.runner", "pd.Too.late", "pd.older"]
