@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Collection
@@ -129,25 +130,28 @@ def typed(function: Callable[Args, Result]) -> Callable[Args, Result]:
     where = function.__qualname__.removesuffix(".__init__")
 
     @functools.cache
-    def kinds() -> dict[str, Fits]:
+    def kinds() -> dict[str, tuple[Any, Fits]]:
         hints = typing.get_type_hints(function)
-        return {name: fits for name in parameters if (fits := _fits(hints.get(name, Any))) is not _anything}
+        kinds = {name: (hint, _fits(hint)) for name, hint in hints.items() if name in parameters}
+        return {name: kind for name, kind in kinds.items() if kind[1] is not _anything}
 
     @functools.wraps(function)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         wanted = kinds()
         in_place = zip(itertools.chain(positional, itertools.cycle(rest)), args, strict=False)
         for name, value in (*in_place, *kwargs.items()):
-            if name in wanted and not wanted[name](value):
-                raise ConfigError(_sentence(where, name, function.__annotations__[name], value))
+            if name in wanted and not wanted[name][1](value):
+                raise ConfigError(_sentence(f"{where}: {name}", wanted[name][0], value))
         return function(*args, **kwargs)
 
     return call
 
 
-def _sentence(where: str, name: str, kind: str, value: object) -> str:
-    hint = f"; make an object of it first: {value.__name__}(...)" if isinstance(value, type) else ""
-    return f"{where}: {name} must be {kind}, got {clip(value)}{hint}"
+def _sentence(what: str, hint: Any, value: object) -> str:
+    kind = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+    kind = re.sub(r"\b(?:\w+\.)+", "", kind)  # where a type lives is not what a host writes
+    advice = f"; make an object of it first: {value.__name__}(...)" if isinstance(value, type) else ""
+    return f"{what} must be {kind}, got {clip(value)}{advice}"
 
 
 def _anything(_: object) -> bool:

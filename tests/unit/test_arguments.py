@@ -249,7 +249,7 @@ def test_the_mistakes_of_a_first_day() -> None:
         pd.KVChannel(pool, kv.SocketTransport)  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match=r"^load_model: progress must be Callable\[\[int, int\], None\] \| None"):
         pd.load_model("examples/tiny", progress=True)  # type: ignore[arg-type]
-    with pytest.raises(pd.ConfigError, match=r"^load_model: checkpoint must be AnyPath, got None$"):
+    with pytest.raises(pd.ConfigError, match=r"^load_model: checkpoint must be str \| PathLike\[str\], got None$"):
         pd.load_model(None)  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match="every engine is added once"):
         pd.Pairing([prefill, prefill], engines()[1])
