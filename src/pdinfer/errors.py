@@ -1,13 +1,15 @@
 """Every error pdinfer raises on purpose.
 
-    PDInferError                 code             who made the mistake ├── ConfigError              CONFIG           a
-    config.json, a size or a setting ├── CheckpointError          CHECKPOINT       the files of a model folder ├──
-    RequestError             REQUEST          one request; the others go on ├── Overloaded               OVERLOADED
-    no one: try again after `retry_after_s` ├── TransferError            TRANSFER         a peer, a connection, or bytes
-    that did not verify │   └── LayoutMismatch       LAYOUT_MISMATCH  two ends whose pages mean different things ├──
-    BackendUnavailable       BACKEND          an optional library or device that is not there ├── RankLost
-    RANK_LOST        another rank of the same engine, which died, hangs, or failed in a step └── Forked
-    FORKED           a host that forked, and goes on using what belongs to its parent
+    PDInferError              code             who made the mistake
+    ├── ConfigError           CONFIG           a config.json, a size or a setting
+    ├── CheckpointError       CHECKPOINT       the files of a model folder
+    ├── RequestError          REQUEST          one request; the others go on
+    ├── Overloaded            OVERLOADED       no one: try again after `retry_after_s`
+    ├── TransferError         TRANSFER         a peer, a connection, or bytes that did not verify
+    │   └── LayoutMismatch    LAYOUT_MISMATCH  two ends whose pages mean different things
+    ├── BackendUnavailable    BACKEND          an optional library or device that is not there
+    ├── RankLost              RANK_LOST        another rank of the same engine: it died, hangs, or failed in a step
+    └── Forked                FORKED           a host that forked, and goes on using what belongs to its parent
 
 A message says what was asked, what is so and what to do. `code` is stable across releases, crosses process
 borders, and is what programs should look at.
