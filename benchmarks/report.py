@@ -35,8 +35,8 @@ MAX_SIMULATED_S = 4.0
 
 HEAD = """# Results of routing and simulation
 
-Made by `python benchmarks/report.py` from [benchmarks/results](../benchmarks/results), whose README has the commands
-and the machines. Times are those of two slow virtual cores, and scatter; simulated goodput varies with its seeds only.
+Made by `python benchmarks/report.py` from benchmarks/results, whose [README](../benchmarks/results/README.md) has the
+commands and the machines. Times are those of two slow virtual cores, and scatter; simulated goodput varies with its seeds only.
 """
 
 
