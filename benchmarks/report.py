@@ -36,7 +36,8 @@ MAX_SIMULATED_S = 4.0
 HEAD = """# Results of routing and simulation
 
 Made by `python benchmarks/report.py` from benchmarks/results, whose [README](../benchmarks/results/README.md) has the
-commands and the machines. Times are those of two slow virtual cores, and scatter; simulated goodput varies with its seeds only.
+commands and the machines. Times are those of two slow virtual cores, and scatter; simulated goodput varies with its
+seeds only.
 """
 
 
@@ -97,7 +98,7 @@ def decisions(lines: list[Line]) -> str:
 def policies(lines: list[Line]) -> str:
     """Requests a second at which 90 % keep the SLO, and the ratios."""
     found = [line for line in lines if "policy" in line]
-    fields = ("setting", "policy", "goodput_req_s", "attainment", "num_runs")
+    fields = ("setting", "num_requests", "policy", "goodput_req_s", "attainment", "num_runs")
     rates = [[line[field] for field in fields] for line in found]
     ratios = [
         (line["setting"], rival, ratio, line["asked"].get(rival, 0.97), ratio >= line["asked"].get(rival, 0.97))
@@ -107,7 +108,7 @@ def policies(lines: list[Line]) -> str:
     ]
     return "\n\n".join(
         (
-            table(("setting", "policy", "goodput, requests/s", "attainment there", "runs"), rates),
+            table(("setting", "requests", "policy", "goodput, requests/s", "attainment there", "runs"), rates),
             "`traffic_aware` over the others:",
             table(("setting", "over", "ratio", "asked", "met"), ratios),
         )
