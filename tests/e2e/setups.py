@@ -107,7 +107,7 @@ def join(
     decode_pools: Sequence[pd.PagePool],
     engine: pd.EngineConfig | None = None,
     config: pd.PairingConfig | None = None,
-    policy: pd.policy.Policy = pd.policy.traffic_aware,
+    policy: pd.policy.Policy = pd.policy.least_tokens,
     clock: Callable[[], float] = time.monotonic,
     channel: type[pd.KVChannel] = pd.KVChannel,
 ) -> Setup:
