@@ -8,6 +8,7 @@ S = "src/pdinfer/execution/sampling.py"
 US = "tests/unit/execution/test_sampling.py"
 C = "src/pdinfer/kernels/native/native.c"
 CA = "src/pdinfer/kernels/native/attention.c"
+CR = "src/pdinfer/kernels/native/rows.c"
 N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
@@ -330,7 +331,7 @@ MUTANTS = [
     ),
     Mutant(
         "native combine_rows drops a choice when k > 7",
-        C,
+        CR,
         "for (i64 n = t * k; n < (t + 1) * k; n++)\n                if (row[n] >= 0) sum = _mm512",
         "for (i64 n = t * k; n < t * k + MIN(k, 7); n++)\n                if (row[n] >= 0) sum = _mm512",
         f"{OPS}::test_rows_of_experts",
@@ -358,14 +359,14 @@ MUTANTS = [
     ),
     Mutant(
         "native combine_rows reads a row before the first for no expert",
-        C,
+        CR,
         "if (row[n] >= 0) sum = _mm512_fmadd_ps",
         "sum = _mm512_fmadd_ps",
         f"{OPS}::test_rows_of_experts",
     ),
     Mutant(
         "native group_rows counts no expert",
-        C,
+        CR,
         "if (ids[n] >= 0) counts[ids[n]]++;",
         "counts[ids[n] < 0 ? 0 : ids[n]]++;",
         f"{OPS}::test_rows_of_experts",
@@ -414,21 +415,21 @@ MUTANTS = [
     ),
     Mutant(
         "native route takes the highest of equal experts",
-        C,
+        CR,
         "(best < 0 || choice[e] > choice[best])",
         "(best < 0 || choice[e] >= choice[best])",
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "native route drops the first of equal groups",
-        C,
+        CR,
         "worth[g] <= worth[least]",
         "worth[g] < worth[least]",
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
         "native route computes scores in float32",
-        C,
+        CR,
         "1 / (1 + exp(-(double)in[e]))",
         "1 / (1 + expf(-in[e]))",
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
@@ -449,14 +450,14 @@ MUTANTS = [
     ),
     Mutant(
         "native route does not see a logit that is not finite",
-        C,
+        CR,
         "lost += 0 * in[e] + (bias",
         "lost += (bias",
         f"{BAD}::test_a_router_with_a_logit_that_is_not_finite_weighs_nothing",
     ),
     Mutant(
         "native route does not see a bias that is not finite",
-        C,
+        CR,
         "lost += 0 * in[e] + (bias ? 0 * bias[e] : 0);",
         "lost += 0 * in[e];",
         f"{BAD}::test_a_router_with_a_logit_that_is_not_finite_weighs_nothing",
@@ -519,7 +520,7 @@ MUTANTS = [
     ),
     Mutant(
         "native rms_norm makes zeros of what overflows",
-        C,
+        CR,
         "+ eps) + 0 * total;",
         "+ eps);",
         f"{BAD}::test_squares_that_overflow_are_no_row_of_zeros",
@@ -624,7 +625,7 @@ MUTANTS = [
     ),
     Mutant(
         "native route divides by a sum that may be 0",
-        C,
+        CR,
         "(normalize ? sum + 1e-20f : 1.0f)",
         "(normalize ? sum : 1.0f)",
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
@@ -637,11 +638,11 @@ MUTANTS = [
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
-        "native route weighs with the bias", C, "sum += scores[best];", "sum += choice[best];", f"{ROUTING}::test_route"
+        "native route weighs with the bias", CR, "sum += scores[best];", "sum += choice[best];", f"{ROUTING}::test_route"
     ),
     Mutant(
         "native router values a group by its best alone",
-        C,
+        CR,
         "worth[g] = bias && size > 1 ? first + second : first;",
         "worth[g] = first;",
         f"{ROUTING}::test_route",

@@ -2,7 +2,8 @@
 
     ops.py        the provider: a function per op, which hands what C cannot take to `torch_ops`
     build.py      compiles the C sources for this machine on first use, and loads the library
-    native.c      products of few rows, experts, routing, norms
+    native.c      products of few rows, and experts made of them
+    rows.c        what lies between products: routing, norms, rotations
     attention.c   latent attention over pages
     vectors.h     bfloat16 and vectors of 16 lanes, for all sources
 

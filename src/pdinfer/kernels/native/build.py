@@ -6,8 +6,8 @@ may write. Without such a folder it is built anew for each process. Its name say
     native-<sources, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
 
 so that a library that was cut short or changed is recognised and built anew. Without a compiler any library that fits
-this CPU will do, in the cache or beside the sources. It uses the OpenMP runtime that torch has loaded: two of them would
-each keep a thread per core spinning.
+this CPU will do, in the cache or beside the sources. It uses the OpenMP runtime that torch has loaded: two of them
+would each keep a thread per core spinning.
 """
 
 from __future__ import annotations

@@ -50,6 +50,23 @@ INLINE __m512 exp16(__m512 x) {
     return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ), _mm512_setzero_ps());
 }
 
+/* y = silu(gate) * up */
+INLINE void silu_times(const bf16 *gate, const bf16 *up, bf16 *y, i64 n) {
+    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
+    i64 i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512 g = load16(gate + i), e = exp16(_mm512_sub_ps(zero, _mm512_abs_ps(g)));
+        __m512 down = _mm512_add_ps(one, e);
+        __mmask16 negative = _mm512_cmp_ps_mask(g, zero, _CMP_LT_OQ);
+        __m512 sigmoid = _mm512_div_ps(_mm512_mask_mov_ps(one, negative, e), down);
+        store16(y + i, _mm512_mul_ps(_mm512_mul_ps(g, sigmoid), load16(up + i)));
+    }
+    for (; i < n; i++) {
+        float g = from_bf16(gate[i]), v = g / (1.0f + expf(-g)) * from_bf16(up[i]);
+        y[i] = to_bf16(v);
+    }
+}
+
 /* The sums over the lanes of four vectors. */
 INLINE __m128 sums4(const __m512 *v) {
     __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
