@@ -332,8 +332,8 @@ MUTANTS = [
     Mutant(
         "native combine_rows drops a choice when k > 7",
         CR,
-        "for (i64 n = t * k; n < (t + 1) * k; n++)\n                if (row[n] >= 0) sum = _mm512",
-        "for (i64 n = t * k; n < t * k + MIN(k, 7); n++)\n                if (row[n] >= 0) sum = _mm512",
+        "for (i64 n = t * k; n < (t + 1) * k; n++)\n                if (row[n] >= 0) sum += weights[n] *",
+        "for (i64 n = t * k; n < t * k + MIN(k, 7); n++)\n                if (row[n] >= 0) sum += weights[n] *",
         f"{OPS}::test_rows_of_experts",
     ),
     Mutant(
@@ -360,8 +360,8 @@ MUTANTS = [
     Mutant(
         "native combine_rows reads a row before the first for no expert",
         CR,
-        "if (row[n] >= 0) sum = _mm512_fmadd_ps",
-        "sum = _mm512_fmadd_ps",
+        "if (row[n] >= 0) sum += weights[n] *",
+        "sum += weights[n] *",
         f"{OPS}::test_rows_of_experts",
     ),
     Mutant(

@@ -91,11 +91,11 @@ EXPORT void combine_rows(const bf16 *y, const i64 *row, const float *weights, i6
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tokens > 16)
     for (i64 t = 0; t < tokens; t++) {
         i64 i = 0;
-        for (; i + 16 <= width; i += 16) {
-            __m512 sum = _mm512_setzero_ps();
+        for (; i + LANES <= width; i += LANES) {
+            floats sum = {0};
             for (i64 n = t * k; n < (t + 1) * k; n++)
-                if (row[n] >= 0) sum = _mm512_fmadd_ps(load16(y + row[n] * width + i), _mm512_set1_ps(weights[n]), sum);
-            _mm512_storeu_ps(out + t * width + i, sum);
+                if (row[n] >= 0) sum += weights[n] * load_bf16(y + row[n] * width + i);
+            store(out + t * width + i, sum);
         }
         for (; i < width; i++) {
             float sum = 0;
@@ -113,14 +113,14 @@ EXPORT void rms_norm(const bf16 *x, i64 ldx, i64 rows, i64 n, const bf16 *w, flo
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 64)
     for (i64 r = 0; r < rows; r++) {
         const bf16 *in = x + r * ldx;
-        __m512 sum = _mm512_setzero_ps();
+        floats sum = {0};
         i64 i = 0;
-        for (; i + 16 <= n; i += 16) sum = _mm512_fmadd_ps(load16(in + i), load16(in + i), sum);
-        float total = _mm512_reduce_add_ps(sum);
+        for (; i + LANES <= n; i += LANES) sum += load_bf16(in + i) * load_bf16(in + i);
+        float total = sum_of(sum);
         for (; i < n; i++) total += from_bf16(in[i]) * from_bf16(in[i]);
         float scale = 1.0f / sqrtf(total / (float)n + eps) + 0 * total; /* NaN where the squares overflowed */
-        for (i = 0; i + 16 <= n; i += 16)
-            store16(y + r * n + i, _mm512_mul_ps(_mm512_mul_ps(load16(in + i), _mm512_set1_ps(scale)), load16(w + i)));
+        for (i = 0; i + LANES <= n; i += LANES)
+            store_bf16(y + r * n + i, load_bf16(in + i) * scale * load_bf16(w + i));
         for (; i < n; i++) {
             float v = from_bf16(in[i]) * scale * from_bf16(w[i]);
             y[r * n + i] = to_bf16(v);
