@@ -472,14 +472,14 @@ MUTANTS = [
     Mutant(
         "native attention gives a score of -inf no weight",
         CA,
-        "total = _mm512_mask3_fmadd_ps(s[k], zero, total, there);",
+        "total += choose(there, 0 * scaled, all_of(0));",
         "",
         f"{BAD}::test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it",
     ),
     Mutant(
         "native attention forgets a first block without a finite score",
         CA,
-        "        *sum += _mm512_reduce_add_ps(total);\n        return;",
+        "        *sum += sum_of(total);\n        return;",
         "        return;",
         f"{BAD}::test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it {BAD}::test_a_bad_row_is_seen_in_every_part_of_a_long_context",
     ),
@@ -638,7 +638,11 @@ MUTANTS = [
         f"{ROUTING}::test_ties_of_a_router_are_broken_alike",
     ),
     Mutant(
-        "native route weighs with the bias", CR, "sum += scores[best];", "sum += choice[best];", f"{ROUTING}::test_route"
+        "native route weighs with the bias",
+        CR,
+        "sum += scores[best];",
+        "sum += choice[best];",
+        f"{ROUTING}::test_route",
     ),
     Mutant(
         "native router values a group by its best alone",

@@ -52,10 +52,11 @@ SIGNATURES = {
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
+    "prefill_scratch": (_N, _N, _N, _N),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"mla_decode": _N}
+RESULTS = {"mla_decode": _N, "prefill_scratch": _N}
 """The kernels that return something."""
 
 
@@ -240,9 +241,7 @@ def _compile(compiler: str, openmp: str | None, folder: Path) -> Path:
         [compiler, "-shared", *objects, *link, "-lm", "-o", str(linked)],
     ):
         try:
-            done = subprocess.run(
-                command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S, cwd=folder
-            )
+            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S, cwd=folder)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendUnavailable(f"could not be compiled: {error}") from error
         if done.returncode:

@@ -282,8 +282,8 @@ def mla_prefill(
     page_size, q_THQ = pages_PGW.shape[1], q_THQ.contiguous()
     sums_THV = torch.zeros(*q_THQ.shape[:2], v_head_dim)
     largest_TH, total_TH = torch.full(q_THQ.shape[:2], -math.inf), torch.zeros(q_THQ.shape[:2])
-    blocks = -(-min(KEYS, max(context_lens, default=0)) // 64)
-    scratch = torch.empty(num_heads * blocks * 32 * (nope + rope + v_head_dim), dtype=torch.int32)
+    most = min(KEYS, max(context_lens, default=0))
+    scratch = torch.empty(library().prefill_scratch(most, num_heads, nope + rope, v_head_dim), dtype=torch.int32)
     first, step = 0, KEYS // page_size * page_size
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         at = slice(first, first + num_queries)

@@ -56,10 +56,19 @@ INLINE floats even(words pairs) { return (floats)(pairs << 16); }
 
 INLINE floats odd(words pairs) { return (floats)(pairs & 0xFFFF0000u); }
 
+typedef float quad __attribute__((vector_size(16)));
+
 INLINE float sum_of(floats x) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
+    union { floats all; quad parts[LANES / 4]; } v = {x};
+    quad sum = v.parts[0];
+    for (int i = 1; i < LANES / 4; i++) sum += v.parts[i];
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
+}
+
+INLINE float largest_of(floats x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
 }
 
 INLINE float from_bf16(bf16 x) {
