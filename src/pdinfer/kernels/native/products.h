@@ -10,7 +10,9 @@
 #define FEW_ROWS INT64_MAX /* these are given no others */
 #define LEAST_OUTS 64      /* of a product, per thread and turn */
 #else
-#define FEW_ROWS 8
+#ifndef FEW_ROWS
+#define FEW_ROWS 16
+#endif
 #define LEAST_OUTS 256
 #endif
 #define WIDE 128 /* columns of `few_rows_in` */
