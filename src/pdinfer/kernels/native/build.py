@@ -1,13 +1,13 @@
-"""Compiles `native.c` for this machine on first use and loads it.
+"""Compiles the C sources beside it for this machine on first use, into one library, and loads it.
 
 The library is kept in a folder of the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it) that nobody else
 may write. Without such a folder it is built anew for each process. Its name says what went into it and what came out:
 
-    native-<source, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
+    native-<sources, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
 
 so that a library that was cut short or changed is recognised and built anew. Without a compiler any library that fits
-this CPU will do, in the cache or beside the source. It uses the OpenMP runtime that torch has loaded: two of them would
-each keep a thread per core spinning.
+this CPU will do, in the cache or beside the sources. It uses the OpenMP runtime that torch has loaded: two of them
+would each keep a thread per core spinning.
 """
 
 from __future__ import annotations
@@ -31,14 +31,19 @@ from pdinfer.process.scratch import ScratchFolder
 
 _log = logging.getLogger("pdinfer")
 
-SOURCE = Path(__file__).with_name("native.c")
+FOLDER = Path(__file__).parent
+"""Where the sources are: every .c file is compiled, every .h file may be included."""
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
-NEEDED = "avx512_bf16"
+EXTENSIONS = ("avx512_bf16", "avx512f", "avx2")
+"""What makes the kernels faster where a CPU has it, the best first."""
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120.0
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
+    "find_tiles": (),
+    "is_served": (_N, _N),
+    "experts_are_served": (_N, _N, _N),
     "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
     "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
     "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
@@ -51,10 +56,11 @@ SIGNATURES = {
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
+    "prefill_scratch": (_N, _N, _N, _N),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"mla_decode": _N}
+RESULTS = {"find_tiles": _I, "is_served": _I, "experts_are_served": _I, "mla_decode": _N, "prefill_scratch": _N}
 """The kernels that return something."""
 
 
@@ -73,8 +79,8 @@ def library_or_reason() -> ctypes.CDLL | str:
 
     Where the CPU could run them the reason is also logged, because nothing fails without them.
     """
-    if NEEDED not in cpu_flags():
-        return f"needs a CPU with {NEEDED}, this {platform.machine()} has none"
+    if not cpu_flags():
+        return f"is for x86-64 CPUs, and this {platform.machine()} is none that Linux describes as one"
     try:
         return find_or_build()
     except (BackendUnavailable, OSError, subprocess.SubprocessError) as error:
@@ -86,7 +92,8 @@ def library_or_reason() -> ctypes.CDLL | str:
 def find_or_build() -> ctypes.CDLL:
     """Load a library that was kept, or build one. Raises BackendUnavailable with the reason when neither can be."""
     openmp = _loaded_openmp()
-    fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    fits = _digest(*sources, " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     folder = _cache_folder()
     if compiler is not None:
@@ -107,7 +114,7 @@ def find_or_build() -> ctypes.CDLL:
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Return the instruction sets of this machine's CPU, as /proc/cpuinfo names them; empty where it is not there."""
+    """Return the instruction sets of this machine's x86 CPU, as /proc/cpuinfo names them; empty where there is none."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
@@ -190,14 +197,14 @@ def _first_loaded(stem: str, folder: Path | None) -> ctypes.CDLL | None:
 
 
 def _candidates(stem: str, folder: Path | None) -> Iterator[Path]:
-    for each in (folder, SOURCE.parent):
+    for each in (folder, FOLDER):
         if each is not None:
             yield from sorted(each.glob(f"{stem}-*.so"))
 
 
 def _is_whole(path: Path) -> bool:
     """Return whether it is a file of ours, or of the user who installed us, and holds the bytes that its name tells."""
-    owners = (os.getuid(), SOURCE.stat().st_uid)
+    owners = (os.getuid(), FOLDER.stat().st_uid)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners or _others_write(status):
@@ -230,14 +237,15 @@ def _kept(library: Path, folder: Path, stem: str) -> Path:
 
 
 def _compile(compiler: str, openmp: str | None, folder: Path) -> Path:
-    compiled, linked = folder / "native.o", folder / "native.so"
+    sources, linked = sorted(FOLDER.glob("*.c")), folder / "native.so"
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
     link = [str(openmp)] if openmp else ["-fopenmp"]
     for command in (
-        [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],
-        [compiler, "-shared", str(compiled), *link, "-lm", "-o", str(linked)],
+        [compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)],
+        [compiler, "-shared", *objects, *link, "-lm", "-o", str(linked)],
     ):
         try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
+            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S, cwd=folder)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendUnavailable(f"could not be compiled: {error}") from error
         if done.returncode:
@@ -254,4 +262,5 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, RESULTS.get(name)
+    loaded.find_tiles()
     return loaded
