@@ -1,7 +1,7 @@
 """Ops in C for bfloat16 models on x86 CPUs.
 
     ops.py        the provider: a function per op, which hands what C cannot take to `torch_ops`
-    build.py      compiles the C sources for this machine on first use, and loads the library
+    build.py      says what is compiled for this machine on first use, and why it cannot be
     products.c    linear maps; products.h says what the next four share
     experts.c     gated MLPs of rows that are sorted by expert
     pairs.c       products of few rows with AVX-512 BF16
