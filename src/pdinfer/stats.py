@@ -294,14 +294,6 @@ class Links(Sequence[Link]):
         return Links(by_ends={**self.by_ends, link.prefill: {**self.by_ends[link.prefill], link.decode: link}})
 
 
-class TokensByPort(Mapping[PeerAddress, int]):
-    """How many tokens of a prompt each port holds, which can be asked for many ports at once."""
-
-    def at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
-        """Return what each of these ports holds, 0 for one that does not tell."""
-        return [self.get(address, 0) for address in addresses]
-
-
 @attrs.frozen(kw_only=True)
 class LostPort:
     """A port that was lost `age_s` seconds ago, and the reason. `is_back` says whether it is in use again."""

@@ -9,8 +9,7 @@ from typing import Protocol, runtime_checkable
 import attrs
 
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.stats import TokensByPort
-from pdinfer.types import PeerAddress, Request
+from pdinfer.types import PeerAddress, Request, TokensByPort
 
 
 @runtime_checkable

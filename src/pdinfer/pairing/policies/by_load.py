@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import attrs
 
 from pdinfer.checks import as_float, float_in
-from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad, TokensByPort
+from pdinfer.stats import DecodeLoad, EngineLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
 AnyLoad = TypeVar("AnyLoad", bound=EngineLoad)
@@ -68,12 +68,6 @@ def _by_load(prefill: PrefillLoad, decode: DecodeLoad) -> Choice:
 def held_share(load: DecodeLoad) -> float:
     """Return the tokens running, granted and waiting as a share of the tokens that the pool can hold."""
     return (load.num_running_tokens + load.num_waiting_tokens) / (load.num_total_pages * load.page_size)
-
-
-def found_at(shape: RequestShape, loads: Sequence[EngineLoad]) -> Sequence[int]:
-    """Return how many tokens of a prompt each of these ports holds, 0 for one that does not tell."""
-    found, addresses = shape.found_tokens, [load.address for load in loads]
-    return found.at(addresses) if isinstance(found, TokensByPort) else [found.get(each, 0) for each in addresses]
 
 
 def least(loads: Sequence[AnyLoad], scores: Sequence[float], turn: int) -> AnyLoad:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 
 from pdinfer.checks import int_in
-from pdinfer.pairing.policies.by_load import found_at, held_share, least, weight
+from pdinfer.pairing.policies.by_load import held_share, least, weight
 from pdinfer.stats import DecodeLoad, PrefillLoad
 from pdinfer.types import Choice, RequestShape
 
@@ -32,7 +32,7 @@ class CacheAware:
         if not prefills or not decodes:
             return None
         queued = [float(load.num_queued_requests) for load in prefills]
-        found = found_at(shape, prefills)
+        found = shape.found_at([load.address for load in prefills])
         fewest, most = min(queued), max(queued)
         balanced = most - fewest <= self.balance_requests or most <= self.balance_ratio * fewest
         follow = balanced and max(found) > self.min_match * (shape.num_prompt_tokens + shape.num_output_tokens)

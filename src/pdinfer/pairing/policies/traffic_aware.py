@@ -8,7 +8,7 @@ from typing import TypeVar
 import attrs
 
 from pdinfer.checks import as_float, float_in
-from pdinfer.pairing.policies.by_load import found_at, weight
+from pdinfer.pairing.policies.by_load import weight
 from pdinfer.stats import DecodeCost, DecodeLoad, Links, PrefillCost, PrefillLoad
 from pdinfer.types import Choice, Link, RequestShape
 
@@ -57,8 +57,9 @@ class TrafficAware:
             return None
         num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
         costs = self._prefill_costs(prefills, num_tokens)
-        slow = self._prefills(prefills, costs, num_tokens, found_at(shape, prefills))
-        late = self._decodes(decodes, self._decode_costs(decodes), num_tokens, found_at(shape, decodes))
+        found = [shape.found_at([load.address for load in loads]) for loads in (prefills, decodes)]
+        slow = self._prefills(prefills, costs, num_tokens, found[0])
+        late = self._decodes(decodes, self._decode_costs(decodes), num_tokens, found[1])
         pair = self._best_pair(
             shape, prefills, [one + two + three for one, two, three in slow], decodes, [a + b + c for a, b, c in late]
         )
