@@ -164,7 +164,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("native", "triton", "compositions", "deep_gemm", "flash_mla"),
         ("torch_ops",),
         ("torch_attention", "torch_experts"),
-        ("torch_products",),
+        ("torch_products", "torch_flash"),
         ("reference",),
         ("ops", "row_formats", "torch_draws"),
         ("fused",),

@@ -13,6 +13,7 @@ N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
 A = "src/pdinfer/kernels/torch_attention.py"
+FLASH = "src/pdinfer/kernels/torch_flash.py"
 TE = "src/pdinfer/kernels/torch_experts.py"
 TP = "src/pdinfer/kernels/torch_products.py"
 W = "src/pdinfer/kernels/weight_formats.py"
@@ -258,6 +259,34 @@ MUTANTS = [
         "page_table_BM = page_table_BM.to(torch.int32).contiguous()",
         "page_table_BM = page_table_BM.contiguous()",
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
+    ),
+    Mutant(
+        "fused attention takes cached tokens for the first of the queries' own",
+        FLASH,
+        "if 0 < before < k_HSQ.shape[1]:",
+        "if 0 < before < 0:",
+        f"{ATTENTION}::test_a_context_of_many_blocks_is_joined",
+    ),
+    Mutant(
+        "fused attention joins parts without rescaling",
+        FLASH,
+        "sum_HTV.mul_(kept[..., None])",
+        "sum_HTV",
+        f"{ATTENTION}::test_a_context_of_many_blocks_is_joined",
+    ),
+    Mutant(
+        "fused attention loses every query that shares a block with a bad key",
+        FLASH,
+        ".cummax(-1).values.index_select(1, newest_T)",
+        ".any(-1, keepdim=True)",
+        f"{ATTENTION}::test_torch_queries_before_a_row_that_is_not_finite_keep_what_they_see",
+    ),
+    Mutant(
+        "fused attention takes products that overflow",
+        FLASH,
+        "if not largest * largest_key * width < LARGEST_SCORE:",
+        "if False:",
+        f"{BAD}::test_a_score_that_overflows_is_seen",
     ),
     Mutant(
         "torch mla_decode lets every query see the drafts behind it",

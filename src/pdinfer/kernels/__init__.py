@@ -6,10 +6,11 @@
     reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch
     torch_attention.py  its attention, and the choice of what it reads
+    torch_flash.py      attention of many queries by torch's fused kernel for CPUs
     torch_experts.py    its experts
     torch_products.py   its products with weights, and what a card can multiply
     torch_draws.py      its draws of tokens
-    native/             C for CPUs with AVX-512 BF16
+    native/             C for CPUs
     triton/             Triton for GPUs from Hopper on
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is
