@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
-from pdinfer.kernels.native.build import COMPILERS, NEEDED, cache_path, cpu_flags, is_open_to_others
-from pdinfer.kernels.resolve import OpChoice
+from pdinfer.kernels.native.build import COMPILERS, EXTENSIONS, cache_path, cpu_flags, is_open_to_others
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
 
 PYTHON = (3, 11)
@@ -134,9 +132,10 @@ def compilers(machine: Machine) -> Found:
     has_gpu, has_triton = bool(machine.gpus()), machine.version("triton") is not None
     if compiler is None and has_gpu and has_triton:
         yield failure("Triton compiles the launchers of its kernels with a C compiler, and there is none", install)
-    is_able = NEEDED in cpu_flags(machine.root)
-    yield Fact(name=NEEDED, value="yes" if is_able else "no", remarks=() if is_able else ("no native ops",))
-    if is_able and (reason := _why_not_native(machine.choices("cpu"))) is not None:
+    flags = cpu_flags(machine.root)
+    best = next((name for name in EXTENSIONS if name in flags), None)
+    yield Fact(name="vector instructions", value=best, remarks=() if flags else ("no native ops",))
+    if flags and (reason := _why_not_native(machine)) is not None:
         yield warning(f"bfloat16 on this CPU runs slower than it could: the native library {reason}", install)
     yield from _cache(machine)
     if has_gpu and has_triton:
@@ -152,8 +151,12 @@ def compilers(machine: Machine) -> Found:
         yield warning("TRITON_INTERPRET=1 runs Triton's kernels in Python, for tests", "unset TRITON_INTERPRET")
 
 
-def _why_not_native(choices: Sequence[OpChoice]) -> str | None:
-    """Return why no op is native, or None when one is."""
+def _why_not_native(machine: Machine) -> str | None:
+    """Return why no op is native, or None when one is, or when none can be chosen, which `ops` tells."""
+    try:
+        choices = machine.choices("cpu")
+    except Exception:  # noqa: BLE001 - a provider's library may raise anything
+        return None
     refusals = [refusal for choice in choices for refusal in choice.refusals if refusal.startswith("native: ")]
     if not refusals or any(choice.provider == "native" for choice in choices):
         return None

@@ -10,7 +10,7 @@
     torch_experts.py    its experts
     torch_products.py   its products with weights, and what a card can multiply
     torch_draws.py      its draws of tokens
-    native/             C for CPUs
+    native/             C for x86 CPUs
     triton/             Triton for GPUs from Hopper on
     deep_gemm.py        products in FP8 by the library DeepGEMM, where it is
     flash_mla.py        attention over latents by the library FlashMLA, where it is

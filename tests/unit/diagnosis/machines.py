@@ -13,7 +13,7 @@ LIMITS = (
     "Max open files            {files:<20} {files:<20} files\nMax locked memory         {locked:<20} 8388608 bytes\n"
 )
 REQUIRED_VERSIONS = {name: ".".join(map(str, version)) for name, version in REQUIRED.items()}
-ON_CPU = (OpChoice("linear", "torch", ("native: needs a CPU with avx512_bf16, this one has none",)),)
+ON_CPU = (OpChoice("linear", "native", ()),)
 PLACES = ("pci0000:15/0000:15:01.0", "pci0000:97/0000:97:01.0")
 
 

@@ -1,11 +1,15 @@
-"""Ops in C for bfloat16 models on CPUs with AVX-512 BF16.
+"""Ops in C for bfloat16 models on x86 CPUs.
 
     ops.py        the provider: a function per op, which hands what C cannot take to `torch_ops`
     build.py      compiles the C sources for this machine on first use, and loads the library
-    native.c      products of few rows, and experts made of them
+    products.c    linear maps; products.h says what the next four share
+    experts.c     gated MLPs of rows that are sorted by expert
+    pairs.c       products of few rows with AVX-512 BF16
+    floats.c      products of few rows without
+    strips.c      products of many rows without: with it, torch's are good
     rows.c        what lies between products: routing, norms, rotations
     attention.c   latent attention over pages
-    vectors.h     bfloat16 and vectors of 16 lanes, for all sources
+    vectors.h     bfloat16 and vectors of any width, for all sources
 
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_ops.py and
 test_native_memory.py are about them alone.

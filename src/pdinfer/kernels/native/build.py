@@ -34,12 +34,14 @@ _log = logging.getLogger("pdinfer")
 FOLDER = Path(__file__).parent
 """Where the sources are: every .c file is compiled, every .h file may be included."""
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
-NEEDED = "avx512_bf16"
+EXTENSIONS = ("avx512_bf16", "avx512f", "avx2")
+"""What makes the kernels faster where a CPU has it, the best first."""
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_TIMEOUT_S = 120.0
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
+    "is_served": (_N, _N),
     "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
     "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
     "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
@@ -56,7 +58,7 @@ SIGNATURES = {
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"mla_decode": _N, "prefill_scratch": _N}
+RESULTS = {"is_served": _I, "mla_decode": _N, "prefill_scratch": _N}
 """The kernels that return something."""
 
 
@@ -75,8 +77,8 @@ def library_or_reason() -> ctypes.CDLL | str:
 
     Where the CPU could run them the reason is also logged, because nothing fails without them.
     """
-    if NEEDED not in cpu_flags():
-        return f"needs a CPU with {NEEDED}, this {platform.machine()} has none"
+    if not cpu_flags():
+        return f"is for x86-64 CPUs, and this {platform.machine()} is none that Linux describes as one"
     try:
         return find_or_build()
     except (BackendUnavailable, OSError, subprocess.SubprocessError) as error:
@@ -110,7 +112,7 @@ def find_or_build() -> ctypes.CDLL:
 
 
 def cpu_flags(root: Path = Path("/")) -> frozenset[str]:
-    """Return the instruction sets of this machine's CPU, as /proc/cpuinfo names them; empty where it is not there."""
+    """Return the instruction sets of this machine's x86 CPU, as /proc/cpuinfo names them; empty where there is none."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Kernels in C for bfloat16 models on CPUs with AVX-512 BF16, compiled on first use (docs/decisions/).
+"""Kernels in C for bfloat16 models on x86 CPUs, compiled on first use (docs/decisions/).
 
 An op whose shape gains nothing here goes to torch, and so do inputs that the kernels cannot read: other dtypes than
 those they are made for, or strides. They use `torch.get_num_threads` threads.
@@ -16,13 +16,14 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_experts, torch_ops
-from pdinfer.kernels.native.build import library
+from pdinfer.kernels.native.build import cpu_flags, library
 from pdinfer.kernels.spec import OpSpec
 
 FEW_ROWS = 16
-"""Up to this many rows a product waits for its weights. With more, torch's GEMM is faster."""
+"""Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
+bfloat16 the library says which it serves."""
 FEW_HEAD_ROWS = 64
-"""The same limit for products head by head, which torch computes one by one."""
+"""Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
 PART_TOKENS = 1024
 """Threads share the contexts that are longer than this in decode."""
 KEYS = 4096
@@ -55,6 +56,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
         return "reads pages of bfloat16, these are packed FP8"
+    if op == "mla_prefill" and "amx_bf16" in cpu_flags():
+        return "multiplies vectors, and torch's attention multiplies tiles on this CPU (AMX)"
     if op == "mla_decode" and rank is not None and rope is not None and (rank % 32 or rope % 32):
         return f"reads latents and rotary keys in steps of 32 elements, they have {rank} and {rope}"
     return None
@@ -74,8 +77,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     rows, width = x_TI.shape
     outs = weight_OI.shape[0]
-    fits = outs % 8 == 0 and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
-    if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits or not 0 < rows <= FEW_ROWS:
+    served = rows <= FEW_ROWS if x_TI.dtype == torch.float32 else library().is_served(rows, outs)
+    fits = rows and served and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits:
         return F.linear(x_TI, weight_OI)
     out = x_TI.new_empty(rows, outs)
     getattr(library(), _LINEARS[x_TI.dtype])(
@@ -201,8 +205,9 @@ def gated_silu(x_TJ: Tensor) -> Tensor:
 def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
     num_experts, width, inner = down_EDI.shape
     counts_E = counts_E.to(torch.int64)
-    fits = x.ndim == 2 and width % 8 == inner % 8 == 0 and _are(torch.bfloat16, x, gate_up_EJD, down_EDI)
-    if not fits or not len(x) or int(counts_E.max()) > FEW_ROWS:
+    fits = x.ndim == 2 and len(x) and _are(torch.bfloat16, x, gate_up_EJD, down_EDI)
+    most = int(counts_E.max()) if fits else 0
+    if not fits or not all(library().is_served(most, outs) for outs in (width, inner)):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(len(x), 3 * inner)
@@ -226,7 +231,8 @@ def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
     outs = weight_HNC.shape[2]
     packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
     readable = packed and _are(torch.bfloat16, x_THN, weight_HNC)
-    if not 0 < rows <= FEW_HEAD_ROWS or width % 2 or outs % 128 or not readable:
+    served = rows <= FEW_HEAD_ROWS or library().is_served(rows, outs)
+    if not rows or not served or width % 2 or outs % 128 or not readable:
         return torch_ops.heads_in(x_THN, weight_HNC)
     return _by_heads(library().heads_in, x_THN, weight_HNC, outs)
 
@@ -236,7 +242,8 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     outs = weight_HVC.shape[1]
     packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
     readable = packed and _are(torch.bfloat16, x_THC, weight_HVC)
-    if not 0 < rows <= FEW_HEAD_ROWS or outs % 8 or not readable:
+    served = rows <= FEW_HEAD_ROWS or library().is_served(rows, outs)
+    if not rows or not served or outs % 8 or not readable:
         return torch_ops.heads_out(x_THC, weight_HVC)
     return _by_heads(library().heads_out, x_THC, weight_HVC, outs)
 
@@ -291,7 +298,7 @@ def mla_prefill(
             stop = min(start + step, context)
             table = page_table_BM[row, start // page_size : -(-stop // page_size)]
             cached = pages_PGW.index_select(0, table).flatten(0, 1)[: stop - start]
-            kv_SHX = F.linear(cached[:, :rank], kv_b_OC)
+            kv_SHX = linear(cached[:, :rank], kv_b_OC)
             library().mla_prefill(
                 q_THQ[at].data_ptr(),
                 kv_SHX.data_ptr(),

@@ -1,10 +1,8 @@
-/* The ops of a bfloat16 model that torch leaves far from what a CPU with AVX-512 BF16 can do: products of few rows, which
- * should run at the speed at which weights are read. Called through `ops.py`, which checks
- * dtypes, shapes and strides; sizes here are numbers of elements. docs/decisions/ says why this is C. */
+/* Products of few rows on CPUs with AVX-512 BF16, pair by pair: they should run at the speed at which weights are read. */
 
-#include "vectors.h"
+#include "products.h"
 
-/* -- products of few rows ------------------------------------------------------------------------------------------ */
+#ifdef __AVX512BF16__
 
 #define OUTS 8 /* weight rows per block */
 #define MOST 8 /* rows of x that pass over a block of weights at once */
@@ -72,11 +70,11 @@ typedef void (*Scan)(const bf16 *, i64, const bf16 *, i64, i64, i64, i64, bf16 *
 static const Scan near_x[] = {0, scan_1_1, scan_2_1, scan_3_1, scan_4_1, scan_5_1, scan_6_1, scan_7_2, scan_8_2};
 static const Scan far_x[] = {0, scan_1_1, scan_2_1, scan_3_2, scan_4_2, scan_5_2, scan_6_2, scan_7_2, scan_8_2};
 
-/* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Weights come from memory once. How far ahead they
+/* How far ahead weights
  * are fetched is how far memory is behind, which grows with the work per weight; with several passes each fetches its
  * share of the next block. Rows of x that lie a power of two apart would push each other out of the cache, so they are
  * copied a little further apart. */
-static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
     i64 passes = (rows + MOST - 1) / MOST;
     i64 ahead = passes > 1 ? 2 * OUTS * n : rows == 1 ? 3072 : rows == 2 ? 6144 : 2048 * rows;
     const Scan *scans = passes > 1 || rows * n > 12288 ? far_x : near_x;
@@ -93,35 +91,6 @@ static void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64
         }
     free(apart);
 }
-
-/* y[rows, outs] = x[rows, n] . w[outs, n]^T; outs a multiple of 8. */
-EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
-    i64 step = threads > 1 ? 64 : outs;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
-}
-
-/* The same in float32, for any number of outs: what routers are made of. */
-EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 outs, i64 n, float *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 o = 0; o < outs; o++)
-        for (i64 m = 0; m < rows; m++) {
-            __m512 acc[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-            for (i64 i = 0; i < n; i += 64)
-                for (int u = 0; u < 4; u++) {
-                    i64 left = n - i - 16 * u;
-                    __mmask16 some = left >= 16 ? 0xFFFF : left > 0 ? (1u << left) - 1 : 0;
-                    const float *at = w + o * n + i + 16 * u;
-                    _mm_prefetch((const char *)at + 4096, _MM_HINT_T1);
-                    acc[u] = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(some, at),
-                                             _mm512_maskz_loadu_ps(some, x + m * ldx + i + 16 * u), acc[u]);
-                }
-            y[m * outs + o] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(acc[0], acc[1]),
-                                                                 _mm512_add_ps(acc[2], acc[3])));
-        }
-}
-
-#define WIDE 128 /* columns read side by side */
 
 /* y[m][0..128) = sum over r of x[m][r] * w[r][0..128) for M <= 3 rows of x; n is even, rows of w are `ldw` apart. What lies
  * `ahead` bytes behind the weights is fetched. */
@@ -160,63 +129,16 @@ SUMS(1)
 SUMS(2)
 SUMS(3)
 
-/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, n, outs] per head; heads of x are `ldh` apart, its rows `ldx`, heads
- * of w `ldw`. outs is a multiple of 128, n even. */
-EXPORT void heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
-                     bf16 *y, int threads) {
-    i64 chunks = outs / WIDE;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 item = 0; item < heads * chunks; item++) {
-        i64 h = item / chunks, c = item % chunks * WIDE;
-        for (i64 m = 0; m < rows;) {
-            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
-            const bf16 *xs = x + m * ldx + h * ldh;
-            bf16 *to = y + (m * heads + h) * outs + c;
-            i64 ahead = m ? 0 : 2 * ldw; /* the same of the next head */
-            if (now == 1) sums_1(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
-            else if (now == 2) sums_2(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
-            else sums_3(xs, ldx, w + h * ldw + c, outs, n, ahead, to, heads * outs);
-            m += now;
-        }
+
+void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+    for (i64 m = 0; m < rows;) {
+        i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
+        i64 ahead = m ? 0 : 2 * next;
+        if (now == 1) sums_1(x + m * ldx, ldx, w, ldw, n, ahead, y + m * ldy, ldy);
+        else if (now == 2) sums_2(x + m * ldx, ldx, w, ldw, n, ahead, y + m * ldy, ldy);
+        else sums_3(x + m * ldx, ldx, w, ldw, n, ahead, y + m * ldy, ldy);
+        m += now;
     }
 }
 
-/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, outs, n]^T per head; strides as above, outs a multiple of 8. */
-EXPORT void heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
-                      bf16 *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 h = 0; h < heads; h++)
-        few_rows(x + h * ldh, ldx, rows, w + h * ldw, n, 0, outs, y + h * outs, heads * outs);
-}
-
-/* Gated MLPs of rows sorted by expert, counts[e] of each: y = down . (silu(gate . x) * (up . x)). `hidden` has room for
- * 3 * inner values per row. inner and width are multiples of 8. */
-EXPORT void experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up, const bf16 *down, i64 width,
-                    i64 inner, bf16 *hidden, bf16 *y, int threads) {
-    i64 rows = 0, starts[num_experts], active[num_experts], num_active = 0;
-    for (i64 e = 0; e < num_experts; e++) {
-        starts[e] = rows;
-        rows += counts[e];
-        if (counts[e]) active[num_active++] = e;
-    }
-    bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
-    i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-#pragma omp for schedule(dynamic)
-        for (i64 item = 0; item < num_active * ups; item++) {
-            i64 e = active[item / ups], o = item % ups * step, first = starts[e];
-            few_rows(x + first * width, width, counts[e], gate_up + e * 2 * inner * width, width, o,
-                     MIN(o + step, 2 * inner), wide + first * 2 * inner, 2 * inner);
-        }
-#pragma omp for schedule(static)
-        for (i64 r = 0; r < rows; r++)
-            silu_times(wide + r * 2 * inner, wide + r * 2 * inner + inner, narrow + r * inner, inner);
-#pragma omp for schedule(dynamic)
-        for (i64 item = 0; item < num_active * downs; item++) {
-            i64 e = active[item / downs], o = item % downs * step, first = starts[e];
-            few_rows(narrow + first * inner, inner, counts[e], down + e * width * inner, inner, o,
-                     MIN(o + step, width), y + first * width, width);
-        }
-    }
-}
+#endif

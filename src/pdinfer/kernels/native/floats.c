@@ -1,0 +1,126 @@
+/* Products of few rows on CPUs without AVX-512 BF16: weights become floats as they are read, which leaves enough time to
+ * read them as fast as memory gives them. x becomes floats once, in the order in which weights do. */
+
+#include "products.h"
+
+#ifndef __AVX512BF16__
+
+#define PAIRS (2 * LANES)
+#define OUTS 4 /* weight rows read side by side, so that what is read of x serves all of them */
+#define MOST 3 /* rows of x that pass over a block of weights at once: 4 x 3 sums are 12 of 16 registers */
+
+/* Rows of x as floats, `ldf` apart: of PAIRS values the even ones, then the odd ones; beyond n they are 0. */
+static const float *as_floats(const bf16 *x, i64 ldx, i64 rows, i64 n, i64 ldf) {
+    float *to = room(0, sizeof(float) * rows * ldf);
+    for (i64 m = 0; m < rows; m++) {
+        float *row = to + m * ldf;
+        i64 i = 0;
+        for (; i + PAIRS <= n; i += PAIRS) {
+            words pairs = load_pairs(x + m * ldx + i);
+            store(row + i, even(pairs));
+            store(row + i + LANES, odd(pairs));
+        }
+        if (i < n) {
+            bf16 rest[PAIRS] = {0};
+            memcpy(rest, x + m * ldx + i, sizeof(bf16) * (n - i));
+            store(row + i, even(load_pairs(rest)));
+            store(row + i + LANES, odd(load_pairs(rest)));
+        }
+    }
+    return to;
+}
+
+/* acc[r][m] += x[m] . w[r] over PAIRS values. Weights may lie anywhere. */
+#define ADD(M, R, W)                                                                                                   \
+    for (int r = 0; r < R; r++) {                                                                                      \
+        words pairs = load_pairs(W);                                                                                   \
+        floats evens = even(pairs), odds = odd(pairs);                                                                 \
+        for (int m = 0; m < M; m++) acc[r][m] += load(x + m * ldf + i) * evens;                                        \
+        for (int m = 0; m < M; m++) acc[r][m] += load(x + m * ldf + i + LANES) * odds;                                 \
+    }
+
+/* y[m][0..R) = x[m] . w[0..R) for M rows of x. What lies `ahead` bytes behind the weights is asked for; past the end of
+ * all weights that is harmless. */
+#define DOT(M, R)                                                                                                      \
+    static void dot_##M##_##R(const float *x, i64 ldf, const bf16 *w, i64 n, i64 ahead, bf16 *y, i64 ldy) {            \
+        floats acc[R][M];                                                                                              \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int m = 0; m < M; m++) acc[r][m] = (floats){0};                                                       \
+        i64 i = 0;                                                                                                     \
+        for (; i + PAIRS <= n; i += PAIRS) {                                                                           \
+            for (int r = 0; r < R; r++) __builtin_prefetch((const char *)(w + r * n + i) + ahead, 0, 2);               \
+            ADD(M, R, w + r * n + i)                                                                                   \
+        }                                                                                                              \
+        if (i < n) {                                                                                                   \
+            bf16 rest[R][PAIRS] = {{0}};                                                                               \
+            for (int r = 0; r < R; r++) memcpy(rest[r], w + r * n + i, sizeof(bf16) * (n - i));                        \
+            ADD(M, R, rest[r])                                                                                         \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int r = 0; r < R; r++) y[m * ldy + r] = to_bf16(sum_of(acc[r][m]));                                   \
+    }
+DOT(1, 4)
+DOT(2, 4)
+DOT(3, 4)
+
+typedef void (*Dot)(const float *, i64, const bf16 *, i64, i64, bf16 *, i64);
+static const Dot dots[] = {0, dot_1_4, dot_2_4, dot_3_4};
+
+void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+    i64 ldf = (n + PAIRS - 1) / PAIRS * PAIRS + LANES; /* rows that lie a power of two apart would share cache lines */
+    const float *floats_of = as_floats(x, ldx, rows, n, ldf);
+    i64 passes = (rows + MOST - 1) / MOST;
+    for (i64 o = first; o < last; o += OUTS)
+        for (i64 pass = 0, m = 0; pass < passes; pass++) {
+            i64 now = (rows - m) / (passes - pass);
+            dots[now](floats_of + m * ldf, ldf, w + o * n, n, pass ? 0 : 2 * OUTS * n, y + m * ldy + o, ldy);
+            m += now;
+        }
+}
+
+#define COLUMNS 2 /* vectors of pairs of columns side by side */
+
+/* y[m][...] = sum over r of x[m][r] * w[r][...] for M rows of x and COLUMNS * PAIRS columns. */
+#define SUMS(M)                                                                                                        \
+    static void sums_##M(const float *x, i64 n, const bf16 *w, i64 ldw, bf16 *y, i64 ldy) {                            \
+        floats evens[M][COLUMNS], odds[M][COLUMNS];                                                                    \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int c = 0; c < COLUMNS; c++) evens[m][c] = odds[m][c] = (floats){0};                                  \
+        for (i64 r = 0; r < n; r++, w += ldw) {                                                                        \
+            __builtin_prefetch(w + 16 * ldw, 0, 2);                                                                    \
+            for (int c = 0; c < COLUMNS; c++) {                                                                        \
+                words pairs = load_pairs(w + c * PAIRS);                                                               \
+                floats left = even(pairs), right = odd(pairs);                                                         \
+                for (int m = 0; m < M; m++) {                                                                          \
+                    evens[m][c] += x[m * n + r] * left;                                                                \
+                    odds[m][c] += x[m * n + r] * right;                                                                \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int c = 0; c < COLUMNS; c++) {                                                                        \
+                words pairs = bf16_bits(evens[m][c]) | bf16_bits(odds[m][c]) << 16;                                    \
+                memcpy(y + m * ldy + c * PAIRS, &pairs, sizeof pairs);                                                 \
+            }                                                                                                          \
+    }
+SUMS(1)
+SUMS(2)
+SUMS(3)
+
+void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+    (void)next;
+    float *to = room(0, sizeof(float) * rows * n);
+    for (i64 m = 0; m < rows; m++)
+        for (i64 r = 0; r < n; r++) to[m * n + r] = from_bf16(x[m * ldx + r]);
+    for (i64 c = 0; c < WIDE; c += COLUMNS * PAIRS)
+        for (i64 m = 0; m < rows;) {
+            i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
+            const float *xs = to + m * n;
+            if (now == 1) sums_1(xs, n, w + c, ldw, y + m * ldy + c, ldy);
+            else if (now == 2) sums_2(xs, n, w + c, ldw, y + m * ldy + c, ldy);
+            else sums_3(xs, n, w + c, ldw, y + m * ldy + c, ldy);
+            m += now;
+        }
+}
+
+#endif

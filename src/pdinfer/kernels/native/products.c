@@ -1,0 +1,67 @@
+/* The products of a bfloat16 model, and the router's in float32. Called through `ops.py`, which checks dtypes, shapes and
+ * strides; sizes here are numbers of elements. docs/decisions/ says why this is C. */
+
+#include "products.h"
+
+/* Whether a product of so many rows and outs is one for these kernels. With AVX-512 BF16 torch's are good where rows are
+ * many. */
+EXPORT int is_served(i64 rows, i64 outs) {
+#ifdef __AVX512BF16__
+    return rows <= 16 && outs % 8 == 0;
+#else
+    return (void)rows, (void)outs, 1;
+#endif
+}
+
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T, of what `is_served`. */
+EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
+    if (rows > FEW_ROWS || outs % 8) {
+        many_rows(x, ldx, rows, w, outs, n, y, outs, threads);
+        return;
+    }
+    i64 step = threads > 1 ? LEAST_OUTS : outs;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
+}
+
+/* The same in float32, for any number of outs: what routers are made of. */
+EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 outs, i64 n, float *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < outs; o++)
+        for (i64 m = 0; m < rows; m++) {
+            const float *a = w + o * n, *b = x + m * ldx;
+            floats acc[4] = {{0}};
+            i64 i = 0;
+            for (; i + 4 * LANES <= n; i += 4 * LANES)
+                for (int u = 0; u < 4; u++) {
+                    __builtin_prefetch((const char *)(a + i + LANES * u) + 4096, 0, 2);
+                    acc[u] += load(a + i + LANES * u) * load(b + i + LANES * u);
+                }
+            float sum = sum_of((acc[0] + acc[1]) + (acc[2] + acc[3]));
+            for (; i < n; i++) sum += a[i] * b[i];
+            y[m * outs + o] = sum;
+        }
+}
+
+/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, n, outs] per head; heads of x are `ldh` apart, its rows `ldx`, heads
+ * of w `ldw`. outs is a multiple of 128, n even. */
+EXPORT void heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
+                     bf16 *y, int threads) {
+    i64 chunks = outs / WIDE;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 item = 0; item < heads * chunks; item++) {
+        i64 h = item / chunks, c = item % chunks * WIDE;
+        few_rows_in(x + h * ldh, ldx, rows, w + h * ldw + c, outs, n, ldw, y + h * outs + c, heads * outs);
+    }
+}
+
+/* y[rows, heads, outs] = x[rows, heads, n] . w[heads, outs, n]^T per head; strides as above, outs a multiple of 8. */
+EXPORT void heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
+                      bf16 *y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 h = 0; h < heads; h++)
+        if (rows > FEW_ROWS)
+            many_rows(x + h * ldh, ldx, rows, w + h * ldw, outs, n, y + h * outs, heads * outs, 1);
+        else
+            few_rows(x + h * ldh, ldx, rows, w + h * ldw, n, 0, outs, y + h * outs, heads * outs);
+}
