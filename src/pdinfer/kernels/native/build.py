@@ -54,11 +54,14 @@ SIGNATURES = {
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
+    "is_served_int8": (_N,),
+    "linear_int8": (_P, _N, _N, _P, _P, _N, _N, _P, _I),
+    "experts_int8": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _P, _P, _I),
     "prefill_scratch": (_N, _N, _N, _N),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"is_served": _I, "mla_decode": _N, "prefill_scratch": _N}
+RESULTS = {"is_served": _I, "is_served_int8": _I, "mla_decode": _N, "prefill_scratch": _N}
 """The kernels that return something."""
 
 
