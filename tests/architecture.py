@@ -181,7 +181,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("product_kernel",),
         ("launch", "configs", "rounding", "rows"),
     ),
-    "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
+    "process": (("forked", "huge_pages", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
 }
 
 GROUND = frozenset(

@@ -1,6 +1,7 @@
 """The process that pdinfer lives in: its forks, its locks, its memory and its temporary folders.
 
     forked.py    what belongs to one process; a forked child may neither use nor end it
+    huge_pages.py  huge pages for what is read from end to end
     locks.py     locks that an interrupt cannot keep closed for ever
     malloc.py    keeps memory that a step has freed for the next one
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory

@@ -41,7 +41,9 @@ COMPILE_TIMEOUT_S = 120.0
 
 _P, _N, _F, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 SIGNATURES = {
+    "find_tiles": (),
     "is_served": (_N, _N),
+    "experts_are_served": (_N, _N, _N),
     "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
     "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
     "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
@@ -61,7 +63,10 @@ SIGNATURES = {
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"is_served": _I, "is_served_int8": _I, "mla_decode": _N, "prefill_scratch": _N}
+RESULTS = dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I) | {
+    "mla_decode": _N,
+    "prefill_scratch": _N,
+}
 """The kernels that return something."""
 
 
@@ -263,4 +268,5 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, RESULTS.get(name)
+    loaded.find_tiles()
     return loaded

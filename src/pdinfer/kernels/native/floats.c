@@ -39,16 +39,19 @@ static const float *as_floats(const bf16 *x, i64 ldx, i64 rows, i64 n, i64 ldf) 
         for (int m = 0; m < M; m++) acc[r][m] += load(x + m * ldf + i + LANES) * odds;                                 \
     }
 
-/* y[m][0..R) = x[m] . w[0..R) for M rows of x. What lies `ahead` bytes behind the weights is asked for; past the end of
- * all weights that is harmless. */
+/* y[m][0..R) = x[m] . w[0..R) for M rows of x. What lies `ahead` values behind the weights is asked for, of every
+ * `passes`-th row; past the end of all weights that is harmless. */
 #define DOT(M, R)                                                                                                      \
-    static void dot_##M##_##R(const float *x, i64 ldf, const bf16 *w, i64 n, i64 ahead, bf16 *y, i64 ldy) {            \
+    static void dot_##M##_##R(const float *x, i64 ldf, const bf16 *w, i64 n, i64 ahead, i64 pass, i64 passes, bf16 *y, \
+                              i64 ldy) {                                                                               \
         floats acc[R][M];                                                                                              \
+        const bf16 *next[R];                                                                                           \
+        for (int r = 0; r < R; r++) next[r] = w + r * n + (r % passes == pass ? ahead : 0);                            \
         for (int r = 0; r < R; r++)                                                                                    \
             for (int m = 0; m < M; m++) acc[r][m] = (floats){0};                                                       \
         i64 i = 0;                                                                                                     \
         for (; i + PAIRS <= n; i += PAIRS) {                                                                           \
-            for (int r = 0; r < R; r++) __builtin_prefetch((const char *)(w + r * n + i) + ahead, 0, 2);               \
+            for (int r = 0; r < R; r++) __builtin_prefetch(next[r] + i, 0, 2);                                         \
             ADD(M, R, w + r * n + i)                                                                                   \
         }                                                                                                              \
         if (i < n) {                                                                                                   \
@@ -63,7 +66,7 @@ DOT(1, 4)
 DOT(2, 4)
 DOT(3, 4)
 
-typedef void (*Dot)(const float *, i64, const bf16 *, i64, i64, bf16 *, i64);
+typedef void (*Dot)(const float *, i64, const bf16 *, i64, i64, i64, i64, bf16 *, i64);
 static const Dot dots[] = {0, dot_1_4, dot_2_4, dot_3_4};
 
 void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
@@ -73,7 +76,7 @@ void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first,
     for (i64 o = first; o < last; o += OUTS)
         for (i64 pass = 0, m = 0; pass < passes; pass++) {
             i64 now = (rows - m) / (passes - pass);
-            dots[now](floats_of + m * ldf, ldf, w + o * n, n, pass ? 0 : 2 * OUTS * n, y + m * ldy + o, ldy);
+            dots[now](floats_of + m * ldf, ldf, w + o * n, n, OUTS * n, pass, passes, y + m * ldy + o, ldy);
             m += now;
         }
 }

@@ -208,7 +208,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
     counts_E = counts_E.to(torch.int64)
     fits = x.ndim == 2 and len(x) and _are(torch.bfloat16, x, gate_up_EJD, down_EDI)
     most = int(counts_E.max()) if fits else 0
-    if not fits or not all(library().is_served(most, outs) for outs in (width, inner)):
+    if not fits or not library().experts_are_served(most, width, inner):
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(len(x), 3 * inner)

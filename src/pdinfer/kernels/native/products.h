@@ -10,7 +10,9 @@
 #define FEW_ROWS INT64_MAX /* these are given no others */
 #define LEAST_OUTS 64      /* of a product, per thread and turn */
 #else
-#define FEW_ROWS 8
+#ifndef FEW_ROWS
+#define FEW_ROWS 16
+#endif
 #define LEAST_OUTS 256
 #endif
 #define WIDE 128 /* columns of `few_rows_in` */
@@ -22,9 +24,8 @@ void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first,
  * `next` values behind w may be asked for already. */
 void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy);
 
-#define STRIP 32  /* outs of a strip of packed weights */
+#define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
-#define CHUNK 48  /* rows that are taken through a strip at once */
 
 /* Memory of this thread, kept from call to call; one of a few. What it held is lost when it grows. */
 void *room(int which, i64 bytes);
@@ -32,21 +33,44 @@ void *room(int which, i64 bytes);
 /* The inputs of a strip or a panel: those there are, and 0 up to a multiple of 32. */
 INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
 
-/* Rows low[0..lows) and high[0..highs) of weights, `n` long and at most 16 of each -> a strip [n / 32][2][16 pairs][16
- * outs][2]: what is read side by side lies so. Outs and inputs that are not there are 0. */
-void pack_strip(const bf16 *low, i64 lows, const bf16 *high, i64 highs, i64 n, bf16 *to);
+/* Two times at most 16 rows of weights, all `n` long. */
+typedef struct {
+    const bf16 *low, *high;
+    i64 lows, highs, n;
+} Strip;
 
-/* At most CHUNK rows of x -> panels of floats: of a few rows each (`panel_of`), [inputs][rows]. */
-void pack_panels(const bf16 *x, i64 ldx, i64 rows, i64 n, float *to);
+/* Outs [o, o + 32) of w [outs, n]. */
+INLINE Strip strip_of(const bf16 *w, i64 outs, i64 n, i64 o) {
+    i64 there = MIN(STRIP, outs - o), highs = MAX(0, there - 16);
+    return (Strip){w + o * n, w + (o + 16) * n, there - highs, highs, n};
+}
 
-/* Rows of the next panel when `left` are left of a chunk. */
-i64 panel_of(i64 left);
+/* `inputs` inputs of a strip from `first` -> [inputs / 32][2][16 pairs][16 outs][2]: what is multiplied side by side lies
+ * so. Outs and inputs that are not there are 0. */
+void pack_strip(const Strip *w, i64 first, i64 inputs, bf16 *to);
 
-/* c[rows][32] = at most CHUNK rows, in panels, times a strip. */
-void times_strip(const float *panels, i64 rows, i64 n, const bf16 *strip, float *c);
+/* A way to multiply many rows by a strip. They are packed into panels first, of which only this way knows the form. */
+typedef struct {
+    i64 rows;     /* the most at once */
+    i64 bytes;    /* of a value in a panel; rows take those of a multiple of 16 rows, inputs of a multiple of 32 */
+    void (*pack)(const bf16 *x, i64 ldx, i64 rows, i64 n, void *panels);
+    /* c[rows][32] = panels . strip; c has room for a multiple of 32 rows, `packed` for a strip. */
+    void (*times)(const void *panels, i64 rows, i64 n, const Strip *w, bf16 *packed, float *c);
+    /* Writes inputs [first, first + 16) of the panels: values[rows][16], rows `ldv` apart, of bf16 precision. */
+    void (*put)(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *panels);
+} Many;
+
+#define MOST_AT_ONCE 256 /* rows, in any way */
+
+extern const Many by_floats;
+
+/* The way of AMX tiles, or NULL where there are none. */
+const Many *by_tiles_or_null(void);
+
+INLINE i64 panel_bytes(const Many *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
 
 /* c[rows][32] -> columns [0, outs) of y. */
 void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy);
 
-/* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows. */
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows, by floats. */
 void many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads);

@@ -1,4 +1,4 @@
-/* Products of many rows on CPUs without AVX-512 BF16, where torch's products of bf16 are an order slower than those of
+/* Products of many rows: strips of weights, and the way of floats, for CPUs without AVX-512 BF16, where torch's products of bf16 are an order slower than those of
  * floats. Weights are read once into strips of 32 outs, which stay in the second-level cache while all rows of x, in
  * panels of floats, pass over them. Sums stay in registers over all inputs. */
 
@@ -6,7 +6,10 @@
 
 #define VECTORS (16 / LANES)               /* of half a strip */
 #define PANEL (LANES == 16 ? 12 : 6)       /* rows: 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
-#define AT_ONCE 512                        /* rows whose panels are there together */
+#define PANELS 512                         /* rows whose panels are there together */
+#ifndef CHUNK
+#define CHUNK 48                           /* rows that are taken through a strip at once */
+#endif
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 
@@ -21,7 +24,8 @@ void *room(int which, i64 bytes) {
     return rooms[which].at;
 }
 
-i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
+/* Rows of the next panel when `left` are left of a chunk. */
+INLINE i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define MIX(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -63,20 +67,30 @@ INLINE void pack_tile(const bf16 *from, i64 outs, i64 inputs, i64 n, bf16 *to) {
         for (i64 i = 0; i < MIN(32, inputs); i++) to[i / 2 * 32 + 2 * o + i % 2] = from[o * n + i];
 }
 
-void pack_strip(const bf16 *low, i64 lows, const bf16 *high, i64 highs, i64 n, bf16 *to) {
-    for (i64 k = 0; k < n; k += 32, to += STEP) {
-        pack_tile(low + k, lows, n - k, n, to);
-        pack_tile(high + k, highs, n - k, n, to + STEP / 2);
+void pack_strip(const Strip *w, i64 first, i64 inputs, bf16 *to) {
+    for (i64 k = first; k < first + inputs; k += 32, to += STEP) {
+        pack_tile(w->low + k, w->lows, first + inputs - k, w->n, to);
+        pack_tile(w->high + k, w->highs, first + inputs - k, w->n, to + STEP / 2);
     }
 }
 
-void pack_panels(const bf16 *x, i64 ldx, i64 rows, i64 n, float *to) {
+/* Panels are floats, of a few rows each: [inputs][rows]. */
+static void pack(const bf16 *x, i64 ldx, i64 rows, i64 n, void *to) {
     for (i64 first = 0, count; first < rows; first += count) {
         count = panel_of(rows - first);
-        float *panel = to + first * padded(n);
+        float *panel = (float *)to + first * padded(n);
         for (i64 m = 0; m < count; m++)
             for (i64 i = 0; i < n; i++) panel[i * count + m] = from_bf16(x[(first + m) * ldx + i]);
         memset(panel + n * count, 0, sizeof(float) * (padded(n) - n) * count);
+    }
+}
+
+static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to) {
+    for (i64 first = 0, count; first < rows; first += count) {
+        count = panel_of(rows - first);
+        float *panel = (float *)to + first * padded(n) + at * count;
+        for (i64 m = 0; m < count; m++)
+            for (i64 i = 0; i < 16; i++) panel[i * count + m] = values[(first + m) * ldv + i];
     }
 }
 
@@ -109,13 +123,20 @@ static const Times times[] = {0, times_1, times_2, times_3, times_4, times_5, ti
 static const Times times[] = {0, times_1, times_2, times_3, times_4, times_5, times_6};
 #endif
 
-void times_strip(const float *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
+static void times_packed(const float *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
     for (i64 first = 0, count; first < rows; first += count) {
         count = panel_of(rows - first);
         for (int half = 0; half < 2; half++)
             times[count](panels + first * padded(n), strip + half * STEP / 2, padded(n) / 32, c + STRIP * first + 16 * half);
     }
 }
+
+static void pack_and_times(const void *panels, i64 rows, i64 n, const Strip *w, bf16 *packed, float *c) {
+    pack_strip(w, 0, n, packed);
+    times_packed(panels, rows, n, packed, c);
+}
+
+const Many by_floats = {CHUNK, sizeof(float), pack, pack_and_times, put};
 
 /* c[rows][32] -> columns [0, outs) of y. */
 void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy) {
@@ -127,24 +148,23 @@ void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy) {
 }
 
 void many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads) {
-    float *panels = room(0, sizeof(float) * MIN(rows, AT_ONCE) * padded(n));
-    for (i64 r = 0; r < rows; r += AT_ONCE, x += AT_ONCE * ldx, y += AT_ONCE * ldy) {
-        i64 now = MIN(rows - r, AT_ONCE);
+    float *panels = room(0, panel_bytes(&by_floats, MIN(rows, PANELS), n));
+    for (i64 r = 0; r < rows; r += PANELS, x += PANELS * ldx, y += PANELS * ldy) {
+        i64 now = MIN(rows - r, PANELS);
 #pragma omp parallel num_threads(threads) if (threads > 1)
         {
-            bf16 *strip = room(1, sizeof(bf16) * STRIP * padded(n));
+            bf16 *packed = room(1, sizeof(bf16) * STRIP * padded(n));
             float c[CHUNK * STRIP];
 #pragma omp for schedule(static)
-            for (i64 m = 0; m < now; m += CHUNK)
-                pack_panels(x + m * ldx, ldx, MIN(CHUNK, now - m), n, panels + m * padded(n));
+            for (i64 m = 0; m < now; m += CHUNK) pack(x + m * ldx, ldx, MIN(CHUNK, now - m), n, panels + m * padded(n));
 #pragma omp for schedule(dynamic)
             for (i64 o = 0; o < outs; o += STRIP) {
-                i64 there = MIN(STRIP, outs - o), high = MAX(0, there - 16);
-                pack_strip(w + o * n, there - high, w + (o + 16) * n, high, n, strip);
+                Strip strip = strip_of(w, outs, n, o);
+                pack_strip(&strip, 0, n, packed);
                 for (i64 m = 0; m < now; m += CHUNK) {
                     i64 count = MIN(CHUNK, now - m);
-                    times_strip(panels + m * padded(n), count, n, strip, c);
-                    store_strip(c, count, there, y + m * ldy + o, ldy);
+                    times_packed(panels + m * padded(n), count, n, packed, c);
+                    store_strip(c, count, MIN(STRIP, outs - o), y + m * ldy + o, ldy);
                 }
             }
         }
