@@ -165,7 +165,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("native", "triton", "compositions", "deep_gemm", "flash_mla"),
         ("torch_ops",),
         ("torch_attention", "torch_experts"),
-        ("torch_products",),
+        ("torch_products", "torch_flash"),
         ("reference",),
         ("ops", "row_formats", "torch_draws"),
         ("fused",),
@@ -182,7 +182,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("product_kernel",),
         ("launch", "configs", "rounding", "rows"),
     ),
-    "process": (("compiled",), ("forked", "locks", "malloc", "memory", "scratch", "silence", "streams")),
+    "process": (
+        ("compiled",),
+        ("forked", "huge_pages", "locks", "malloc", "memory", "scratch", "silence", "streams"),
+    ),
 }
 
 GROUND = frozenset(
@@ -288,6 +291,7 @@ MAX_FILE_LINES = 400
 LONGER: dict[str, str] = {
     "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
+    "kernels.native.ops": "one list: how each op of C is called, and what it leaves to torch",
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",

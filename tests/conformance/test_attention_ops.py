@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from pdinfer.kernels import torch_attention
+from pdinfer.kernels import torch_attention, torch_flash
 from pdinfer.kernels.native import ops as native
 from tests.conformance.op_suite import (
     ATTENTION,
@@ -138,5 +138,39 @@ def test_the_size_of_a_block_of_scores_changes_nothing(
     dtype: torch.dtype, block_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The blocks hold one query, a number that does not divide the queries, or all of them."""
+    monkeypatch.setattr(torch_flash, "DTYPES", ())
     monkeypatch.setattr(torch_attention, "SCORE_BLOCK_BYTES", block_bytes)
     Attention(dtype, 3, 16, (40, 33), (40, 20)).check("mla_prefill", "torch")
+
+
+@every_dtype
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("page_size", [3, 16])
+def test_a_context_of_many_blocks_is_joined(
+    dtype: torch.dtype, fused: bool, page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of a page each lie before, around and behind the first query, which comes after cached tokens or none."""
+    monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)
+    if not fused:
+        monkeypatch.setattr(torch_flash, "DTYPES", ())
+    for dims in DIMS:
+        Attention(dtype, 3, page_size, (40, 33, 48, 1), (40, 20, 1, 1), dims).check("mla_prefill", "torch")
+
+
+@every_dtype
+def test_torch_attends_without_its_fused_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has none where products of finite numbers may overflow."""
+    monkeypatch.setattr(torch_flash, "DTYPES", ())
+    for count, dims in ((0, DIMS[0]), (1, DIMS[1]), (5, DIMS[3])):
+        contexts = contexts_of(16, count)
+        Attention(dtype, 4, 16, contexts, query_lens_of(contexts), dims).check("mla_prefill", "torch")
+
+
+@every_dtype
+def test_torch_queries_before_a_row_that_is_not_finite_keep_what_they_see(dtype: torch.dtype) -> None:
+    case = Attention(dtype, 3, 16, (40,), (30,))
+    spoilt = case.pages
+    spoilt[case.owned[0][1], 9] = torch.nan  # position 25, query 15
+    good, got = (case.run("mla_prefill", "torch", "cpu", pages) for pages in (case.pages, spoilt))
+    assert torch.equal(got[:15], good[:15])
+    assert got[15:].isnan().all()

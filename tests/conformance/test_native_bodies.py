@@ -1,5 +1,5 @@
-"""Native products have a body for each kind of CPU. Those that this CPU can run keep to the reference, and so do
-tiles in plain C, which stand for AMX on every CPU."""
+"""Native products have a body for each kind of CPU. Those that this CPU can run keep to the reference, and so do tiles
+in plain C, which stand for AMX on every CPU."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.kernels import row_formats, torch_attention
+from pdinfer.kernels import row_formats, torch_attention, torch_flash
 from pdinfer.kernels.native import ops as native
 from pdinfer.kernels.weight_formats import FP8Blocks, e4m3_to_float
 from tests.conformance.op_suite import (
@@ -375,11 +375,13 @@ def test_a_bad_row_is_seen_in_every_part_of_a_long_context(
 @every_provider
 @every_dtype
 @every_bad
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize(("small", "fused"), [(False, True), (True, True), (True, False)])
 def test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it(
-    provider: str, dtype: torch.dtype, bad: float, small: bool, monkeypatch: pytest.MonkeyPatch
+    provider: str, dtype: torch.dtype, bad: float, small: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The context is one block or many. The other prompt of the batch feels nothing."""
+    if not fused:
+        monkeypatch.setattr(torch_flash, "DTYPES", ())
     if small:
         monkeypatch.setattr(native, "KEYS", 32)
         monkeypatch.setattr(torch_attention, "CONTEXT_BLOCK_BYTES", 1)

@@ -252,16 +252,16 @@ def check_experts(
         gate_up = int8_weight(experts, 2 * width, hidden, device=device)
         down = int8_weight(experts, hidden, width, device=device)
     x = draw(sum(counts), hidden).to(dtype)
-    run = op_of(provider, f"grouped_mlp_{kind}", device)
+    run = op_of(provider, f"grouped_mlp_{kind}", device, dtype)
     got = form.run(lambda rows, counts_E: run(rows, counts_E, gate_up, down), x.to(device), counts)
-    one_by_one, linear = [], op_of(provider, f"linear_{kind}", device)
+    one_by_one, linear = [], op_of(provider, f"linear_{kind}", device, dtype)
     for index, rows in enumerate(torch.split(x.to(device), list(counts))):
         hidden_rows = op_of(provider, "gated_silu", device, dtype)(linear(rows, expert(gate_up, index)))
         one_by_one.append(linear(hidden_rows, expert(down, index)))
     check_alike(got, torch.cat(one_by_one), device)
     if kind == "fp8":
         once = op_of("reference", "quantize_fp8", device, dtype)(x.to(device), ue8m0=False)
-        grouped = op_of(provider, "grouped_mlp_fp8", device)
+        grouped = op_of(provider, "grouped_mlp_fp8", device, dtype)
         check_alike(grouped(once, torch.tensor(counts, device=device), gate_up, down), got, device)
 
 

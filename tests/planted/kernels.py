@@ -6,7 +6,6 @@ from tests.planted.mutant import Mutant
 
 S = "src/pdinfer/execution/sampling.py"
 US = "tests/unit/execution/test_sampling.py"
-CA = "src/pdinfer/kernels/native/attention.c"
 CR = "src/pdinfer/kernels/native/rows.c"
 N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
@@ -215,41 +214,6 @@ MUTANTS = [
         "self.rows if isinstance(weight, FP8Blocks) else self.floats_TI",
         "self.floats_TI",
         "tests/unit/checkpoint/test_quantize.py::test_products_behind_a_norm_share_one_rounding",
-    ),
-    Mutant(
-        "native mla_decode joins parts without rescaling",
-        CA,
-        "sums[k * rows + r] * maxima[k * rows + r];",
-        "sums[k * rows + r];",
-        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
-    ),
-    Mutant(
-        "native mla_decode joins the values of parts without rescaling",
-        CA,
-        "maxima[k * rows + r] = expf(maxima[k * rows + r] - top);",
-        "maxima[k * rows + r] = 1;",
-        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
-    ),
-    Mutant(
-        "native mla_decode loses the last token of a part",
-        CA,
-        "first, MIN(first + part, lens[b]),",
-        "first, MIN(first + part - 1, lens[b]),",
-        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
-    ),
-    Mutant(
-        "native mla_decode lets every query see the drafts behind it",
-        CA,
-        "MIN(start + TOKENS, last), seen + n)",
-        "MIN(start + TOKENS, last), seen + queries)",
-        f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
-    ),
-    Mutant(
-        "native mla_decode weighs a latent behind a query by 0",
-        CA,
-        "i64 at = MIN(start + t, stop - 1);",
-        "i64 at = MIN(start + t, last - 1);",
-        f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
     ),
     Mutant(
         "native mla_decode reads int64 pages as int32",
@@ -469,20 +433,6 @@ MUTANTS = [
         f"{BAD}::test_a_router_with_a_logit_that_is_not_finite_weighs_nothing",
     ),
     Mutant(
-        "native attention gives a score of -inf no weight",
-        CA,
-        "total += choose(there, 0 * scaled, all_of(0));",
-        "",
-        f"{BAD}::test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it",
-    ),
-    Mutant(
-        "native attention forgets a first block without a finite score",
-        CA,
-        "        *sum += sum_of(total);\n        return;",
-        "        return;",
-        f"{BAD}::test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it {BAD}::test_a_bad_row_is_seen_in_every_part_of_a_long_context",
-    ),
-    Mutant(
         "torch attention gives a score of -inf no weight",
         A,
         "return scores.amin(-1, keepdim=True) * 0",
@@ -544,20 +494,6 @@ MUTANTS = [
         "return (y + reference.not_finite(x_TI)).to(x_TI.dtype)",
         "return y.to(x_TI.dtype)",
         f"{BAD}::test_a_row_that_is_not_finite_stays_so",
-    ),
-    Mutant(
-        "native prefill shifts what a later block of queries sees",
-        CA,
-        "values, offset + first, scale,",
-        "values, offset, scale,",
-        f"{ATTENTION}::test_attention",
-    ),
-    Mutant(
-        "native prefill does not rescale earlier sums when the maximum rises",
-        CA,
-        "        *sum *= shrink;\n",
-        "",
-        f"{ATTENTION}::test_attention",
     ),
     Mutant(
         "+inf on a forbidden token does not end the request",
@@ -628,27 +564,6 @@ MUTANTS = [
         "worth[g] = bias && size > 1 ? first + second : first;",
         "worth[g] = first;",
         f"{ROUTING}::test_route",
-    ),
-    Mutant(
-        "native softmax forgets that its maximum rose",
-        CA,
-        "        *maximum = now;\n",
-        "        *maximum = before;\n",
-        f"{ATTENTION}::test_attention",
-    ),
-    Mutant(
-        "native prefill cuts a context inside a page",
-        N,
-        "step = 0, KEYS // page_size * page_size",
-        "step = 0, KEYS",
-        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
-    ),
-    Mutant(
-        "native prefill forgets where a piece starts",
-        N,
-        "context - num_queries - start,",
-        "context - num_queries,",
-        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(
         "an FP8 matrix in blocks takes the scales of its first rows",

@@ -6,6 +6,7 @@
     reference.py        every other op in plain torch: slow, and the specification
     torch_ops.py        fast eager torch
     torch_attention.py  its attention, and the choice of what it reads
+    torch_flash.py      attention of many queries by torch's fused kernel for CPUs
     torch_experts.py    its experts
     torch_products.py   its products with weights, and what a card can multiply
     torch_draws.py      its draws of tokens

@@ -6,14 +6,14 @@ long context: attention goes through blocks of queries, and through blocks of co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdinfer.kernels import reference, row_formats
+from pdinfer.kernels import reference, row_formats, torch_flash
 
 SCORE_BLOCK_BYTES = 32 << 20
 """The memory for one block of attention scores: small enough for a CPU's outer cache to help, large enough for a
@@ -41,35 +41,40 @@ def mla_prefill(
     block_pages = max(1, CONTEXT_BLOCK_BYTES // (page_size * num_heads * (2 * q_THQ.shape[-1] + v_head_dim) * 4))
 
     def keys_values(table_M: Tensor, context: int) -> tuple[Tensor, Tensor]:
-        """Return (k_HQS, v_HSV) of the first `context` slots of these pages."""
+        """Return (k_HSQ, v_HSV) of the first `context` slots of these pages."""
         cached = pages_PGW.index_select(0, table_M).flatten(0, 1)[:context]
         cached = row_formats.latents(cached, latent_rank, q_THQ.dtype)
         kv = F.linear(cached[:, :latent_rank], kv_b_OC).view(context, num_heads, nope + v_head_dim)
         k_rope = cached[:, None, latent_rank:].expand(-1, num_heads, -1)
-        return torch.cat((kv[..., :nope], k_rope), -1).permute(1, 2, 0), kv[..., nope:].transpose(0, 1)
+        return torch.cat((kv[..., :nope], k_rope), -1).transpose(0, 1), kv[..., nope:].transpose(0, 1)
 
     out = q_THQ.new_empty(q_THQ.shape[0], num_heads, v_head_dim)
     first = 0
     for row, (num_queries, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         table = page_table_BM[row, : -(-context // page_size)]
-        last = first + num_queries
-        q_HTQ, out_THV = q_THQ[first:last].transpose(0, 1), out[first:last]
+        at = slice(first, first + num_queries)
+        first += num_queries
+        q_HTQ, out_THV, offset = q_THQ[at].transpose(0, 1), out[at], context - num_queries
+
+        def blocks(table: Tensor = table, context: int = context) -> Iterator[torch_flash.Block]:
+            for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True):
+                position = start * page_size
+                yield position, *keys_values(pages, min(len(pages) * page_size, context - position))
+
+        fused = num_queries and out.is_cpu and out.dtype in torch_flash.DTYPES
+        if fused and torch_flash.attend(q_HTQ, offset, blocks(), scale, out_THV):
+            continue
         if len(table) <= block_pages:
             _attend_causal(q_HTQ, *keys_values(table, context), scale, out_THV)
         else:
-            blocks = (
-                (start * page_size, *keys_values(pages, min(len(pages) * page_size, context - start * page_size)))
-                for start, pages in zip(range(0, len(table), block_pages), torch.split(table, block_pages), strict=True)
-            )
-            _attend_in_blocks(q_HTQ, context - num_queries, blocks, scale, out_THV)
-        first = last
+            _attend_in_blocks(q_HTQ, offset, blocks(), scale, out_THV)
     return out
 
 
-def _attend_causal(q_HTQ: Tensor, k_HQS: Tensor, v_HSV: Tensor, scale: float, out_THV: Tensor) -> None:
+def _attend_causal(q_HTQ: Tensor, k_HSQ: Tensor, v_HSV: Tensor, scale: float, out_THV: Tensor) -> None:
     """Let the last T of S positions attend to themselves and all before, block of queries by block of queries."""
     num_heads, num_queries, _ = q_HTQ.shape
-    context = k_HQS.shape[-1]
+    k_HQS, context = k_HSQ.mT, k_HSQ.shape[1]
     offset = context - num_queries
     block = max(1, min(num_queries, SCORE_BLOCK_BYTES // (4 * num_heads * context)))
     for start in range(0, num_queries, block):
@@ -94,17 +99,17 @@ def _lost(scores: Tensor) -> Tensor:
 def _attend_in_blocks(
     q_HTQ: Tensor, offset: int, blocks: Iterable[tuple[int, Tensor, Tensor]], scale: float, out_THV: Tensor
 ) -> None:
-    """Do as `_attend_causal`, with the first query at position `offset`, over blocks (first position, k_HQS, v_HSV) of
+    """Do as `_attend_causal`, with the first query at position `offset`, over blocks (first position, k_HSQ, v_HSV) of
     context one at a time: softmax with a running maximum (arXiv 1805.02867, algorithm 3)."""
     num_heads, num_queries, _ = q_HTQ.shape
     softmax = _RunningSoftmax.start(num_heads, num_queries, out_THV.shape[-1], q_HTQ.device)
-    for position, k_HQS, v_HSV in blocks:
-        size = k_HQS.shape[-1]
+    for position, k_HSQ, v_HSV in blocks:
+        size = k_HSQ.shape[1]
         query_block = max(1, SCORE_BLOCK_BYTES // (4 * num_heads * size))
         # queries before the block see nothing of it
         for start in range(max(0, position - offset), num_queries, query_block):
             part = slice(start, min(start + query_block, num_queries))
-            scores = torch.bmm(q_HTQ[:, part], k_HQS).float().mul_(scale)
+            scores = torch.bmm(q_HTQ[:, part], k_HSQ.mT).float().mul_(scale)
             lost_HT1 = _lost(scores)
             if position + size > offset + start + 1:
                 at = torch.arange(offset + start, offset + part.stop, device=q_HTQ.device)

@@ -26,6 +26,7 @@ from pdinfer.kernels.weight_formats import (
     places,
     tensors_of,
 )
+from pdinfer.process.huge_pages import ask_huge_pages
 
 FORMAT_OF_SCHEME: Mapping[Scheme, str] = MappingProxyType(
     {Scheme.FP8_BLOCKS: "fp8", Scheme.INT8_DYNAMIC: "w8a8_dynamic", Scheme.INT8_STATIC: "w8a8"}
@@ -68,9 +69,10 @@ class Place:
 
 @attrs.define
 class Destinations:
-    """A WeightSource that allocates on `device` and remembers which name belongs where. A name has two places when a
-    rank has an expert twice. Without `stored` every weight holds floats. With it, weights of a scheme in `kept` are
-    held as they are stored. Raises ConfigError for a tensor that cannot be divided between the ranks."""
+    """A WeightSource that allocates on `device`, on huge pages where it can, and remembers which name belongs where. A
+    name has two places when a rank has an expert twice. Without `stored` every weight holds floats. With it, weights of
+    a scheme in `kept` are held as they are stored. Raises ConfigError for a tensor that cannot be divided between the
+    ranks."""
 
     device: torch.device
     dtype: torch.dtype
@@ -120,6 +122,8 @@ class Destinations:
     ) -> None:
         """Remember by name the parts of a `weight` that was just allocated. `shape` is the shape of each part in the
         files."""
+        for tensor in tensors_of(weight):
+            ask_huge_pages(tensor)
         for name, part in named:
             self.places.setdefault(name, []).append(Place(part, shape, shard))
 

@@ -2,6 +2,7 @@
 
     compiled.py  C sources that are compiled for this machine on first use
     forked.py    what belongs to one process; a forked child may neither use nor end it
+    huge_pages.py  huge pages for what is read from end to end
     locks.py     locks that an interrupt cannot keep closed for ever
     malloc.py    keeps memory that a step has freed for the next one
     memory.py    how much memory a device has, and how much of it is in use; page-locked host memory

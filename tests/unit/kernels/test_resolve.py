@@ -165,10 +165,19 @@ def test_a_provider_refuses_an_op_by_its_shape(page_size: int | None, provider: 
         ({"kv_format": "bfloat16"}, {}),
     ],
 )
-def test_native_kernels_refuse_shapes(known: dict[str, Any], refused: dict[str, str]) -> None:
+def test_native_kernels_refuse_shapes(
+    known: dict[str, Any], refused: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At these shapes they would only pass their inputs on to torch."""
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"avx2"}))
     spec = OpSpec(device="cpu", dtype=torch.bfloat16, **known)
     assert {op: native.refuses(op, spec) for op in OP_NAMES if native.refuses(op, spec)} == refused
+
+
+def test_prefill_is_torchs_where_it_multiplies_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({"avx512_bf16", "amx_bf16"}))
+    spec = OpSpec(device="cpu", dtype=torch.bfloat16)
+    assert {op for op in OP_NAMES if native.refuses(op, spec)} == {"mla_prefill"}
 
 
 @pytest.mark.usefixtures("newcomers")

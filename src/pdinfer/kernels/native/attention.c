@@ -2,9 +2,6 @@
  * `ops.py`, which checks dtypes, shapes and strides; sizes here are numbers of elements. */
 
 #include "vectors.h"
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
 #define TOKENS 64 /* of a context, in one block */
 

@@ -35,11 +35,17 @@ SIGNATURES = {
     "heads_in": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "heads_out": (_P, _N, _N, _N, _N, _N, _P, _N, _N, _P, _I),
     "mla_decode": (_P, _P, _P, _P, _N, _N, _P, _N, _N, _N, _N, _N, _F, _N, _P, _I),
+    "is_served_int8": (_N,),
+    "linear_int8": (_P, _N, _N, _P, _P, _N, _N, _P, _I),
+    "experts_int8": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _P, _P, _I),
     "prefill_scratch": (_N, _N, _N, _N),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = {"find_tiles": _I, "is_served": _I, "experts_are_served": _I, "mla_decode": _N, "prefill_scratch": _N}
+RESULTS = dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I) | {
+    "mla_decode": _N,
+    "prefill_scratch": _N,
+}
 """The kernels that return something."""
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_experts, torch_ops
-from pdinfer.kernels.native.build import library
+from pdinfer.kernels.native.build import cpu_flags, library
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.weight_formats import Int8Dynamic
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
@@ -56,6 +57,8 @@ def refuses(op: str, spec: OpSpec) -> str | None:
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
     if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
         return "reads pages of bfloat16, these are packed FP8"
+    if op == "mla_prefill" and "amx_bf16" in cpu_flags():
+        return "multiplies vectors, and torch's attention multiplies tiles on this CPU (AMX)"
     if op == "mla_decode" and rank is not None and rope is not None and (rank % 32 or rope % 32):
         return f"reads latents and rotary keys in steps of 32 elements, they have {rank} and {rope}"
     return None
@@ -222,6 +225,56 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         torch.get_num_threads(),
     )
     return out
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    rows, width = x_TI.shape
+    outs = len(weight.numbers)
+    if not _reads_int8(rows, x_TI, weight):
+        return torch_ops.linear_int8(x_TI, weight)
+    out = x_TI.new_empty(rows, outs)
+    library().linear_int8(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight.numbers.data_ptr(),
+        weight.scale.data_ptr(),
+        outs,
+        width,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    num_experts, width, inner = down.numbers.shape
+    counts_E = counts_E.long()
+    fits = x.ndim == 2 and len(x) and x.is_contiguous()
+    if not fits or not _reads_int8(int(counts_E.max()), x, gate_up, down):
+        return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
+    out, hidden = torch.empty_like(x), x.new_empty(len(x), 3 * inner)
+    library().experts_int8(
+        x.data_ptr(),
+        counts_E.data_ptr(),
+        num_experts,
+        gate_up.numbers.data_ptr(),
+        gate_up.scale.data_ptr(),
+        down.numbers.data_ptr(),
+        down.scale.data_ptr(),
+        width,
+        inner,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _reads_int8(rows: int, x: Tensor, *weights: Int8Dynamic) -> bool:
+    """Return whether the kernels take these numbers of at most so many rows."""
+    dense = all(part.is_contiguous() for weight in weights for part in (weight.numbers, weight.scale))
+    return bool(rows and dense and x.stride(-1) == 1 and _are(torch.bfloat16, x) and library().is_served_int8(rows))
 
 
 def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:

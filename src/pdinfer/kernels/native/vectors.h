@@ -10,7 +10,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
-#ifdef __AVX512BF16__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -76,10 +76,17 @@ INLINE float from_bf16(bf16 x) {
     return v.f;
 }
 
+/* GCC 12 makes five instructions of this conversion where there is one. */
 INLINE floats load_bf16(const bf16 *p) {
+#ifdef __AVX512F__
+    return (floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)), 16);
+#elif defined(__AVX2__)
+    return (floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)p)), 16);
+#else
     halves x;
     memcpy(&x, p, sizeof x);
     return (floats)(__builtin_convertvector(x, words) << 16);
+#endif
 }
 
 /* To the nearest bf16, ties to even; a NaN stays one. CPUs that have the instruction take denormals as 0. */

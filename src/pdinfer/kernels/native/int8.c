@@ -1,0 +1,208 @@
+/* Products of int8: weights as they are stored, with a scale per row, and activations that are rounded to int8 per row.
+ * Both are widened to 16 bits as they are read, so that sums are exact. Called through `ops.py`. */
+
+#include "products.h"
+
+#define WIDTH (2 * LANES) /* values that are multiplied at once */
+#define OUTS 4            /* weight rows read side by side, so that what is read of x serves all of them */
+#define MOST 3            /* rows of x that pass over a block of weights at once: 4 x 3 sums are 12 of 16 registers */
+
+typedef int8_t bytes __attribute__((vector_size(WIDTH)));
+typedef int16_t shorts __attribute__((vector_size(2 * WIDTH)));
+typedef int16_t narrow_ints __attribute__((vector_size(WIDTH))); /* as many as LANES */
+
+INLINE shorts load_shorts(const int16_t *p) {
+    shorts x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+INLINE shorts load_bytes(const int8_t *p) {
+#ifdef __AVX512BW__
+    return (shorts)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (shorts)_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p));
+#else
+    bytes x;
+    memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(x, shorts);
+#endif
+}
+
+/* sum + a . b, of two neighbours in each lane. */
+INLINE ints add_neighbours(ints sum, shorts a, shorts b) {
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif defined(__AVX512BW__)
+    return sum + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    union { shorts all; int16_t each[WIDTH]; } x = {a}, y = {b};
+    for (int i = 0; i < LANES; i++) sum[i] += x.each[2 * i] * y.each[2 * i] + x.each[2 * i + 1] * y.each[2 * i + 1];
+    return sum;
+#endif
+}
+
+INLINE int total_of(ints x) {
+    int sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+
+/* A row of x -> int8 in 16 bits with zeros up to `ldq`, and its scale max(amax, 1e-10) / 127. The scale of a row that is
+ * not finite is not finite. */
+static float quantize(const bf16 *x, i64 n, i64 ldq, int16_t *to) {
+    floats most = all_of(1e-10f), zeros = {0};
+    i64 i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        floats v = load_bf16(x + i), size = choose(v < 0.0f, -v, v);
+        most = choose(size > most, size, most);
+        zeros += 0 * v;
+    }
+    float amax = largest_of(most), lost = sum_of(zeros);
+    for (; i < n; i++) {
+        float v = from_bf16(x[i]);
+        amax = fmaxf(amax, fabsf(v));
+        lost += 0 * v;
+    }
+    memset(to, 0, sizeof *to * ldq);
+    if (lost != lost) return lost;
+    float scale = amax / 127.0f;
+    for (i = 0; i + LANES <= n; i += LANES) {
+        ints v = __builtin_convertvector((load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints);
+        narrow_ints q = __builtin_convertvector(v, narrow_ints);
+        memcpy(to + i, &q, sizeof q);
+    }
+    for (; i < n; i++) to[i] = (int16_t)((from_bf16(x[i]) / scale + 12582912.0f) - 12582912.0f);
+    return scale;
+}
+
+typedef struct {
+    const int16_t *numbers; /* [rows, ldq] */
+    const float *scales;
+    i64 ldq;
+} Rows;
+
+#define LINE 64 /* bytes of weights that are asked for at once */
+
+/* acc[r][m] += x[m] . w[r] over WIDTH values from i on. Weights may lie anywhere. */
+#define ADD(M, R, W)                                                                                                   \
+    for (int r = 0; r < R; r++) {                                                                                      \
+        shorts ws = load_bytes(W);                                                                                     \
+        for (int m = 0; m < M; m++) acc[r][m] = add_neighbours(acc[r][m], ws, load_shorts(x + m * ldq + i));           \
+    }
+
+/* c[m][0..R) = x[m] . w[0..R) for M rows of x. What lies `ahead` bytes behind the weights is asked for; past the end of
+ * all weights that is harmless. */
+#define DOT(M, R)                                                                                                      \
+    static void dot_##M##_##R(const int16_t *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, int *c) {                  \
+        ints acc[R][M];                                                                                                \
+        for (int r = 0; r < R; r++)                                                                                    \
+            for (int m = 0; m < M; m++) acc[r][m] = (ints){0};                                                         \
+        i64 i = 0;                                                                                                     \
+        while (i + LINE <= n) {                                                                                        \
+            for (int r = 0; r < R; r++) __builtin_prefetch(w + r * n + i + ahead, 0, 2);                               \
+            for (int u = 0; u < LINE; u += WIDTH, i += WIDTH) ADD(M, R, w + r * n + i)                                 \
+        }                                                                                                              \
+        for (; i < n; i += WIDTH) {                                                                                    \
+            int8_t rest[R][WIDTH] = {{0}};                                                                             \
+            for (int r = 0; r < R; r++) memcpy(rest[r], w + r * n + i, MIN(WIDTH, n - i));                             \
+            ADD(M, R, rest[r])                                                                                         \
+        }                                                                                                              \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int r = 0; r < R; r++) c[m * R + r] = total_of(acc[r][m]);                                            \
+    }
+DOT(1, 4)
+DOT(2, 4)
+DOT(3, 4)
+DOT(1, 1)
+DOT(2, 1)
+DOT(3, 1)
+
+typedef void (*Dot)(const int16_t *, i64, const int8_t *, i64, i64, int *);
+static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_2_4, dot_3_4}};
+
+/* y[m][o] = x[m] . w[o], times both scales, for o in [first, last). */
+static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i64 n, i64 first, i64 last, bf16 *y,
+                      i64 ldy) {
+    for (i64 o = first, outs; o < last; o += outs) {
+        outs = last - o >= OUTS ? OUTS : 1;
+        for (i64 m = 0, now; m < rows; m += now) {
+            int c[MOST * OUTS];
+            now = rows - m == 4 ? 2 : MIN(MOST, rows - m);
+            dots[outs > 1][now](x.numbers + m * x.ldq, x.ldq, w + o * n, n, m ? 0 : OUTS * n, c);
+            for (i64 k = 0; k < now; k++)
+                for (i64 r = 0; r < outs; r++)
+                    y[(m + k) * ldy + o + r] = to_bf16((float)c[k * outs + r] * x.scales[m + k] * scales[o + r]);
+        }
+    }
+}
+
+INLINE i64 padded_row(i64 n) { return (n + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH) + WIDTH; }
+
+/* Whether a product of so many rows is one for these kernels. With VNNI torch's are good where rows are many. */
+EXPORT int is_served_int8(i64 rows) {
+#ifdef __AVX512VNNI__
+    return rows <= 16;
+#else
+    return (void)rows, 1;
+#endif
+}
+
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T with a scale per row of w. */
+EXPORT void linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const float *scales, i64 outs, i64 n, bf16 *y,
+                        int threads) {
+    i64 ldq = padded_row(n), step = threads > 1 ? LEAST_OUTS : outs;
+    int16_t *numbers = room(3, rows * (sizeof *numbers * ldq + sizeof(float)));
+    float *of_rows = (float *)(numbers + rows * ldq);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (i64 m = 0; m < rows; m++) of_rows[m] = quantize(x + m * ldx, n, ldq, numbers + m * ldq);
+#pragma omp for schedule(static)
+        for (i64 o = 0; o < outs; o += step)
+            some_outs((Rows){numbers, of_rows, ldq}, rows, w, scales, n, o, MIN(o + step, outs), y, outs);
+    }
+}
+
+/* Gated MLPs of rows sorted by expert, as `experts`, of int8 with scales gate_up_scales [experts, 2 * inner] and
+ * down_scales [experts, width]. `hidden` has room for 3 * inner values per row. */
+EXPORT void experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const int8_t *gate_up,
+                         const float *gate_up_scales, const int8_t *down, const float *down_scales, i64 width, i64 inner,
+                         bf16 *hidden, bf16 *y, int threads) {
+    i64 rows = 0, starts[num_experts], active[num_experts], num_active = 0;
+    for (i64 e = 0; e < num_experts; e++) {
+        starts[e] = rows;
+        rows += counts[e];
+        if (counts[e]) active[num_active++] = e;
+    }
+    bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
+    i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
+    i64 ldq = padded_row(MAX(width, inner));
+    int16_t *numbers = room(3, rows * (sizeof *numbers * ldq + sizeof(float)));
+    float *of_rows = (float *)(numbers + rows * ldq);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (i64 r = 0; r < rows; r++) of_rows[r] = quantize(x + r * width, width, ldq, numbers + r * ldq);
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < num_active * ups; item++) {
+            i64 e = active[item / ups], o = item % ups * step, first = starts[e];
+            some_outs((Rows){numbers + first * ldq, of_rows + first, ldq}, counts[e], gate_up + e * 2 * inner * width,
+                      gate_up_scales + e * 2 * inner, width, o, MIN(o + step, 2 * inner), wide + first * 2 * inner,
+                      2 * inner);
+        }
+#pragma omp for schedule(static)
+        for (i64 r = 0; r < rows; r++) {
+            silu_times(wide + r * 2 * inner, wide + r * 2 * inner + inner, narrow + r * inner, inner);
+            of_rows[r] = quantize(narrow + r * inner, inner, ldq, numbers + r * ldq);
+        }
+#pragma omp for schedule(dynamic)
+        for (i64 item = 0; item < num_active * downs; item++) {
+            i64 e = active[item / downs], o = item % downs * step, first = starts[e];
+            some_outs((Rows){numbers + first * ldq, of_rows + first, ldq}, counts[e], down + e * width * inner,
+                      down_scales + e * width, inner, o, MIN(o + step, width), y + first * width, width);
+        }
+    }
+}

@@ -1,0 +1,156 @@
+"""Bugs in attention on a CPU, and in its products with quantized weights."""
+
+from __future__ import annotations
+
+from tests.planted.mutant import Mutant
+
+CA = "src/pdinfer/kernels/native/attention.c"
+C8 = "src/pdinfer/kernels/native/int8.c"
+N = "src/pdinfer/kernels/native/ops.py"
+FLASH = "src/pdinfer/kernels/torch_flash.py"
+ATTENTION = "tests/conformance/test_attention_ops.py"
+QUANTIZED = "tests/conformance/test_quantized_ops.py"
+BAD = "tests/conformance/test_not_finite.py"
+
+MUTANTS = [
+    Mutant(
+        "native mla_decode joins parts without rescaling",
+        CA,
+        "sums[k * rows + r] * maxima[k * rows + r];",
+        "sums[k * rows + r];",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
+    ),
+    Mutant(
+        "native mla_decode joins the values of parts without rescaling",
+        CA,
+        "maxima[k * rows + r] = expf(maxima[k * rows + r] - top);",
+        "maxima[k * rows + r] = 1;",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
+    ),
+    Mutant(
+        "native mla_decode loses the last token of a part",
+        CA,
+        "first, MIN(first + part, lens[b]),",
+        "first, MIN(first + part - 1, lens[b]),",
+        f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
+    ),
+    Mutant(
+        "native mla_decode lets every query see the drafts behind it",
+        CA,
+        "MIN(start + TOKENS, last), seen + n)",
+        "MIN(start + TOKENS, last), seen + queries)",
+        f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
+    ),
+    Mutant(
+        "native mla_decode weighs a latent behind a query by 0",
+        CA,
+        "i64 at = MIN(start + t, stop - 1);",
+        "i64 at = MIN(start + t, last - 1);",
+        f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
+    ),
+    Mutant(
+        "fused attention takes cached tokens for the first of the queries' own",
+        FLASH,
+        "if 0 < before < k_HSQ.shape[1]:",
+        "if 0 < before < 0:",
+        f"{ATTENTION}::test_a_context_of_many_blocks_is_joined",
+    ),
+    Mutant(
+        "fused attention joins parts without rescaling",
+        FLASH,
+        "sum_HTV.mul_(kept[..., None])",
+        "sum_HTV",
+        f"{ATTENTION}::test_a_context_of_many_blocks_is_joined",
+    ),
+    Mutant(
+        "fused attention loses every query that shares a block with a bad key",
+        FLASH,
+        ".cummax(-1).values.index_select(1, newest_T)",
+        ".any(-1, keepdim=True)",
+        f"{ATTENTION}::test_torch_queries_before_a_row_that_is_not_finite_keep_what_they_see",
+    ),
+    Mutant(
+        "fused attention takes products that overflow",
+        FLASH,
+        "if not largest * largest_key * width < LARGEST_SCORE:",
+        "if False:",
+        f"{BAD}::test_a_score_that_overflows_is_seen",
+    ),
+    Mutant(
+        "native attention gives a score of -inf no weight",
+        CA,
+        "total += choose(there, 0 * scaled, all_of(0));",
+        "",
+        f"{BAD}::test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it",
+    ),
+    Mutant(
+        "native attention forgets a first block without a finite score",
+        CA,
+        "        *sum += sum_of(total);\n        return;",
+        "        return;",
+        f"{BAD}::test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it {BAD}::test_a_bad_row_is_seen_in_every_part_of_a_long_context",
+    ),
+    Mutant(
+        "native prefill shifts what a later block of queries sees",
+        CA,
+        "values, offset + first, scale,",
+        "values, offset, scale,",
+        f"{ATTENTION}::test_attention",
+    ),
+    Mutant(
+        "native prefill does not rescale earlier sums when the maximum rises",
+        CA,
+        "        *sum *= shrink;\n",
+        "",
+        f"{ATTENTION}::test_attention",
+    ),
+    Mutant(
+        "native softmax forgets that its maximum rose",
+        CA,
+        "        *maximum = now;\n",
+        "        *maximum = before;\n",
+        f"{ATTENTION}::test_attention",
+    ),
+    Mutant(
+        "native prefill cuts a context inside a page",
+        N,
+        "step = 0, KEYS // page_size * page_size",
+        "step = 0, KEYS",
+        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
+    ),
+    Mutant(
+        "native prefill forgets where a piece starts",
+        N,
+        "context - num_queries - start,",
+        "context - num_queries,",
+        f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
+    ),
+    Mutant(
+        "native int8 forgets the rest of a row",
+        C8,
+        "for (; i < n; i += WIDTH) {",
+        "for (; i + WIDTH <= n; i += WIDTH) {",
+        f"{QUANTIZED}::test_linear_int8",
+    ),
+    Mutant(
+        "native int8 rounds halves away from zero",
+        C8,
+        "ints v = __builtin_convertvector((load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints);",
+        "floats f = load_bf16(x + i) / scale; ints v = __builtin_convertvector(choose(f < 0, f - 0.5f, f + 0.5f), ints);",
+        f"{QUANTIZED}::test_linear_int8",
+    ),
+    Mutant(
+        "native int8 experts take the scales of the first expert",
+        C8,
+        "down_scales + e * width, inner",
+        "down_scales, inner",
+        f"{QUANTIZED}::test_grouped_mlp_of_quantized_experts",
+    ),
+    Mutant(
+        "native int8 makes numbers of a row that is not finite",
+        C8,
+        "    if (lost != lost) return lost;\n",
+        "",
+        f"{BAD}::test_a_row_that_is_not_finite_stays_so",
+    ),
+]
