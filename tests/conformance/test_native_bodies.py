@@ -14,21 +14,22 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
+from pdinfer.process import compiled
 from tests.conformance.op_suite import draw
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
 BODIES = {"as it is": (), "floats": ("-mno-avx512bf16",), "tiles in C": ("-mno-avx512bf16", "-DTILES_IN_C")}
-HERE = [name for name in BODIES if name != "floats" or "avx512_bf16" in build.cpu_flags()]
+HERE = [name for name in BODIES if name != "floats" or "avx512_bf16" in compiled.cpu_flags()]
 """Elsewhere the library has floats as it is."""
 
 
 @pytest.fixture(params=HERE)
 def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Let the native ops be those of a library that was compiled so."""
-    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, *BODIES[request.param]))
+    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, *BODIES[request.param]))
     try:
-        library = build.find_or_build()
+        library = compiled.find_or_build(build.sources(), compiled.cpu_flags())
     except BackendUnavailable as error:
         pytest.skip(str(error))
     monkeypatch.setattr(native, "library", lambda: library)

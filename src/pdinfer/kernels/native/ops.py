@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_experts, torch_ops
-from pdinfer.kernels.native.build import cpu_flags, library
+from pdinfer.kernels.native.build import library
 from pdinfer.kernels.spec import OpSpec
 from pdinfer.kernels.weight_formats import Int8Dynamic
+from pdinfer.process.compiled import cpu_flags
 
 FEW_ROWS = 16
 """Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
