@@ -1,10 +1,10 @@
 """Measures what routing costs and wins, and whether bench and simulator are right: a line of JSON for each case.
 
-    python benchmarks/goodput.py CASE [--traces DIR] [--settings conversation,azure]
+    python benchmarks/goodput.py CASE [--traces DIR] [--settings conversation,azure] [--requests N]
 
     checks      the honesty checks on the rows of a published study
     decisions   microseconds that a Pairing takes for each request that it sends on, at several sizes
-    policies    simulated: the goodput of six policies on real traces (hours; --settings takes some)
+    policies    simulated: the goodput of six policies on real traces (hours; --settings and --requests take some)
     queues      the simulator against the formulas of queues (half an hour)
     recording   what the bench costs while it records
     sessions    real engines: conversations with shared prefixes, 3 policies in turns (a quarter of an hour, quiet)
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--traces", type=Path, help="the folder with the traces")
     parser.add_argument("--settings", help="settings of `policies`, separated by commas")
+    parser.add_argument("--requests", type=int, help="send only so many requests of the traces of `policies`")
     asked = parser.parse_args()
     if asked.case in NEED_TRACES and asked.traces is None:
         parser.error(f"{asked.case} needs --traces")
@@ -45,8 +46,9 @@ def main() -> None:
     arguments = [asked.traces] if asked.case in NEED_TRACES else []
     if asked.settings:
         arguments.append(asked.settings.split(","))
+    options = {"num_requests": asked.requests} if asked.requests else {}
     about = {"python": platform.python_version(), "cores": os.cpu_count()}
-    for line in case(*arguments):
+    for line in case(*arguments, **options):
         print(json.dumps({"case": asked.case, **line, **about}), flush=True)
 
 

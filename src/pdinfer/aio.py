@@ -101,7 +101,8 @@ class AsyncPairing:
         RequestError.
 
         The first event raises what `Pairing.submit` raises (RequestError, Overloaded); RequestError when the host is
-        closed; ConfigError for what is no Request or when the host was not entered.
+        closed, and PDInferError when a failed step has closed it; ConfigError for what is no Request or when the host
+        was not entered.
         """
         stream = self._begin(request)
         loop = asyncio.get_running_loop()
@@ -147,7 +148,7 @@ class AsyncPairing:
         await asyncio.to_thread(self.pairing.add, port)
 
     async def remove(self, port: PrefillPort | DecodePort, *, drain_s: float) -> None:
-        """Let go of a port as `Pairing.remove` does; streams go on meanwhile. Raises RequestError when the host is
+        """Let go of a port as `Pairing.remove` does; streams go on meanwhile. Raises as `stream` does when the host is
         closed before. Cancelling the task does not stop it."""
         self._check_open()
         removed = asyncio.get_running_loop().create_future()
@@ -183,7 +184,7 @@ class AsyncPairing:
         if self._loop is None:
             raise ConfigError("the AsyncPairing was not entered; write `async with AsyncPairing(pairing) as host`")
         if self._failure is not None:
-            raise RequestError(f"the host of the pairing is closed: {self._failure}")
+            raise PDInferError(f"the host of the pairing is closed: {self._failure}")  # the request is not to blame
         if self._is_closing:
             raise RequestError("the host of the pairing is closed")
 

@@ -315,6 +315,14 @@ class Link:
     backlog_bytes: int = 0
 
 
+class TokensByPort(Mapping[PeerAddress, int]):
+    """How many tokens of a prompt each port holds, which can be asked for many ports at once."""
+
+    def at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
+        """Return what each of these ports holds, 0 for one that does not tell."""
+        return [self.get(address, 0) for address in addresses]
+
+
 @attrs.frozen(kw_only=True)
 class RequestShape:
     """What a policy may know of a request. `ordinal` counts the choices a Pairing has made so far. `links` are all
@@ -329,6 +337,11 @@ class RequestShape:
     priority: int = 0
     links: Sequence[Link] = ()
     found_tokens: Mapping[PeerAddress, int] = attrs.field(factory=dict, hash=False)
+
+    def found_at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
+        """Return how many tokens of the prompt each of these ports holds, 0 for one that does not tell."""
+        found = self.found_tokens
+        return found.at(addresses) if isinstance(found, TokensByPort) else [found.get(each, 0) for each in addresses]
 
 
 @attrs.frozen(kw_only=True)

@@ -476,9 +476,10 @@ def test_a_step_that_raises_ends_every_stream_once_and_says_why() -> None:
                 assert events[-1].finish_reason is FINAL.FAILED
                 assert str(events[-1].error) == "a step of the pairing failed: ZeroDivisionError: a policy divides"
             assert pairing.is_closed
-            with pytest.raises(pd.RequestError, match="closed: a step of the pairing failed: ZeroDiv"):
+            with pytest.raises(pd.PDInferError, match="closed: a step of the pairing failed: ZeroDiv") as refused:
                 await anext(host.stream(request("c")))
-            with pytest.raises(pd.RequestError, match="is closed"):
+            assert refused.value.code == "INTERNAL"  # a server answers 503: no other request would be served either
+            with pytest.raises(pd.PDInferError, match="is closed: a step"):
                 await host.remove(None, drain_s=1.0)  # type: ignore[arg-type]
 
     run(main())

@@ -55,7 +55,7 @@ def test_the_recorder_works_in_a_loop_of_the_hosts_own() -> None:
         assert record.prefill_began_s <= record.prefill_ended_s <= record.token_s[0]
         assert stages["prefill"] > 0
         assert record.prefill is not None
-        assert {name for name, _ in record.score} == {"prefill_queued_tokens", "decode_held_share"}
+        assert {"prefill_s", "step_s"} <= {name for name, _ in record.score}
 
 
 def test_an_engine_that_is_lost_during_a_run_ends_it() -> None:

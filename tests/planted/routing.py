@@ -18,22 +18,22 @@ MUTANTS = [
     Mutant(
         "a prompt is taken to compute what a prefill has cached",
         TRAFFIC,
-        "max(1, num_tokens - found.get(load.address, 0))",
-        "max(1, num_tokens)",
+        "size = max(1, num_tokens - known)",
+        "size = max(1, num_tokens)",
         TRAFFIC_TESTS,
     ),
     Mutant(
         "what a queue holds draws requests instead of turning them away",
         TRAFFIC,
-        "return ahead * token_s + own_s,",
-        "return own_s - ahead * token_s,",
+        "terms.append((ahead * token_s + own_s,",
+        "terms.append((own_s - ahead * token_s,",
         TRAFFIC_TESTS,
     ),
     Mutant(
         "half of a prefill's steps is not known to go to short prompts",
         TRAFFIC,
-        "min(2 * shorter + size, sum(num_tokens))",
-        "sum(num_tokens)",
+        "min(2 * shorter + size, sum(queued))",
+        "sum(queued)",
         TRAFFIC_TESTS,
     ),
     Mutant(
@@ -53,7 +53,7 @@ MUTANTS = [
     Mutant(
         "a decode without pages is taken",
         TRAFFIC,
-        "waiting > 0 or missing > available or",
+        "waiting > 0 or num_tokens - known > available or",
         "waiting > 0 or",
         TRAFFIC_TESTS,
     ),
@@ -121,6 +121,13 @@ MUTANTS = [
         FOUND_TESTS,
     ),
     Mutant(
+        "what another side of as many ports holds is taken",
+        FOUND,
+        "if len(known) == len(addresses) and all(map(is_, known, addresses)):",
+        "if len(known) == len(addresses):",
+        FOUND_TESTS,
+    ),
+    Mutant(
         "a prompt is looked up without its salt",
         FOUND,
         "scheme.chain(self.request.cache_salt, writers)",
@@ -130,8 +137,8 @@ MUTANTS = [
     Mutant(
         "bisection stops one page early",
         "src/pdinfer/kv/prefix.py",
-        "if keys[middle - 1] in known:",
-        "if keys[middle - 2] in known:",
+        "return len(keys) - bisect_left(keys[::-1], True, key=known.__contains__)",
+        "return len(keys) - bisect_left(keys[:-1][::-1], True, key=known.__contains__)",
         FOUND_TESTS,
     ),
     Mutant(

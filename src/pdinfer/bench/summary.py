@@ -6,6 +6,7 @@ A figure that cannot be said is None, never NaN.
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import attrs
@@ -227,4 +228,7 @@ def _shown(value: float | None) -> str:
 
 def json_schema() -> bytes:
     """Return the JSON Schema of a summary, as the package has it in `summary.schema.json`."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Summary), order="sorted"), indent=1) + b"\n"
+    schema = msgspec.json.schema(Summary)
+    for definition in schema["$defs"].values():  # whether docstrings are indented depends on Python's version
+        definition["description"] = inspect.cleandoc(definition["description"])
+    return msgspec.json.format(msgspec.json.encode(schema, order="sorted"), indent=1) + b"\n"

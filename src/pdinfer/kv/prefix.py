@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
 
@@ -96,14 +97,7 @@ def count_known(keys: Sequence[bytes], known: Container[bytes]) -> int:
     last known one is found by bisection."""
     if not keys or keys[0] not in known:
         return 0
-    low, high = 1, len(keys)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if keys[middle - 1] in known:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return len(keys) - bisect_left(keys[::-1], True, key=known.__contains__)
 
 
 @attrs.define(eq=False)

@@ -87,7 +87,7 @@ class AwaitingRelease:
 
     def waits(self, request_id: str, decodes: Iterable[PeerAddress]) -> bool:
         """Return whether any of these decodes has not released the id."""
-        return any((request_id, decode) in self._forget_at for decode in decodes)
+        return bool(self._forget_at) and any((request_id, decode) in self._forget_at for decode in decodes)
 
     def keep(self, decodes: Collection[PeerAddress]) -> None:
         """Forget the ids of all other decodes."""

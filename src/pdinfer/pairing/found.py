@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from operator import is_
+from typing import Protocol, runtime_checkable
 
 import attrs
 
 from pdinfer.kv.prefix import KeyScheme
-from pdinfer.types import PeerAddress, Request
+from pdinfer.types import PeerAddress, Request, TokensByPort
 
 
 @runtime_checkable
@@ -72,7 +73,11 @@ class CachingPorts:
         return CachingPorts({scheme: ports for scheme, ports in left.items() if ports})
 
 
-class FoundTokens(Mapping[PeerAddress, int]):
+_Side = tuple[list[PeerAddress], list[int]]
+"""The ports of a side, in their order, and how many tokens each of them holds."""
+
+
+class FoundTokens(TokensByPort):
     """How many tokens of a prompt each port holds, looked up when the first of them is asked for and then kept.
 
     A decode that keeps pages apart by writer is asked for those of the prefill that holds most of the prompt, which is
@@ -82,7 +87,8 @@ class FoundTokens(Mapping[PeerAddress, int]):
         self._keys = keys
         self._prefills = prefills
         self._decodes = decodes
-        self._found: dict[PeerAddress, int] | None = None
+        self._sides: tuple[_Side, _Side] | None = None
+        self._found: dict[PeerAddress, int] = {}
 
     def __getitem__(self, address: PeerAddress) -> int:
         return self._all()[address]
@@ -93,10 +99,12 @@ class FoundTokens(Mapping[PeerAddress, int]):
     def __len__(self) -> int:
         return len(self._all())
 
-    def get(self, address: PeerAddress, default: Any = None) -> Any:
-        """Return what a port holds, or the default when it does not tell."""
-        found = self._found
-        return (self._all() if found is None else found).get(address, default)
+    def at(self, addresses: Sequence[PeerAddress]) -> Sequence[int]:
+        """Return what each of these ports holds, 0 for one that does not tell."""
+        for known, counts in self._looked_up():
+            if len(known) == len(addresses) and all(map(is_, known, addresses)):  # takes less than hashing them
+                return counts
+        return [self._found.get(address, 0) for address in addresses]
 
     def at_pair(self, prefill: PeerAddress, decode: PeerAddress) -> tuple[int, int]:
         """Return the tokens that a prefill finds, and those that a decode finds when this prefill writes for it."""
@@ -112,26 +120,35 @@ class FoundTokens(Mapping[PeerAddress, int]):
         return at_prefill, at_decode
 
     def _at(self, address: PeerAddress, port: CachingPort, scheme: KeyScheme, writers: tuple[PeerAddress, ...]) -> int:
-        if self._found is not None and not writers:
+        if self._sides is not None and not writers:
             return self._found[address]
         return port.count_known(self._keys.of(scheme, writers)) * scheme.page_size
 
     def _all(self) -> dict[PeerAddress, int]:
-        if self._found is not None:
-            return self._found
-        found: dict[PeerAddress, int] = {}
+        self._looked_up()
+        return self._found
+
+    def _looked_up(self) -> tuple[_Side, _Side]:
+        if self._sides is not None:
+            return self._sides
+        prefills: _Side = [], []
+        decodes: _Side = [], []
         most, writers = 0, None
         for scheme, ports in self._prefills.by_scheme.items():
             keys = self._keys.of(scheme)
             for address, port in ports.items():
-                found[address] = num_tokens = port.count_known(keys) * scheme.page_size
+                num_tokens = port.count_known(keys) * scheme.page_size
+                prefills[0].append(address)
+                prefills[1].append(num_tokens)
                 if num_tokens > most:
                     most, writers = num_tokens, port.addresses
         for scheme, ports in self._decodes.by_scheme.items():
             if scheme.by_writer and writers is None:
                 continue
             keys = self._keys.of(scheme, (writers or ()) if scheme.by_writer else ())
-            for address, port in ports.items():
-                found[address] = port.count_known(keys) * scheme.page_size
-        self._found = found
-        return found
+            decodes[0].extend(ports)
+            decodes[1].extend([port.count_known(keys) * scheme.page_size for port in ports.values()])
+        self._sides = prefills, decodes
+        for addresses, counts in self._sides:
+            self._found.update(zip(addresses, counts, strict=True))
+        return self._sides

@@ -31,7 +31,7 @@ from pdinfer.model.model import Model
 from pdinfer.pairing.admission import Admission
 from pdinfer.pairing.broker import Broker
 from pdinfer.pairing.joining import link
-from pdinfer.pairing.policy import Policy, least_tokens
+from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.ports import DecodePort, Port, Ports, PrefillPort
 from pdinfer.pairing.tracked_request import TrackedRequest, Wish, refusal
 from pdinfer.process.forked import OfOneProcess
@@ -57,7 +57,7 @@ class Pairing(OfOneProcess):
         decode: DecodePort | Sequence[DecodePort],
         *,
         config: PairingConfig | None = None,
-        policy: Policy = least_tokens,
+        policy: Policy = traffic_aware,
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -98,7 +98,7 @@ class Pairing(OfOneProcess):
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         config: PairingConfig | None = None,
-        policy: Policy = least_tokens,
+        policy: Policy = traffic_aware,
         logits_processors: Mapping[str, LogitsProcessorFactory] | None = None,
     ) -> Pairing:
         """Make a prefill and a decode in this process, with one model and one pool. Pages change hands without a

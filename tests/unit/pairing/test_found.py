@@ -130,3 +130,18 @@ def test_a_port_that_left_is_not_asked() -> None:
 def test_bisection_finds_what_a_walk_finds(num_known: int, num_keys: int) -> None:
     keys = [bytes([number]) for number in range(70)]
     assert count_known(keys[:num_keys], set(keys[:num_known])) == min(num_known, num_keys)
+
+
+def test_many_ports_are_told_at_once_whatever_their_order() -> None:
+    ports = [Cache(address, scheme(size)) for address, size in zip(PREFILLS, (4, 16, 4), strict=True)]
+    for port, length in zip(ports, (9, 33, 41), strict=True):
+        port.hold(PROMPT[:length])
+    decodes = [
+        Cache(address, scheme()).hold(PROMPT[:length]) for address, length in zip(DECODES, (13, 21), strict=True)
+    ]
+    stranger = PeerAddress(b"x", 1, 0)
+    equal = [attrs.evolve(address) for address in PREFILLS]  # as they come from another process
+    for asked in (PREFILLS, PREFILLS[::-1], PREFILLS[:2], DECODES, DECODES[::-1], [*DECODES, stranger], equal, []):
+        told = found(side(*ports), side(*decodes))
+        assert list(told.at(asked)) == [told.get(address, 0) for address in asked]
+    assert found(side(*ports)).at(PREFILLS) == [8, 32, 40]

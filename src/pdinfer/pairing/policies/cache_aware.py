@@ -32,11 +32,11 @@ class CacheAware:
         if not prefills or not decodes:
             return None
         queued = [float(load.num_queued_requests) for load in prefills]
-        found = [float(shape.found_tokens.get(load.address, 0)) for load in prefills]
+        found = shape.found_at([load.address for load in prefills])
         fewest, most = min(queued), max(queued)
         balanced = most - fewest <= self.balance_requests or most <= self.balance_ratio * fewest
         follow = balanced and max(found) > self.min_match * (shape.num_prompt_tokens + shape.num_output_tokens)
-        prefill = least(prefills, [-count for count in found] if follow else queued, shape.ordinal)
+        prefill = least(prefills, [-float(count) for count in found] if follow else queued, shape.ordinal)
         decode = least(decodes, [held_share(load) for load in decodes], shape.ordinal)
         return Choice(
             prefill=prefill.address,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import attrs
@@ -55,15 +55,11 @@ class TrafficAware:
         """Choose a pair; None when a side is empty or no two ports reach each other."""
         if not prefills or not decodes:
             return None
-        found, num_tokens = shape.found_tokens, shape.num_prompt_tokens + shape.num_output_tokens
-        slow = [
-            self._prefill(load, cost, max(1, num_tokens - found.get(load.address, 0)))
-            for load, cost in zip(prefills, self._prefill_costs(prefills, num_tokens), strict=True)
-        ]
-        late = [
-            self._decode(load, cost, num_tokens, num_tokens - found.get(load.address, 0))
-            for load, cost in zip(decodes, self._decode_costs(decodes), strict=True)
-        ]
+        num_tokens = shape.num_prompt_tokens + shape.num_output_tokens
+        costs = self._prefill_costs(prefills, num_tokens)
+        found = [shape.found_at([load.address for load in loads]) for loads in (prefills, decodes)]
+        slow = self._prefills(prefills, costs, num_tokens, found[0])
+        late = self._decodes(decodes, self._decode_costs(decodes), num_tokens, found[1])
         pair = self._best_pair(
             shape, prefills, [one + two + three for one, two, three in slow], decodes, [a + b + c for a, b, c in late]
         )
@@ -98,10 +94,8 @@ class TrafficAware:
         return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
 
     def _decode_costs(self, loads: Sequence[DecodeLoad]) -> list[DecodeCost]:
-        costs, batch = (
-            [load.cost for load in loads],
-            1 + sum([load.num_running_requests for load in loads]) / len(loads),
-        )
+        costs = [load.cost for load in loads]
+        batch = 1 + sum([load.num_running_requests for load in loads]) / len(loads)
         context = sum([load.num_running_tokens for load in loads]) / len(loads)
         seconds = [cost.seconds(batch, context) for cost in costs]
         alike = _alike(costs, seconds, self.pace_ratio)
@@ -118,36 +112,50 @@ class TrafficAware:
         most = self.pace_ratio * min(took_s for took_s in seconds if took_s)
         return [cost if took_s > most else mean for cost, took_s in zip(costs, seconds, strict=True)]
 
-    def _prefill(self, load: PrefillLoad, cost: PrefillCost, size: int) -> tuple[float, float, float]:
-        """Return the seconds until a prefill has computed `size` tokens behind what it has, of this work, and of the
-        delay that it means to others."""
-        own_s = cost.seconds(size)
-        token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
-        num_tokens, num_requests = load.queued.num_tokens, load.queued.num_requests
-        if not num_tokens:  # an idle port, or one that does not tell sizes
-            return load.num_queued_tokens * token_s + own_s, self.work_weight * own_s, 0.0
-        bits = size.bit_length()
-        shorter, longer = sum(num_tokens[:bits]), float(sum(num_requests[bits + 1 :]))
-        if bits < len(num_tokens):  # of about its own size: half of them are shorter
-            shorter += num_tokens[bits] // 2
-            longer += num_requests[bits] / 2
-        ahead = min(2 * shorter + size, sum(num_tokens))
-        return ahead * token_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer
+    def _prefills(
+        self, loads: Sequence[PrefillLoad], costs: Sequence[PrefillCost], num_tokens: int, found: Sequence[int]
+    ) -> list[tuple[float, float, float]]:
+        """Return, for each prefill, the seconds until it has computed what it lacks of `num_tokens` behind what it has,
+        those of this work, and of the delay that it means to others."""
+        terms = []
+        for load, cost, known in zip(loads, costs, found, strict=True):
+            size = max(1, num_tokens - known)
+            own_s = cost.seconds(size)
+            token_s = cost.token_s + (cost.step_s / cost.chunk_tokens if cost.chunk_tokens else 0.0)
+            queued, counts = load.queued.num_tokens, load.queued.num_requests
+            if not queued:  # an idle port, or one that does not tell sizes
+                terms.append((load.num_queued_tokens * token_s + own_s, self.work_weight * own_s, 0.0))
+                continue
+            bits = size.bit_length()
+            shorter, longer = sum(queued[:bits]), float(sum(counts[bits + 1 :]))
+            if bits < len(queued):  # of about its own size: half of them are shorter
+                shorter += queued[bits] // 2
+                longer += counts[bits] / 2
+            ahead = min(2 * shorter + size, sum(queued))
+            terms.append((ahead * token_s + own_s, self.work_weight * own_s, self.delay_weight * own_s * longer))
+        return terms
 
-    def _decode(self, load: DecodeLoad, cost: DecodeCost, num_tokens: int, missing: int) -> tuple[float, float, float]:
-        """Return the seconds in a decode's line for a request of `num_tokens`, of which it lacks the `missing` ones, of
-        its step, and those that stand for the share of its pool."""
-        waiting, most = load.num_waiting_requests, load.max_running_requests
-        holding = load.num_running_requests + load.num_granted_requests
-        available = (load.num_free_pages + load.num_cached_pages) * load.page_size
-        waits = waiting > 0 or missing > available or (most > 0 and holding >= most)
-        together = holding + waiting + 1
-        context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
-        return (
-            self.line_s * (waiting + 1) if waits else 0.0,
-            cost.seconds(min(together, most) if most else together, context),
-            self.pool_weight * context / (load.num_total_pages * load.page_size),
-        )
+    def _decodes(
+        self, loads: Sequence[DecodeLoad], costs: Sequence[DecodeCost], num_tokens: int, found: Sequence[int]
+    ) -> list[tuple[float, float, float]]:
+        """Return, for each decode, the seconds in its line for a request of `num_tokens`, of its step, and those that
+        stand for the share of its pool."""
+        terms = []
+        for load, cost, known in zip(loads, costs, found, strict=True):
+            waiting, most, page_size = load.num_waiting_requests, load.max_running_requests, load.page_size
+            holding = load.num_running_requests + load.num_granted_requests
+            available = (load.num_free_pages + load.num_cached_pages) * page_size
+            waits = waiting > 0 or num_tokens - known > available or (most > 0 and holding >= most)
+            together = holding + waiting + 1
+            context = load.num_running_tokens + load.num_waiting_tokens + num_tokens
+            terms.append(
+                (
+                    self.line_s * (waiting + 1) if waits else 0.0,
+                    cost.seconds(min(together, most) if most else together, context),
+                    self.pool_weight * context / (load.num_total_pages * page_size),
+                )
+            )
+        return terms
 
     def _link_s(self, shape: RequestShape, decode: DecodeLoad, link: Link) -> float:
         if not link.bytes_per_s:
@@ -168,13 +176,13 @@ class TrafficAware:
         first pair is usually good enough, and few others are looked at."""
         soonest = min(late)
         enough = min(slow) + self.prefill_slack_s, soonest + self.decode_slack_s
-        near, num_near = _in_turn(slow, enough[0], shape.ordinal)
-        free, _ = _in_turn(late, enough[1], shape.ordinal // num_near)
+        near = [at for at, seconds in enumerate(slow) if seconds <= enough[0]]
+        free = [to for to, seconds in enumerate(late) if seconds <= enough[1]]
         links, least, best = Links.of(shape.links), float("inf"), None
-        for at in near:
+        for at in _in_turn(slow, near, shape.ordinal):
             if slow[at] + soonest >= least:
                 continue
-            for to in free:
+            for to in _in_turn(late, free, shape.ordinal // len(near)):
                 if slow[at] + late[to] >= least:
                     continue
                 link = links.between(prefills[at].address, decodes[to].address)
@@ -192,13 +200,12 @@ class TrafficAware:
 traffic_aware = TrafficAware()
 
 
-def _in_turn(scores: Sequence[float], limit: float, turn: int) -> tuple[list[int], int]:
-    """Return the places of scores in the order in which to try them, and how many of them are up to `limit`: these come
-    first, in turn, and then the others, the least first."""
-    equal = [at for at, score in enumerate(scores) if score <= limit]
+def _in_turn(scores: Sequence[float], equal: Sequence[int], turn: int) -> Iterator[int]:
+    """Return the places of scores in the order in which to try them: those that count as `equal` first, in turn, and
+    then the others, the least first."""
     first = turn % len(equal)
-    others = sorted((at for at, score in enumerate(scores) if score > limit), key=scores.__getitem__)
-    return [*equal[first:], *equal[:first], *others], len(equal)
+    yield from (*equal[first:], *equal[:first])
+    yield from sorted(set(range(len(scores))).difference(equal), key=lambda at: (scores[at], at))
 
 
 def _alike(costs: Sequence[Cost], seconds: Sequence[float], ratio: float) -> list[Cost]:

@@ -8,7 +8,7 @@ from pdinfer.bench.load import Load
 from pdinfer.bench.slo import SLO
 from pdinfer.bench.summarize import summarize
 from pdinfer.bench.summary import Summary
-from pdinfer.pairing.policy import Policy, least_tokens
+from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.planning.simulation.deployment import Cluster
 from pdinfer.planning.simulation.simulator import Simulator
 
@@ -17,7 +17,7 @@ def simulate(
     cluster: Cluster,
     load: Load,
     *,
-    policy: Policy = least_tokens,
+    policy: Policy = traffic_aware,
     slo: SLO | None = None,
     seed: int = 0,
     num_gpus: int | None = None,

@@ -16,7 +16,7 @@ from pdinfer.bench.record import Record
 from pdinfer.bench.summary import EngineUse
 from pdinfer.bench.traces import Arrival
 from pdinfer.errors import ConfigError
-from pdinfer.pairing.policy import Policy, least_tokens
+from pdinfer.pairing.policy import Policy, traffic_aware
 from pdinfer.pairing.tracked_request import MAX_DECODES_LOST
 from pdinfer.planning.simulation.decode import Decode
 from pdinfer.planning.simulation.deployment import Change, Cluster
@@ -37,7 +37,7 @@ class Simulator:
     """One run. `num_events` counts the events of its heap and `num_steps` the steps of engines, most of which are part
     of a burst and no event."""
 
-    def __init__(self, cluster: Cluster, load: Load, *, policy: Policy = least_tokens, seed: int = 0) -> None:
+    def __init__(self, cluster: Cluster, load: Load, *, policy: Policy = traffic_aware, seed: int = 0) -> None:
         if not load.arrivals:
             raise ConfigError("the load has no request to send")
         self.cluster, self.load = cluster, load

@@ -86,5 +86,5 @@ def test_real_engines_and_simulated_ones_serve_alike(shape: str, rate: float, nu
 def test_unlike_prompts_and_full_pools_are_alike_too() -> None:
     load = bench.open_loop(28.0, 150, prompt_tokens=(50, 900), output_tokens=(20, 200))
     scarce = cluster("P2D2", prefill_pages=2000, decode_pages=450)
-    simulated = Simulator(scarce, load).run()
+    simulated = Simulator(scarce, load, policy=pd.policy.least_tokens).run()
     assert_alike(Timed(scarce, load, policy=pd.policy.least_tokens).run(), simulated)
