@@ -3,6 +3,7 @@ in plain C, which stand for AMX on every CPU."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from itertools import product
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable
-from pdinfer.kernels import reference
+from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from pdinfer.process import compiled
@@ -44,6 +45,14 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+def test_every_x86_cpu_with_a_compiler_has_native_ops() -> None:
+    if not build.cpu_flags() or not any(map(shutil.which, build.COMPILERS)):
+        pytest.skip("needs an x86 CPU and a C compiler")
+    found = resolve_ops(OpSpec(device="cpu", dtype=torch.bfloat16)).choices
+    chosen = {choice.op for choice in found if choice.provider == "native"}
+    assert {"linear", "grouped_mlp", "heads_in", "heads_out", "mla_prefill", "mla_decode", "rms_norm"} <= chosen
 
 
 def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:

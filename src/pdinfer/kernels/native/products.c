@@ -19,7 +19,7 @@ EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i6
         many_rows(x, ldx, rows, w, outs, n, y, outs, threads);
         return;
     }
-    i64 step = threads > 1 ? LEAST_OUTS : outs;
+    i64 step = threads > 1 ? SHARE(outs, threads) : outs;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
 }

@@ -8,12 +8,10 @@
 
 #ifdef __AVX512BF16__
 #define FEW_ROWS INT64_MAX /* these are given no others */
-#define LEAST_OUTS 64      /* of a product, per thread and turn */
+#define SHARE(outs, threads) 64 /* outs of a product, per thread and turn */
 #else
-#ifndef FEW_ROWS
 #define FEW_ROWS 16
-#endif
-#define LEAST_OUTS 256
+#define SHARE(outs, threads) MAX(64, ((outs) / (2 * (threads)) + 7) / 8 * 8) /* each turn makes floats of x */
 #endif
 #define WIDE 128 /* columns of `few_rows_in` */
 

@@ -8,7 +8,7 @@
 #define PANEL (LANES == 16 ? 12 : 6)       /* rows: 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
 #define PANELS 512                         /* rows whose panels are there together */
 #ifndef CHUNK
-#define CHUNK 48                           /* rows that are taken through a strip at once */
+#define CHUNK 144                          /* rows that are taken through a strip at once */
 #endif
 
 typedef uint32_t eight __attribute__((vector_size(32)));
