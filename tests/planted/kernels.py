@@ -7,6 +7,7 @@ from tests.planted.mutant import Mutant
 S = "src/pdinfer/execution/sampling.py"
 US = "tests/unit/execution/test_sampling.py"
 C = "src/pdinfer/kernels/native/native.c"
+CA = "src/pdinfer/kernels/native/attention.c"
 N = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
@@ -217,35 +218,35 @@ MUTANTS = [
     ),
     Mutant(
         "native mla_decode joins parts without rescaling",
-        C,
+        CA,
         "sums[k * rows + r] * maxima[k * rows + r];",
         "sums[k * rows + r];",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode joins the values of parts without rescaling",
-        C,
+        CA,
         "maxima[k * rows + r] = expf(maxima[k * rows + r] - top);",
         "maxima[k * rows + r] = 1;",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode loses the last token of a part",
-        C,
+        CA,
         "first, MIN(first + part, lens[b]),",
         "first, MIN(first + part - 1, lens[b]),",
         f"{ATTENTION}::test_long_contexts_are_decoded_in_parts",
     ),
     Mutant(
         "native mla_decode lets every query see the drafts behind it",
-        C,
+        CA,
         "MIN(start + TOKENS, last), seen + n)",
         "MIN(start + TOKENS, last), seen + queries)",
         f"{ATTENTION}::test_several_queries_of_a_sequence_see_each_other_in_order",
     ),
     Mutant(
         "native mla_decode weighs a latent behind a query by 0",
-        C,
+        CA,
         "i64 at = MIN(start + t, stop - 1);",
         "i64 at = MIN(start + t, last - 1);",
         f"{ATTENTION}::test_a_query_whose_latent_was_not_written_changes_no_other",
@@ -469,14 +470,14 @@ MUTANTS = [
     ),
     Mutant(
         "native attention gives a score of -inf no weight",
-        C,
+        CA,
         "total = _mm512_mask3_fmadd_ps(s[k], zero, total, there);",
         "",
         f"{BAD}::test_a_cached_row_that_is_not_finite_is_seen_by_all_who_read_it",
     ),
     Mutant(
         "native attention forgets a first block without a finite score",
-        C,
+        CA,
         "        *sum += _mm512_reduce_add_ps(total);\n        return;",
         "        return;",
         f"{BAD}::test_a_bad_row_in_a_long_prompt_is_seen_by_all_behind_it {BAD}::test_a_bad_row_is_seen_in_every_part_of_a_long_context",
@@ -560,14 +561,14 @@ MUTANTS = [
     ),
     Mutant(
         "native prefill shifts what a later block of queries sees",
-        C,
+        CA,
         "values, offset + first, scale,",
         "values, offset, scale,",
         f"{ATTENTION}::test_attention",
     ),
     Mutant(
         "native prefill does not rescale earlier sums when the maximum rises",
-        C,
+        CA,
         "        *sum *= shrink;\n",
         "",
         f"{ATTENTION}::test_attention",
@@ -647,7 +648,7 @@ MUTANTS = [
     ),
     Mutant(
         "native softmax forgets that its maximum rose",
-        C,
+        CA,
         "        *maximum = now;\n",
         "        *maximum = before;\n",
         f"{ATTENTION}::test_attention",

@@ -29,10 +29,12 @@ def build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Build:
     its own. Its kernels do nothing, so that they compile in no time."""
     source = tmp_path / "source" / "native.c"
     source.parent.mkdir()
-    source.write_text(
-        "".join(f'__attribute__((visibility("default"))) void {name}(void) {{}}\n' for name in SIGNATURES)
-    )
-    monkeypatch.setattr(native_build, "SOURCE", source)
+    first, *others = SIGNATURES
+    stub = '__attribute__((visibility("default"))) void {}(void) {{}}\n'
+    source.with_name("first.c").write_text('#include "shared.h"\n' + stub.format(first))
+    source.with_name("shared.h").write_text("")
+    source.write_text("".join(stub.format(name) for name in others))
+    monkeypatch.setattr(native_build, "FOLDER", source.parent)
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({native_build.NEEDED}))
@@ -166,6 +168,16 @@ def test_what_is_not_whole_is_built_anew(build: Build, tmp_path: Path, caplog: p
 
 
 @can_build
+@pytest.mark.parametrize("name", ["first.c", "native.c", "shared.h"])
+def test_any_source_that_changes_makes_another_library(build: Build, tmp_path: Path, name: str) -> None:
+    build()
+    with (native_build.FOLDER / name).open("a") as source:
+        source.write("/* another */\n")
+    build()
+    assert len(kept(tmp_path)) == 2
+
+
+@can_build
 def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     monkeypatch: pytest.MonkeyPatch, build: Build, commands: list[str], tmp_path: Path
 ) -> None:
@@ -177,8 +189,9 @@ def test_without_a_compiler_one_that_was_built_for_this_cpu_will_do(
     assert commands == []
     beside = tmp_path / "installed"
     beside.mkdir()
-    shutil.copy(native_build.SOURCE, beside)
-    monkeypatch.setattr(native_build, "SOURCE", beside / "native.c")
+    for source in native_build.FOLDER.iterdir():
+        shutil.copy(source, beside)
+    monkeypatch.setattr(native_build, "FOLDER", beside)
     compiled.rename(beside / compiled.name)
     build()
     monkeypatch.setattr(native_build, "cpu_flags", lambda: frozenset({native_build.NEEDED, "another"}))

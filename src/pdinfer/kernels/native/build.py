@@ -1,12 +1,12 @@
-"""Compiles `native.c` for this machine on first use and loads it.
+"""Compiles the C sources beside it for this machine on first use, into one library, and loads it.
 
 The library is kept in a folder of the user's cache (XDG_CACHE_HOME, or ~/.cache, and pdinfer in it) that nobody else
 may write. Without such a folder it is built anew for each process. Its name says what went into it and what came out:
 
-    native-<source, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
+    native-<sources, flags, CPU, OpenMP>-<compiler>-<the file's own bytes>.so
 
 so that a library that was cut short or changed is recognised and built anew. Without a compiler any library that fits
-this CPU will do, in the cache or beside the source. It uses the OpenMP runtime that torch has loaded: two of them would
+this CPU will do, in the cache or beside the sources. It uses the OpenMP runtime that torch has loaded: two of them would
 each keep a thread per core spinning.
 """
 
@@ -31,7 +31,8 @@ from pdinfer.process.scratch import ScratchFolder
 
 _log = logging.getLogger("pdinfer")
 
-SOURCE = Path(__file__).with_name("native.c")
+FOLDER = Path(__file__).parent
+"""Where the sources are: every .c file is compiled, every .h file may be included."""
 FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fvisibility=hidden")
 NEEDED = "avx512_bf16"
 COMPILERS = ("cc", "gcc", "clang")
@@ -86,7 +87,8 @@ def library_or_reason() -> ctypes.CDLL | str:
 def find_or_build() -> ctypes.CDLL:
     """Load a library that was kept, or build one. Raises BackendUnavailable with the reason when neither can be."""
     openmp = _loaded_openmp()
-    fits = _digest(SOURCE.read_bytes(), " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
+    sources = [path.read_bytes() for path in sorted(FOLDER.glob("*.[ch]"))]
+    fits = _digest(*sources, " ".join(FLAGS), openmp or "", " ".join(sorted(cpu_flags())))
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     folder = _cache_folder()
     if compiler is not None:
@@ -190,14 +192,14 @@ def _first_loaded(stem: str, folder: Path | None) -> ctypes.CDLL | None:
 
 
 def _candidates(stem: str, folder: Path | None) -> Iterator[Path]:
-    for each in (folder, SOURCE.parent):
+    for each in (folder, FOLDER):
         if each is not None:
             yield from sorted(each.glob(f"{stem}-*.so"))
 
 
 def _is_whole(path: Path) -> bool:
     """Return whether it is a file of ours, or of the user who installed us, and holds the bytes that its name tells."""
-    owners = (os.getuid(), SOURCE.stat().st_uid)
+    owners = (os.getuid(), FOLDER.stat().st_uid)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid not in owners or _others_write(status):
@@ -230,14 +232,17 @@ def _kept(library: Path, folder: Path, stem: str) -> Path:
 
 
 def _compile(compiler: str, openmp: str | None, folder: Path) -> Path:
-    compiled, linked = folder / "native.o", folder / "native.so"
+    sources, linked = sorted(FOLDER.glob("*.c")), folder / "native.so"
+    objects = [str(folder / f"{source.stem}.o") for source in sources]
     link = [str(openmp)] if openmp else ["-fopenmp"]
     for command in (
-        [compiler, *FLAGS, "-fopenmp", "-c", str(SOURCE), "-o", str(compiled)],
-        [compiler, "-shared", str(compiled), *link, "-lm", "-o", str(linked)],
+        [compiler, *FLAGS, "-fopenmp", "-c", *map(str, sources)],
+        [compiler, "-shared", *objects, *link, "-lm", "-o", str(linked)],
     ):
         try:
-            done = subprocess.run(command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S)
+            done = subprocess.run(
+                command, capture_output=True, check=False, timeout=COMPILE_TIMEOUT_S, cwd=folder
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise BackendUnavailable(f"could not be compiled: {error}") from error
         if done.returncode:
