@@ -129,7 +129,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("transports", "events"),
         ("pool", "view"),
         ("copies",),
-        ("memory", "prefix", "memfd"),
+        ("memory", "prefix", "memfd", "digests"),
         ("layout",),
     ),
     "kv.channel": (
@@ -139,6 +139,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("peer", "rooms"),
         ("wire", "snapshot", "complaints"),
     ),
+    "kv.digests": (("fused",),),
     "kv.transports": (
         ("mooncake", "shm"),
         ("socket", "one_sided"),
@@ -181,7 +182,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("product_kernel",),
         ("launch", "configs", "rounding", "rows"),
     ),
-    "process": (("forked", "locks", "malloc", "memory", "scratch", "silence", "streams"),),
+    "process": (("compiled",), ("forked", "locks", "malloc", "memory", "scratch", "silence", "streams")),
 }
 
 GROUND = frozenset(
@@ -268,12 +269,12 @@ UNSAFE_CALLS = frozenset(
     }
 )
 
-# `topology` discovers ranks. `native.build` asks where caches belong. `triton.provider` asks whether Triton
+# `topology` discovers ranks. `process.compiled` asks where caches belong. `triton.provider` asks whether Triton
 # interprets kernels. The Mooncake engine is configured by its environment alone, so its adapter sets what it needs,
 # where unset, and logs all of it. The doctor tells what it says.
 ENVIRONMENT_READERS = frozenset(
     {
-        *("parallel.topology", "kernels.native.build", "kernels.triton.provider", "kv.transports.mooncake"),
+        *("parallel.topology", "process.compiled", "kernels.triton.provider", "kv.transports.mooncake"),
         "diagnosis.machine",
     }
 )

@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 from pdinfer.errors import ConfigError, TransferError
+from pdinfer.kv.digests import fused
+from pdinfer.kv.digests.fused import FusedCopy
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.memory import Landing
@@ -41,8 +43,11 @@ def open_end() -> Iterator[Callable[..., End]]:
 # -- pages that were given to someone else ---
 
 
+@pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("digest", [False, True])
-def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], digest: bool) -> None:
+def test_pages_reused_in_the_middle_of_a_copy(
+    open_end: Callable[..., End], monkeypatch: pytest.MonkeyPatch, digest: bool, passes: int
+) -> None:
     """The sender's end closes, and its pages get other contents, after the receiver has begun to copy and before it
     copies. A Finish that says all is well is already in the receiver's socket."""
 
@@ -50,11 +55,21 @@ def test_pages_reused_in_the_middle_of_a_copy(open_end: Callable[..., End], dige
         """A receiver that is stopped when it is about to copy."""
 
         def landing(self, spans: Spans) -> Landing:
-            about_to_copy.set()
-            assert reused.wait(10)
+            stop()
             return super().landing(spans)
 
+    def stop() -> None:
+        about_to_copy.set()
+        assert reused.wait(10)
+
+    def take(copies: FusedCopy, *where: object) -> int:
+        stop()
+        return copy_in_one_pass(copies, *where)  # type: ignore[arg-type]
+
     about_to_copy, reused = threading.Event(), threading.Event()
+    copy_in_one_pass = FusedCopy.take
+    monkeypatch.setattr(FusedCopy, "take", take)
+    monkeypatch.setattr(fused, "MIN_BYTES", 0 if passes == 1 else MIB + 1)
     sender = open_end(num_bytes=MIB, digest=digest)
     receiver = open_end(memory=Stopped(MIB), digest=digest)
     sender.memory.data[:] = b"\x01" * MIB

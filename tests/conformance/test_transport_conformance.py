@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pdinfer.kv.digests import fused
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import CAN_SHARE
 from pdinfer.kv.memory import Memory
@@ -71,9 +72,13 @@ class TestUnix(ProcessTransportSuite):
 
 @pytest.mark.skipif(not CAN_SHARE, reason="shared memory needs Linux")
 class TestShm(ProcessTransportSuite):
-    """Both ends have their memory in a memfd."""
+    """Both ends have their memory in a memfd, and payloads of all sizes are copied and digested in one pass."""
 
     digest = True
+
+    @pytest.fixture(autouse=True)
+    def passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused, "MIN_BYTES", 241)
 
     def make_pair(self) -> tuple[Transport, Transport]:
         return ShmTransport(digest=self.digest), ShmTransport(digest=self.digest)
@@ -84,6 +89,14 @@ class TestShm(ProcessTransportSuite):
 
 class TestShmWithoutDigest(TestShm):
     digest = False
+
+
+class TestShmInTwoPasses(TestShm):
+    """No compiler is at hand."""
+
+    @pytest.fixture(autouse=True)
+    def passes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused, "MIN_BYTES", 1 << 62)
 
 
 class TestShmThroughARing(TestShm):

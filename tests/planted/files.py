@@ -47,14 +47,14 @@ MUTANTS = [
     ),
     Mutant(
         "a cached library is loaded unchecked",
-        "src/pdinfer/kernels/native/build.py",
+        "src/pdinfer/process/compiled.py",
         'return path.stem.rpartition("-")[2] == _digest(file.read())',
         "return True",
         BUILD + "test_what_is_not_whole_is_built_anew",
     ),
     Mutant(
         "code is loaded from where others can write",
-        "src/pdinfer/kernels/native/build.py",
+        "src/pdinfer/process/compiled.py",
         "return status.st_uid != os.getuid() or _others_write(status)",
         "return status.st_uid != os.getuid()",
         BUILD + "test_a_folder_that_others_can_write_is_not_used",

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from pdinfer.diagnosis.machine import Machine
 from pdinfer.diagnosis.report import Fact, Found, failure, warning
-from pdinfer.kernels.native.build import COMPILERS, NEEDED, cache_path, cpu_flags, is_open_to_others
+from pdinfer.kernels.native.build import NEEDED
 from pdinfer.kernels.resolve import OpChoice
 from pdinfer.kv.transports.mooncake import DISTRIBUTIONS, OLDEST, advice_for
+from pdinfer.process.compiled import COMPILERS, cache_path, cpu_flags, is_open_to_others
 
 PYTHON = (3, 11)
 REQUIRED = {

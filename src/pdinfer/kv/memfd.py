@@ -10,6 +10,8 @@ import os
 import sys
 import weakref
 
+import numpy as np
+
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.process.memory import MEMFD_PREFIX
 
@@ -39,6 +41,7 @@ class Memfd:
         except (OSError, ValueError, OverflowError) as error:
             raise ConfigError(f"cannot share {num_bytes} bytes of memory between processes: {error}") from error
         self.view = memoryview(self.map)
+        self.address = _address(self.map)
 
     def readable(self) -> int:
         """Return a new read-only descriptor of all of it. The caller closes it."""
@@ -69,6 +72,11 @@ def _seal(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)  # Linux before 5.1: other accounts are kept out by the mode
 
 
+def _address(mapping: mmap.mmap) -> int:
+    """Return where a map begins in this process."""
+    return int(np.frombuffer(mapping, np.uint8).ctypes.data)
+
+
 class PeerMemfd:
     """Another process's memfd, mapped read-only. Takes over the descriptor and closes it. Raises TransferError unless
     it is a memfd of exactly `num_bytes` that can no longer shrink."""
@@ -83,6 +91,7 @@ class PeerMemfd:
             os.close(descriptor)
         self.num_bytes = num_bytes
         self.view = memoryview(self._map)
+        self.address = _address(self._map)
 
     def close(self) -> None:
         self.view.release()

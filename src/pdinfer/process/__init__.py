@@ -1,5 +1,6 @@
-"""The process that pdinfer lives in: its forks, its locks, its memory and its temporary folders.
+"""The process that pdinfer lives in: its forks, its locks, its memory, its temporary folders and what it compiles.
 
+    compiled.py  C sources that are compiled for this machine on first use
     forked.py    what belongs to one process; a forked child may neither use nor end it
     locks.py     locks that an interrupt cannot keep closed for ever
     malloc.py    keeps memory that a step has freed for the next one

@@ -17,6 +17,7 @@ import pytest
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native import build as native_build
 from pdinfer.kernels.native.build import SIGNATURES
+from pdinfer.process import compiled as process_compiled
 
 Build = Callable[[], ctypes.CDLL]
 
@@ -127,7 +128,7 @@ def test_a_compiler_that_hangs_or_is_no_program_is_told(
     with pytest.raises(BackendUnavailable, match="could not be compiled"):
         build()
     compiler.write_text("#!/bin/sh\nexec /bin/sleep 60\n")
-    monkeypatch.setattr(native_build, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(process_compiled, "COMPILE_TIMEOUT_S", 0.05)
     with pytest.raises(BackendUnavailable, match="timed out"):
         build()
 
@@ -236,14 +237,14 @@ def test_a_folder_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch, b
 def test_where_the_folder_cannot_be_written_it_is_built_for_this_process(
     monkeypatch: pytest.MonkeyPatch, build: Build, tmp_path: Path
 ) -> None:
-    made = native_build.ScratchFolder
+    made = process_compiled.ScratchFolder
 
     def only_elsewhere(parent: Path | None = None) -> object:
         if parent is not None:
             raise OSError(30, "Read-only file system")
         return made()
 
-    monkeypatch.setattr(native_build, "ScratchFolder", only_elsewhere)
+    monkeypatch.setattr(process_compiled, "ScratchFolder", only_elsewhere)
     build()
     assert kept(tmp_path) == []
     (tmp_path / "file").write_text("")
@@ -267,7 +268,7 @@ def test_many_may_build_at_once(build: Build, tmp_path: Path) -> None:
 
     def one() -> None:
         try:
-            native_build.find_or_build()
+            process_compiled.find_or_build(native_build.sources(), native_build.cpu_flags())
         except BaseException as error:  # noqa: BLE001 - told to the test
             failures.append(error)
 

@@ -18,15 +18,25 @@ import socket
 import struct
 from collections.abc import Generator, Iterator, Sequence
 
+import attrs
 import xxhash
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.digests.fused import FusedCopy, FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd, PeerMemfd
 from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.shm.sender import COUNT, PIECE_BYTES, REVOKED, SECTION_BYTES, SPAN_BYTES, Lender
+from pdinfer.kv.transports.shm.sender import (
+    COUNT,
+    PIECE_BYTES,
+    REVOKED,
+    SECTION_BYTES,
+    SPAN_BYTES,
+    Lender,
+    packed_spans,
+)
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, HEADER, Buffers, Header, MessageKind, Read
 from pdinfer.kv.transports.stream.payloads import check_digest, check_digested
 from pdinfer.process.locks import new_lock
@@ -46,6 +56,7 @@ class MappedPayloads:
         self._memory = memory
         self._receiver = receiver
         self._digest = digest
+        self._pool = pool
         self._lender = Lender(memory, pool, digest=digest)
         self._closed = False
         self._descriptors: list[int] = []
@@ -127,31 +138,36 @@ class MappedPayloads:
             return
         if spans is not None:
             check_placed(self._link, spans, self._memory, num_bytes)
-        digest = xxhash.xxh3_64(head + frame) if header.digested and spans is not None else None
-        targets = None if spans is None else _Targets(spans, self._memory, digest)
+        targets = None if spans is None else self._targets(spans, head + frame if header.digested else None, num_bytes)
         missing = num_bytes
         while missing:
-            offsets, lengths, size = yield from self._section(self._source, missing, read)
+            section = yield from self._section(self._source, missing, read)
             if targets is not None:
-                targets.copy(self._source.view, offsets, lengths)
-            missing -= size
-            self._copied += size
+                targets.copy(self._source, section)
+            missing -= section.num_bytes
+            self._copied += section.num_bytes
             # A ring must not run dry. A pool's pages are not waited for before the write is over.
             self._tells |= not missing or self._copied - self._told >= self._source.num_bytes // 4
-            yield Buffers(weight=size // COPY_SPEED)
+            yield Buffers(weight=section.num_bytes // COPY_SPEED)
         said = (yield from self._next(MessageKind.DIGEST, read, DIGEST_BYTES)) if header.digested else b""
         if targets is None:
             return
         self._check_revoked()
-        error = None if digest is None else check_digest(self._link, num_bytes, said, digest)
+        error = None if targets.digest is None else check_digest(self._link, num_bytes, said, targets.digest)
         if error is None:
             targets.commit()
         self._receiver.placed(self._link, frame, error)
 
-    def _section(
-        self, source: PeerMemfd, missing: int, read: Read
-    ) -> Generator[Buffers, None, tuple[Sequence[int], Sequence[int], int]]:
-        """Return (offsets, lengths, sum of the lengths) of the next pieces, all of which lie in `source`."""
+    def _targets(self, spans: Spans, start: bytes | None, num_bytes: int) -> _Targets | _FusedTargets:
+        """Return where a payload goes. It is digested behind `start`, unless that is None."""
+        loops = None if self._pool is None else loops_for(num_bytes)
+        if loops is None or self._pool is None:
+            return _Targets(spans, self._memory, None if start is None else xxhash.xxh3_64(start))
+        digest = None if start is None else FusedDigest(loops, start)
+        return _FusedTargets(FusedCopy(loops, self._pool.address, packed_spans(spans), digest), digest)
+
+    def _section(self, source: PeerMemfd, missing: int, read: Read) -> Generator[Buffers, None, _Section]:
+        """Return the next pieces, all of which lie in `source`."""
         body = yield from self._next(MessageKind.SPANS, read)
         if len(body) % SPAN_BYTES:
             raise TransferError(f"{self._link.endpoint} sent spans of {len(body)} bytes; each has {SPAN_BYTES}")
@@ -167,7 +183,7 @@ class MappedPayloads:
             and max(map(operator.add, offsets, lengths)) > source.num_bytes
         ):
             raise TransferError(f"{self._link.endpoint} names bytes outside its memory of {source.num_bytes} bytes")
-        return offsets, lengths, size
+        return _Section(body, offsets, lengths, size)
 
     def _next(self, kind: MessageKind, read: Read, num_bytes: int | None = None) -> Generator[Buffers, None, bytes]:
         """Return the body of the next message, which must be of this kind. The peer's COPIED may come between."""
@@ -191,6 +207,31 @@ class MappedPayloads:
             raise TransferError(f"{self._link.endpoint} closed the link while its memory was being copied")
 
 
+@attrs.frozen(eq=False)
+class _Section:
+    """Pieces of the peer's memory, `num_bytes` in all, as they came and as numbers."""
+
+    spans: bytes
+    offsets: Sequence[int]
+    lengths: Sequence[int]
+    num_bytes: int
+
+
+@attrs.frozen(eq=False)
+class _FusedTargets:
+    """Where a payload goes in memory that is known by its address."""
+
+    _copies: FusedCopy
+    digest: FusedDigest | None
+
+    def copy(self, source: PeerMemfd, section: _Section) -> None:
+        """Copy the pieces in one call."""
+        self._copies.take(source.address, section.spans)
+
+    def commit(self) -> None:
+        """Do nothing: what was written is in the memory."""
+
+
 class _Targets:
     """Where a payload goes, piece by piece. What was copied is digested while the core's cache holds it."""
 
@@ -199,19 +240,20 @@ class _Targets:
         self._landing = next(self._landings)
         self._next = 0
         self._rest = memoryview(b"")
-        self._digest = digest
+        self.digest = digest
 
-    def copy(self, source: memoryview, offsets: Sequence[int], lengths: Sequence[int]) -> None:
+    def copy(self, source: PeerMemfd, section: _Section) -> None:
         """Copy the pieces with plain slices, which keep the interpreter lock: given back to a busy host, it would be
         gone for 5 ms each time."""
+        offsets, lengths = section.offsets, section.lengths
         alike = self._landing.views[self._next : self._next + len(lengths)]
         if self._rest or max(lengths) > PIECE_BYTES or lengths != tuple(map(len, alike)):
-            self._copy_cut(source, offsets, lengths)
+            self._copy_cut(source.view, offsets, lengths)
             return
         self._next += len(lengths)
-        update = None if self._digest is None else self._digest.update
+        update = None if self.digest is None else self.digest.update
         for piece, offset, length in zip(alike, offsets, lengths, strict=True):
-            piece[:] = source[offset : offset + length]
+            piece[:] = source.view[offset : offset + length]
             if update is not None:
                 update(piece)
 
@@ -226,8 +268,8 @@ class _Targets:
                 step = min(end - offset, len(rest), PIECE_BYTES)
                 piece, rest = rest[:step], rest[step:]
                 piece[:] = source[offset : offset + step]
-                if self._digest is not None:
-                    self._digest.update(piece)
+                if self.digest is not None:
+                    self.digest.update(piece)
                 offset += step
         self._rest = rest
 

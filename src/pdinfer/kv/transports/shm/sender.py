@@ -18,6 +18,7 @@ from itertools import chain
 import xxhash
 
 from pdinfer.errors import TransferError
+from pdinfer.kv.digests.fused import FusedDigest, loops_for
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memfd import Memfd
 from pdinfer.kv.memory import Memory
@@ -93,30 +94,42 @@ class Lender:
         self._outstanding.append((self._begun, transfer))
         header = Header(MessageKind.MAPPED, len(message.frame), transfer.num_bytes, self._digest)
         start = header.packed() + message.frame
-        digest = xxhash.xxh3_64(start)
+        digest = self._new_digest(start, transfer.num_bytes)
         part = [start]
         costs = self._digest or self._ring is not None
         for section, num_bytes in _sections(message.source, DIGESTED_SECTION_BYTES if costs else SECTION_BYTES):
-            views = self._memory.read(section) if costs else []
-            if self._digest:
+            spans, views = packed_spans(section), list[memoryview]()
+            if isinstance(digest, FusedDigest) and self._pool is not None:
+                digest.read(self._pool.address, spans)
+            elif costs:
+                views = self._memory.read(section)
+            if isinstance(digest, xxhash.xxh3_64):
                 feed(digest, views)
-            named = section
             if self._ring is not None:
                 self._awaited = num_bytes
                 while not self.can_go_on:
                     yield None
                 self._awaited = 0
-                named = self._staged(self._ring, views, num_bytes)
+                spans = packed_spans(self._staged(self._ring, views, num_bytes))
             self._named += num_bytes
-            part += [Header(MessageKind.SPANS, len(named) * SPAN_BYTES).packed(), packed_spans(named)]
-            if self._digest and self._named == self._begun:
+            part += [Header(MessageKind.SPANS, len(spans)).packed(), spans]
+            if digest is not None and self._named == self._begun:
                 part += [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
             yield b"".join(part), num_bytes
             part = []
         if not transfer.num_bytes:
-            trailer = [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)] if self._digest else []
+            trailer = (
+                [] if digest is None else [Header(MessageKind.DIGEST, DIGEST_BYTES).packed(), digest_bytes(digest)]
+            )
             yield b"".join([start, *trailer]), 0
             self._settle()
+
+    def _new_digest(self, start: bytes, num_bytes: int) -> xxhash.xxh3_64 | FusedDigest | None:
+        """Return what digests a payload, None when nothing is to."""
+        if not self._digest:
+            return None
+        loops = None if self._pool is None else loops_for(num_bytes)
+        return xxhash.xxh3_64(start) if loops is None else FusedDigest(loops, start)
 
     def _offer(self) -> Iterator[Buffers]:
         """Show the peer our control page and source."""

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 from pdinfer.checks import typed
 from pdinfer.errors import ConfigError
+from pdinfer.kv.digests.fused import library
 from pdinfer.kv.memfd import CAN_SHARE, Memfd
 from pdinfer.kv.memory import Memory
 from pdinfer.kv.transports.base import Link, Receiver, Transport
@@ -56,6 +57,8 @@ class ShmTransport(StreamTransport):
     ) -> None:
         if not CAN_SHARE:
             raise ConfigError("ShmTransport needs Linux; use SocketTransport")
+
+        library()  # compiled now, where that takes a second, and not while a link is served
 
         def payloads(link: Link, memory: Memory, receiver: Receiver) -> Payloads:
             pool = memory.memfd if isinstance(memory, Shareable) else None

@@ -14,6 +14,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import attrs
 import xxhash
@@ -82,7 +83,13 @@ class Header:
         return cls(known, frame_bytes, payload_bytes, bool(flags))
 
 
-def digest_bytes(digest: xxhash.xxh3_64) -> bytes:
+class Digest(Protocol):
+    """A digest of what a write has carried so far."""
+
+    def intdigest(self) -> int: ...
+
+
+def digest_bytes(digest: Digest) -> bytes:
     """Return the digest as it stands on the wire."""
     return digest.intdigest().to_bytes(DIGEST_BYTES, "little")
 

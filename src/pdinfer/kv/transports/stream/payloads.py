@@ -12,7 +12,7 @@ from pdinfer.errors import TransferError
 from pdinfer.kv.memory import Memory, in_blocks
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, check_arriving, check_placed
 from pdinfer.kv.transports.message import Message
-from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, Read, digest_bytes
+from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Digest, Header, MessageKind, Read, digest_bytes
 
 SCRATCH_BYTES = 1 << 16
 
@@ -123,7 +123,7 @@ def check_digested(link: Link, header: Header, *, required: bool) -> None:
         )
 
 
-def check_digest(link: Link, num_bytes: int, said: bytes, digest: xxhash.xxh3_64) -> TransferError | None:
+def check_digest(link: Link, num_bytes: int, said: bytes, digest: Digest) -> TransferError | None:
     """Return what is wrong with a payload whose sender's digest is `said`, or None."""
     if said == digest_bytes(digest):
         return None
