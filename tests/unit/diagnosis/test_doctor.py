@@ -204,7 +204,7 @@ FAULTS = {
     "low memlock": Fault(
         "limits",
         FAILS,
-        "8 MiB may be locked, and RDMA locks .* 64 MiB for each peer",
+        "8 MiB may be locked, and RDMA locks .* 16 MiB for each peer",
         "ulimit -l unlimited",
         server,
         limits={"files": 65536},

@@ -42,7 +42,9 @@ from pdinfer.kv.transports.one_sided.ring import (
 from pdinfer.kv.transports.one_sided.writer import Control, RingWriter
 from pdinfer.process.locks import new_lock
 
-SLOT_BYTES = 16 << 20
+SLOT_BYTES = 4 << 20
+"""Small enough for the cache that cores share: what is gathered is sent from there, and what lands is copied from
+there."""
 NUM_SLOTS = 4
 TIMEOUT_S = 10.0
 JOIN_S = 2.0
