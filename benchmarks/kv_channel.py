@@ -1,6 +1,6 @@
 """Measure how fast KV pages move between two processes of one host: JSON lines, then a table.
 
-    python benchmarks/kv_channel.py [--rounds 7] [--cases shm,unix+digest] [--busy]
+    python benchmarks/kv_channel.py [--rounds 7] [--cases shm,unix+digest] [--busy] [--clock cpu]
 
 `paged72/*`: 61 layers x 128 scattered pages of 72 KiB (64 tokens of 576 bfloat16 values), 549 MiB, are written layer by
 layer through a transport from one process's pool into that of the other, until the other says that all of it is placed.
@@ -11,7 +11,9 @@ KVChannel.push of one page of 4 KiB to the hand-off coming out of the other chan
 a bare Unix socket into a thread that waits for them.
 
 Ratios above 1 mean that pdinfer is faster; they are computed round by round, so a slow moment of the machine affects
-both. With `--busy` each process also runs a Python loop, like a host that is busy itself.
+both. With `--busy` each process also runs a Python loop, like a host that is busy itself. `--clock cpu` counts, instead
+of the time that passes, the CPU seconds of the process that took more of them: what a pipeline of two takes on two idle
+cores, whatever else the machine has to do.
 """
 
 import argparse
@@ -236,6 +238,8 @@ def receive(connection: Connection, folder: str, busy: bool) -> None:
                     landing.transport = transport_of(name, f"{folder}/{name}-receiver")
                     ends[name] = landing.transport, landing
                     connection.send(landing.transport.register(host.memory, landing))
+                case ("cpu",):
+                    connection.send(time.process_time())
                 case ("clear",):
                     host.pages[:] = 0
                     connection.send(None)
@@ -275,6 +279,18 @@ class Sender:
     def ask(self, *order: object) -> object:
         self.connection.send(order)
         return self.connection.recv()
+
+    def cpu_s(self) -> tuple[float, float]:
+        """Return the CPU seconds that the two processes have used so far."""
+        theirs = self.ask("cpu")
+        assert isinstance(theirs, float)
+        return time.process_time(), theirs
+
+    def on_cpus(self, work: Callable[[], float]) -> float:
+        """Return the CPU seconds of the process that takes more of them for `work`."""
+        before = self.cpu_s()
+        work()
+        return max(after - start for after, start in zip(self.cpu_s(), before, strict=True))
 
     def memcpy(self) -> float:
         seconds = self.ask("memcpy", self.host.rows)
@@ -472,8 +488,12 @@ def line(case: str, unit: str, values: Sequence[float], baseline: str, baselines
     }
 
 
-def measure(sender: Sender, names: Sequence[str], rounds: int) -> Iterator[dict[str, object]]:
+def measure(sender: Sender, names: Sequence[str], rounds: int, clock: str) -> Iterator[dict[str, object]]:
     """Return the lines of all paged cases."""
+
+    def timed(work: Callable[..., float], *arguments: str) -> float:
+        return sender.on_cpus(lambda: work(*arguments)) if clock == "cpu" else work(*arguments)
+
     present = []
     for name in names:
         try:
@@ -485,21 +505,21 @@ def measure(sender: Sender, names: Sequence[str], rounds: int) -> Iterator[dict[
     kinds = sorted({BARE[name.partition("+")[0]] for name in present})
     seconds: dict[str, list[float]] = {}
     for number in range(rounds + 1):
-        found = {"memcpy": sender.memcpy()}
-        found |= {f"bare {kind}": sender.bare(kind) for kind in kinds}
-        found |= {"pages": sender.pages()} if staged else {}
-        found |= {name: sender.paged(name) for name in present}
+        found = {"memcpy": timed(sender.memcpy)}
+        found |= {f"bare {kind}": timed(sender.bare, kind) for kind in kinds}
+        found |= {"pages": timed(sender.pages)} if staged else {}
+        found |= {name: timed(sender.paged, name) for name in present}
         if number:  # the first round touches pages for the first time
             for what, time_s in found.items():
                 seconds.setdefault(what, []).append(time_s)
     for name in present:
         for baseline in ("memcpy", f"bare {BARE[name.partition('+')[0]]}"):
-            yield line(f"paged72/{name}", "GB/s", seconds[name], baseline, seconds[baseline])
+            yield line(f"paged72/{name}", "GB/s", seconds[name], baseline, seconds[baseline]) | {"clock": clock}
         if name in staged:
-            yield line(f"paged72/{name}", "GB/s", seconds[name], "pages", seconds["pages"])
+            yield line(f"paged72/{name}", "GB/s", seconds[name], "pages", seconds["pages"]) | {"clock": clock}
 
 
-def main(rounds: int, names: Sequence[str], busy: bool) -> None:
+def main(rounds: int, names: Sequence[str], busy: bool, clock: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     lines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -509,7 +529,7 @@ def main(rounds: int, names: Sequence[str], busy: bool) -> None:
         theirs.close()
         with computing(busy):
             sender = Sender(ours, folder)
-            lines += measure(sender, [name for name in names if name != "latency4k"], rounds)
+            lines += measure(sender, [name for name in names if name != "latency4k"], rounds, clock)
             if "latency4k" in names:
                 pairs = [(latencies(sender, "shm"), bare_latencies()) for _ in range(3)]
                 medians = [[statistics.median(each) for each in pair] for pair in pairs]
@@ -535,5 +555,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", default=",".join((*CASES, "latency4k")))
     parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
-    main(options.rounds, options.cases.split(","), options.busy)
+    main(options.rounds, options.cases.split(","), options.busy, options.clock)

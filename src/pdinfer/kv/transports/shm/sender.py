@@ -27,9 +27,11 @@ from pdinfer.kv.transports.message import Message
 from pdinfer.kv.transports.stream.framing import DIGEST_BYTES, Buffers, Header, MessageKind, digest_bytes
 
 RING_BYTES = 8 << 20
-DIGESTED_SECTION_BYTES = 2 << 20
-"""The part of a payload that is named at once: the sender digests a section while the receiver copies the one before.
-Also the part that is staged at once, so a ring holds several."""
+STAGED_SECTION_BYTES = 2 << 20
+"""The part of a payload that is staged and named at once, so that a ring holds several."""
+DIGESTED_SECTION_BYTES = 4 << 20, 8 << 20
+"""The part that is named at once when it is digested where it lies, at first and at most. The sender digests a section
+while the receiver copies the one before; each is twice as long, since each costs both ends the same time beside it."""
 SECTION_BYTES = 16 << 20
 """The same without a digest, and the most that a receiver accepts."""
 SECTION_SPANS = 4096
@@ -195,18 +197,18 @@ def packed_spans(spans: Spans) -> bytes:
     return struct.pack(f"<{2 * len(spans)}Q", *chain.from_iterable(spans))
 
 
-def _sections(source: Spans, limit: int) -> Iterator[tuple[Spans, int]]:
-    """Yield (spans, bytes) of at most `limit` bytes and SECTION_SPANS spans. A span that fits into a section is not
-    cut."""
+def _sections(source: Spans, limit: int, most: int) -> Iterator[tuple[Spans, int]]:
+    """Yield (spans, bytes) of at most `limit` bytes and SECTION_SPANS spans. The limit doubles from section to section,
+    up to `most`. A span that fits into a section is not cut."""
     section: Spans = []
     size = 0
     for offset, length in source:
         if section and (size + length > limit or len(section) == SECTION_SPANS):
             yield section, size
-            section, size = [], 0
+            section, size, limit = [], 0, min(2 * limit, most)
         while length > limit:
             yield [(offset, limit)], limit
-            offset, length = offset + limit, length - limit
+            offset, length, limit = offset + limit, length - limit, min(2 * limit, most)
         if length:
             section.append((offset, length))
             size += length
