@@ -34,7 +34,7 @@ def packed(spans: Spans) -> bytes:
 
 def cut(chance: random.Random, num_bytes: int) -> Spans:
     """Return spans of `num_bytes` in all, in any order, with gaps between them, some of them empty."""
-    lengths = []
+    lengths: list[int] = []
     while sum(lengths) < num_bytes:
         longest = chance.choice([1, 65, 5000, num_bytes])
         lengths.append(min(chance.randrange(longest + 1), num_bytes - sum(lengths)))

@@ -99,7 +99,7 @@ class Lender:
         digest = self._new_digest(start, transfer.num_bytes)
         part = [start]
         costs = self._digest or self._ring is not None
-        for section, num_bytes in _sections(message.source, DIGESTED_SECTION_BYTES if costs else SECTION_BYTES):
+        for section, num_bytes in _sections(message.source, *self._section_bytes()):
             spans, views = packed_spans(section), list[memoryview]()
             if isinstance(digest, FusedDigest) and self._pool is not None:
                 digest.read(self._pool.address, spans)
@@ -125,6 +125,12 @@ class Lender:
             )
             yield b"".join([start, *trailer]), 0
             self._settle()
+
+    def _section_bytes(self) -> tuple[int, int]:
+        """Return how long sections are at first and at most."""
+        if self._ring is not None:
+            return STAGED_SECTION_BYTES, STAGED_SECTION_BYTES
+        return DIGESTED_SECTION_BYTES if self._digest else (SECTION_BYTES, SECTION_BYTES)
 
     def _new_digest(self, start: bytes, num_bytes: int) -> xxhash.xxh3_64 | FusedDigest | None:
         """Return what digests a payload, None when nothing is to."""
