@@ -511,9 +511,10 @@ def test_every_fp8_number_is_worth_what_it_says() -> None:
 
 @every_provider
 @every_dtype
+@pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_weight_that_is_nan_is_no_number(provider: str, dtype: torch.dtype, code: int) -> None:
+def test_a_weight_that_is_nan_is_no_number(provider: str, dtype: torch.dtype, code: int, rows: int) -> None:
     weight = fp8_weight(9, 130)
     weight.numbers.view(torch.uint8)[4, 129] = code
-    got = op_of(provider, "linear_fp8", str(CPU), dtype)(draw(3, 130).to(dtype), weight)
+    got = op_of(provider, "linear_fp8", str(CPU), dtype)(draw(rows, 130).to(dtype), weight)
     assert got.isnan().any(0).tolist() == [row == 4 for row in range(9)]

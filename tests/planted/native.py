@@ -6,6 +6,7 @@ from tests.planted.mutant import Mutant
 
 CA = "src/pdinfer/kernels/native/attention.c"
 C8 = "src/pdinfer/kernels/native/int8.c"
+F8 = "src/pdinfer/kernels/native/fp8.c"
 N = "src/pdinfer/kernels/native/ops.py"
 FLASH = "src/pdinfer/kernels/torch_flash.py"
 ATTENTION = "tests/conformance/test_attention_ops.py"
@@ -133,10 +134,10 @@ MUTANTS = [
         f"{QUANTIZED}::test_linear_int8",
     ),
     Mutant(
-        "native int8 rounds halves away from zero",
+        "native int8 cuts what it should round",
         C8,
-        "ints v = __builtin_convertvector((load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints);",
-        "floats f = load_bf16(x + i) / scale; ints v = __builtin_convertvector(choose(f < 0, f - 0.5f, f + 0.5f), ints);",
+        "(load_bf16(x + i) / scale + 12582912.0f) - 12582912.0f, ints)",
+        "load_bf16(x + i) / scale, ints)",
         f"{QUANTIZED}::test_linear_int8",
     ),
     Mutant(
@@ -152,5 +153,26 @@ MUTANTS = [
         "    if (lost != lost) return lost;\n",
         "",
         f"{BAD}::test_a_row_that_is_not_finite_stays_so",
+    ),
+    Mutant(
+        "native fp8 takes the scales of the first part",
+        F8,
+        "(o / rows * blocks_of(rows) + o % rows / BLOCK)",
+        "(o % rows / BLOCK)",
+        f"{QUANTIZED}::test_linear_fp8",
+    ),
+    Mutant(
+        "native fp8 makes numbers of weights that are NaN",
+        F8,
+        "float lost = holds_nan(rows[r], w->n) ? NAN : 0; ",
+        "float lost = 0;                                  ",
+        f"{BAD}::test_a_weight_that_is_nan_is_no_number",
+    ),
+    Mutant(
+        "native fp8 rounds small numbers as large ones",
+        F8,
+        "if (v.f < 0x1p-6f)",
+        "if (v.f < 0x1p-9f)",
+        f"{QUANTIZED}::test_what_is_rounded_is_equal_on_every_device",
     ),
 ]

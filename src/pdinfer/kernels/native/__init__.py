@@ -8,6 +8,7 @@
     floats.c      products of few rows without
     strips.c      products of many rows without: with it, torch's are good
     int8.c        products and experts of INT8
+    fp8.c         products of few rows with FP8, and its conversions
     rows.c        what lies between products: routing, norms, rotations
     attention.c   latent attention over pages
     vectors.h     bfloat16 and vectors of any width, for all sources
@@ -15,6 +16,6 @@
 Tested by tests/conformance/test_ops.py. The suites beside it run on these kernels too; test_native_ops.py and
 test_native_memory.py are about them alone.
 
-May import: kernels.spec, kernels.torch_experts, kernels.torch_ops,
+May import: kernels.activations, kernels.spec, kernels.torch_experts, kernels.torch_ops,
 kernels.weight_formats, process, the ground.
 """

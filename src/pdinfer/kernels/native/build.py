@@ -38,6 +38,9 @@ SIGNATURES = {
     "is_served_int8": (_N,),
     "linear_int8": (_P, _N, _N, _P, _P, _N, _N, _P, _I),
     "experts_int8": (_P, _P, _N, _P, _P, _P, _P, _N, _N, _P, _P, _I),
+    "linear_fp8": (_P, _P, _N, _N, _N, _P, _P, _N, _N, _N, _P, _I),
+    "dequantize_fp8": (_P, _P, _N, _N, _N, _N, _N, _P, _I),
+    "quantize_fp8": (_P, _N, _N, _N, _I, _P, _P, _I),
     "prefill_scratch": (_N, _N, _N, _N),
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }

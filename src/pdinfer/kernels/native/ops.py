@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels import torch_experts, torch_ops
+from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.native.build import library
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import Int8Dynamic
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic
 from pdinfer.process.compiled import cpu_flags
 
 FEW_ROWS = 16
@@ -26,6 +27,11 @@ FEW_ROWS = 16
 bfloat16 the library says which it serves."""
 FEW_HEAD_ROWS = 64
 """Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
+FEW_FP8_ROWS = 16
+"""Up to this many rows an FP8 product reads its weights as they are stored. For more they become bfloat16, block by
+block."""
+FP8_BLOCK_BYTES = 4 << 20
+"""The memory for such a block."""
 PART_TOKENS = 1024
 """Threads share the contexts that are longer than this in decode."""
 KEYS = 4096
@@ -62,6 +68,13 @@ def refuses(op: str, spec: OpSpec) -> str | None:
         return "multiplies vectors, and torch's attention multiplies tiles on this CPU (AMX)"
     if op == "mla_decode" and rank is not None and rope is not None and (rank % 32 or rope % 32):
         return f"reads latents and rotary keys in steps of 32 elements, they have {rank} and {rope}"
+    return None
+
+
+def slow(op: str, spec: OpSpec) -> str | None:
+    """Return why an op on quantized weights is slower here than its float form, or None where it is not."""
+    if op in ("linear_fp8", "grouped_mlp_fp8"):
+        return "takes longer to read FP8 weights than bfloat16 takes"
     return None
 
 
@@ -270,6 +283,51 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
         torch.get_num_threads(),
     )
     return out
+
+
+def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
+    if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not _are(torch.bfloat16, x_TI):
+        return torch_ops.quantize_fp8(x_TI, ue8m0=ue8m0)
+    rows, width = x_TI.shape
+    numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales_TN = torch.empty(rows, -(-width // BLOCK))
+    library().quantize_fp8(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        width,
+        ue8m0,
+        numbers_TI.data_ptr(),
+        scales_TN.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return FP8Rows(numbers_TI, scales_TN, dtype=x_TI.dtype, ue8m0=ue8m0)
+
+
+def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous() or x_TI.dtype != torch.bfloat16:
+        return torch_ops.linear_fp8(x_TI, weight)
+    x = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+    rows, (outs, width) = len(x), weight.numbers.shape
+    out = x.new_empty((rows, outs))
+    matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
+    if rows > FEW_FP8_ROWS:
+        floats_TI, step = x.floats(), max(1, FP8_BLOCK_BYTES // (2 * width))
+        block_OI = floats_TI.new_empty(min(step, outs), width)
+        for first in range(0, outs, step):
+            count = min(step, outs - first)
+            library().dequantize_fp8(*matrix, first, count, block_OI.data_ptr(), torch.get_num_threads())
+            out[:, first : first + count] = linear(floats_TI, block_OI[:count])
+    elif rows:
+        numbers_TI = x.numbers_TI.contiguous()
+        scales = (x.scales_TN.data_ptr(), *x.scales_TN.stride())
+        library().linear_fp8(numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    rows = quantize_fp8(x, ue8m0=gate_up.ue8m0) if isinstance(x, Tensor) else x  # once for all experts
+    return torch_experts.by_expert(linear_fp8, gated_silu, rows, counts_E, gate_up, down)
 
 
 def _reads_int8(rows: int, x: Tensor, *weights: Int8Dynamic) -> bool:

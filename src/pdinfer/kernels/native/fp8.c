@@ -1,0 +1,194 @@
+/* Products of few rows with FP8: e4m3 weights as they are stored, with a scale per block of 128 x 128, and activations with
+ * a scale per row and 128 channels. Called through `ops.py`. */
+
+#include "products.h"
+
+#define BLOCK 128
+#define OUTS 4 /* weight rows read side by side, so that what is read of x serves all of them */
+#define MOST 3 /* rows of x that pass over a block of weights at once */
+#define TWO (2 * LANES)
+
+typedef uint8_t codes __attribute__((vector_size(32)));
+
+/* The value of an e4m3 number over 256: in the place of float16's exponent and mantissa it is so much too small. NaN
+ * becomes a number. */
+INLINE float small(uint8_t code) {
+    union { uint32_t u; float f; } v = {(uint32_t)(code & 0x7f) << 20};
+    float size = v.f * 0x1p112f;
+    return code & 0x80 ? -size : size;
+}
+
+/* The values of TWO numbers over 256. */
+INLINE void load_small(const uint8_t *p, floats *low, floats *high) {
+#if defined(__AVX512BW__)
+    __m512i bits = _mm512_slli_epi16(_mm512_cvtepi8_epi16(_mm256_loadu_si256((const void *)p)), 7);
+    bits = _mm512_and_si512(bits, _mm512_set1_epi16((short)0xBFFF));
+    *low = (floats)_mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+    *high = (floats)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+#elif defined(__AVX2__) && defined(__F16C__) && !defined(__AVX512F__)
+    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const void *)p)), 7);
+    bits = _mm256_and_si256(bits, _mm256_set1_epi16((short)0xBFFF));
+    *low = (floats)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+    *high = (floats)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+#else
+    for (int i = 0; i < LANES; i++) (*low)[i] = small(p[i]), (*high)[i] = small(p[LANES + i]);
+#endif
+}
+
+/* Whether one of `n` numbers is NaN. */
+INLINE int holds_nan(const uint8_t *p, i64 n) {
+    codes found = {0};
+    i64 i = 0;
+    for (; i + 32 <= n; i += 32) {
+        codes x;
+        memcpy(&x, p + i, sizeof x);
+        found |= (codes)((x & 0x7f) == 0x7f);
+    }
+    int any = 0;
+    for (; i < n; i++) any |= (p[i] & 0x7f) == 0x7f;
+    uint64_t words_of[4];
+    memcpy(words_of, &found, sizeof found);
+    return any || (words_of[0] | words_of[1] | words_of[2] | words_of[3]);
+}
+
+typedef struct {
+    const uint8_t *numbers; /* [outs, n] */
+    const float *scales;    /* [parts * ceil(outs / parts / BLOCK), ceil(n / BLOCK)] */
+    i64 outs, parts, n;
+} Weight;
+
+INLINE i64 blocks_of(i64 n) { return (n + BLOCK - 1) / BLOCK; }
+
+/* The scales of row o. */
+INLINE const float *scales_of(const Weight *w, i64 o) {
+    i64 rows = w->outs / w->parts;
+    return w->scales + (o / rows * blocks_of(rows) + o % rows / BLOCK) * blocks_of(w->n);
+}
+
+/* y[m][r] = x[m] . w[first + r] for M rows of x, `ldf` apart and 0 beyond n. */
+#define DOT(M, R)                                                                                                      \
+    static void dot_##M##_##R(const float *x, i64 ldf, const Weight *w, i64 first, i64 ahead, bf16 *y, i64 ldy) {      \
+        const float *scales[R];                                                                                        \
+        const uint8_t *rows[R];                                                                                        \
+        uint8_t rest[R][BLOCK] = {{0}};                                                                                \
+        floats sums[R][M];                                                                                             \
+        for (int r = 0; r < R; r++) {                                                                                  \
+            rows[r] = w->numbers + (first + r) * w->n;                                                                 \
+            scales[r] = scales_of(w, first + r);                                                                       \
+            for (int m = 0; m < M; m++) sums[r][m] = (floats){0};                                                      \
+        }                                                                                                              \
+        for (i64 b = 0; b * BLOCK < w->n; b++) {                                                                       \
+            floats acc[R][M];                                                                                          \
+            const uint8_t *at[R];                                                                                      \
+            for (int r = 0; r < R; r++) {                                                                              \
+                at[r] = rows[r] + b * BLOCK;                                                                           \
+                __builtin_prefetch(at[r] + ahead, 0, 2);                                                               \
+                __builtin_prefetch(at[r] + ahead + 64, 0, 2);                                                          \
+                if ((b + 1) * BLOCK > w->n) at[r] = memcpy(rest[r], at[r], w->n - b * BLOCK);                          \
+                for (int m = 0; m < M; m++) acc[r][m] = (floats){0};                                                   \
+            }                                                                                                          \
+            for (i64 i = 0; i < BLOCK; i += TWO)                                                                       \
+                for (int r = 0; r < R; r++) {                                                                          \
+                    floats low, high;                                                                                  \
+                    load_small(at[r] + i, &low, &high);                                                                \
+                    for (int m = 0; m < M; m++) {                                                                      \
+                        acc[r][m] += load(x + m * ldf + b * BLOCK + i) * low;                                          \
+                        acc[r][m] += load(x + m * ldf + b * BLOCK + i + LANES) * high;                                 \
+                    }                                                                                                  \
+                }                                                                                                      \
+            for (int r = 0; r < R; r++)                                                                                \
+                for (int m = 0; m < M; m++) sums[r][m] += acc[r][m] * (256 * scales[r][b]);                            \
+        }                                                                                                              \
+        for (int r = 0; r < R; r++) {                                                                                  \
+            float lost = holds_nan(rows[r], w->n) ? NAN : 0;                                                           \
+            for (int m = 0; m < M; m++) y[m * ldy + first + r] = to_bf16(sum_of(sums[r][m]) + lost);                   \
+        }                                                                                                              \
+    }
+DOT(1, 4)
+DOT(2, 4)
+DOT(3, 4)
+DOT(1, 1)
+DOT(2, 1)
+DOT(3, 1)
+
+typedef void (*Dot)(const float *, i64, const Weight *, i64, i64, bf16 *, i64);
+static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_2_4, dot_3_4}};
+
+INLINE float from_e4m3(uint8_t code) { return (code & 0x7f) == 0x7f ? NAN : 256 * small(code); }
+
+/* y[rows, outs] = x . w^T for x = numbers[rows, n] * scales[rows, ceil(n / BLOCK)], whose rows are `lds` apart and columns
+ * `ldb`. */
+EXPORT void linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
+                       const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
+    Weight w = {weights, weight_scales, outs, parts, n};
+    i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? LEAST_OUTS : outs;
+    float *x = room(3, sizeof(float) * rows * ldf);
+    for (i64 m = 0; m < rows; m++) {
+        for (i64 i = 0; i < n; i++) x[m * ldf + i] = from_e4m3(numbers[m * n + i]) * scales[m * lds + i / BLOCK * ldb];
+        memset(x + m * ldf + n, 0, sizeof(float) * (ldf - n));
+    }
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 first = 0; first < outs; first += step)
+        for (i64 o = first, last = MIN(first + step, outs), some; o < last; o += some) {
+            some = last - o >= OUTS ? OUTS : 1;
+            for (i64 m = 0, now; m < rows; m += now) {
+                now = rows - m == 4 ? 2 : MIN(MOST, rows - m);
+                dots[some > 1][now](x + m * ldf, ldf, &w, o, m ? 0 : OUTS * n, y + m * outs, outs);
+            }
+        }
+}
+
+/* Rows [first, first + count) of weights -> bf16 [count, n]: their values, rounded once. */
+EXPORT void dequantize_fp8(const uint8_t *weights, const float *weight_scales, i64 outs, i64 parts, i64 n, i64 first,
+                           i64 count, bf16 *to, int threads) {
+    Weight w = {weights, weight_scales, outs, parts, n};
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (i64 o = 0; o < count; o++) {
+        const float *scales = scales_of(&w, first + o);
+        const uint8_t *row = weights + (first + o) * n;
+        for (i64 b = 0; b * BLOCK < n; b++) {
+            i64 i = b * BLOCK, end = MIN(n, i + BLOCK);
+            floats scale = all_of(256 * scales[b]), low, high;
+            int lost = holds_nan(row + i, end - i);
+            for (; !lost && i + TWO <= end; i += TWO) {
+                load_small(row + i, &low, &high);
+                store_bf16(to + o * n + i, low * scale);
+                store_bf16(to + o * n + i + LANES, high * scale);
+            }
+            for (; i < end; i++) to[o * n + i] = to_bf16(from_e4m3(row[i]) * scales[b]);
+        }
+    }
+}
+
+/* To the nearest e4m3 number, ties to even; at most 448. */
+INLINE uint8_t to_e4m3(float x) {
+    union { float f; uint32_t u; } v = {fabsf(x) > 448 ? 448 : fabsf(x)};
+    uint8_t sign = signbit(x) ? 0x80 : 0;
+    if (x != x) return 0x7f;
+    if (v.f < 0x1p-6f) return sign | (uint8_t)((v.f * 512 + 12582912.0f) - 12582912.0f);
+    return sign | (uint8_t)(((v.u + 0x7FFFF + (v.u >> 20 & 1)) >> 20) - (120 << 3));
+}
+
+/* x[rows, n] -> numbers [rows, n] and scales [rows, ceil(n / BLOCK)]: max(amax, 1e-4) / 448 of each block, or the next
+ * power of two. */
+EXPORT void quantize_fp8(const bf16 *x, i64 ldx, i64 rows, i64 n, int ue8m0, uint8_t *numbers, float *scales, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows > 16)
+    for (i64 m = 0; m < rows; m++)
+        for (i64 b = 0; b * BLOCK < n; b++) {
+            float amax = 1e-4f, lost = 0;
+            for (i64 i = b * BLOCK; i < MIN(n, b * BLOCK + BLOCK); i++) {
+                float v = from_bf16(x[m * ldx + i]);
+                amax = fmaxf(amax, fabsf(v));
+                if (v != v) lost = NAN;
+            }
+            float scale = amax / 448 + lost;
+            if (ue8m0 && scale < INFINITY) {
+                int exponent;
+                float fraction = frexpf(scale, &exponent);
+                scale = ldexpf(1, exponent - (fraction == 0.5f));
+            }
+            scales[m * blocks_of(n) + b] = scale;
+            for (i64 i = b * BLOCK; i < MIN(n, b * BLOCK + BLOCK); i++)
+                numbers[m * n + i] = to_e4m3(from_bf16(x[m * ldx + i]) / scale);
+        }
+}
