@@ -23,7 +23,7 @@ import attrs
 ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     "": (
         ("__init__", "__main__"),
-        ("testing",),
+        ("testing", "adapters"),
         ("planning",),
         ("bench", "metrics", "diagnosis", "aio"),
         ("pairing", "remote", "text"),
@@ -40,6 +40,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("process", "bounds", "stop", "tokens"),
         ("values",),
         ("errors",),
+    ),
+    "adapters": (("vllm",),),
+    "adapters.vllm": (
+        ("loading",),
+        ("connector",),
+        ("worker", "scheduler"),
+        ("receiving", "sending"),
+        ("dialling", "memory", "messages", "settings", "counts"),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (
@@ -136,7 +144,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("channel",),
         ("links", "sender", "receiver"),
         ("book",),
-        ("peer", "rooms"),
+        ("peer", "rooms", "offers"),
         ("wire", "snapshot", "complaints"),
     ),
     "kv.transports": (
@@ -228,6 +236,7 @@ LIBRARIES: dict[str, tuple[str, ...]] = {
     ),  # only to write: `checkpoint.reader` reads the files itself
     "transformers": (),  # the independent implementation that tests compare with
     "triton": ("kernels.triton.*",),
+    "vllm": ("adapters.vllm.loading",),
     "xgrammar": ("text.schema",),
 }
 HEAVY = tuple(library for library, users in LIBRARIES.items() if users != ("*",))

@@ -50,6 +50,8 @@ def frame(data: bytes) -> None:
     if isinstance(message, wire.Hello | wire.Welcome):
         layout = message.layout
         _ = layout.layout_id, layout.token_bytes
+    elif isinstance(message, wire.Offer):
+        message.grant.unpack()
     wire.encode(message)
 
 
@@ -105,6 +107,19 @@ def session(data: bytes) -> None:
         _stranger().talk(data)
 
 
+def _grant(address: PeerAddress) -> PageGrant:
+    return PageGrant(
+        room=b"r" * 16,
+        request_id="a",
+        writers=(address,),
+        destinations=(address,),
+        tokens=range(8),
+        pages=(1, 2),
+        generations=(0, 0),
+        layout_id=b"l" * 32,
+    )
+
+
 def _wire_seeds() -> tuple[bytes, ...]:
     address = PeerAddress(b"e" * 16, 7, 0, ("tcp://127.0.0.1:1",))
     layout = _stranger().layout
@@ -120,6 +135,7 @@ def _wire_seeds() -> tuple[bytes, ...]:
             wire.Finish(word),
             wire.Abort(b"r" * 16, TransferError("no")),
             wire.Beat(0.5),
+            wire.Offer(wire.PackedGrant.of(_grant(address))),
         )
     )
 
@@ -127,17 +143,7 @@ def _wire_seeds() -> tuple[bytes, ...]:
 def _message_seeds() -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
     address = PeerAddress(b"e" * 16, 7, 0, ("tcp://127.0.0.1:1",))
     request = messages.PackedRequest.of(Request(request_id="a", prompt=(1, 2, 3)))
-    grant = PageGrant(
-        room=b"r" * 16,
-        request_id="a",
-        writers=(address,),
-        destinations=(address,),
-        tokens=range(8),
-        pages=(1, 2),
-        generations=(0, 0),
-        layout_id=b"l" * 32,
-    )
-    packed_grant = messages.PackedGrant.of(grant)
+    packed_grant = messages.PackedGrant.of(_grant(address))
     commands = (
         messages.Connect(address, 1.0),
         messages.SubmitPrefill(request, packed_grant),

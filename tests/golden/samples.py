@@ -214,6 +214,7 @@ CHANNEL: dict[str, wire.Message] = {
     "finish aborted": wire.Finish(ABORTED),
     "abort": wire.Abort(ROOM, TransferError("not wanted – any more")),
     "beat": wire.Beat(0.5),
+    "offer": wire.Offer(wire.PackedGrant.of(GRANT)),
 }
 
 _PACKED = messages.PackedRequest.of(REQUEST), messages.PackedGrant.of(GRANT)

@@ -243,7 +243,7 @@ def test_a_wrong_kind_is_refused_with_an_error_of_our_own(call: Call, right: fro
 
 def test_the_mistakes_of_a_first_day() -> None:
     pool, prefill = pool_of(MODEL), engines()[0]
-    with pytest.raises(pd.ConfigError, match=r"^KVChannel: pool must be PagePool, got Model\("):
+    with pytest.raises(pd.ConfigError, match=r"^KVChannel: pool must be Pages, got Model\("):
         pd.KVChannel(MODEL, kv.SocketTransport())  # type: ignore[arg-type]
     with pytest.raises(pd.ConfigError, match=r"make an object of it first: SocketTransport\(\.\.\.\)$"):
         pd.KVChannel(pool, kv.SocketTransport)  # type: ignore[arg-type]

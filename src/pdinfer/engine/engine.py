@@ -120,6 +120,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
+        if not isinstance(channel.pool, PagePool):
+            raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
         if channel.pool.layout.model_id != model.config.fingerprint:
             raise ConfigError(f"{channel} has pages of another model than {model}: make a pool for this one")
         self.model = model

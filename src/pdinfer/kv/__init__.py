@@ -22,7 +22,7 @@ from __future__ import annotations
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.events import KVEvents
 from pdinfer.kv.layout import KVComponent, KVLayout
-from pdinfer.kv.memory import Memory
+from pdinfer.kv.memory import Memory, Pages
 from pdinfer.kv.pool import PagePool
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
@@ -48,6 +48,7 @@ __all__ = [
     "MooncakeTransport",
     "PageMemory",
     "PagePool",
+    "Pages",
     "Receiver",
     "ShmTransport",
     "SocketTransport",

@@ -1,13 +1,13 @@
-"""A pool's bytes as channels and transports see them, on any device."""
+"""Pages and their bytes as channels and transports see them, on any device, whoever owns them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import attrs
 
-from pdinfer.kv.layout import Spans
+from pdinfer.kv.layout import KVLayout, Spans
 
 
 def _in_place() -> None:
@@ -45,6 +45,33 @@ class Memory(Protocol):
     def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
         """Copy from another memory of this process, so that any later step finds the bytes here, and none changes them
         there before. Both span lists have the same total length."""
+
+
+class Pages(Protocol):
+    """What a channel asks of the pages behind it. A `PagePool` has all of it, and so may the pages of another engine:
+    accounts of who uses which page are not the channel's business.
+
+    `layout` says what the bytes mean, and `memory` holds them: for each (component, layer), component first, one region
+    of `memory_pages` pages. Ids below `num_pages` may be named in grants and pushes; pages behind them are scratch, and
+    the two numbers are equal where there is none.
+    """
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    @property
+    def memory(self) -> Memory: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def memory_pages(self) -> int: ...
+
+    def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
+        """Return how often each page has changed hands. A grant carries these numbers, and what arrives for it is
+        refused when one of them has changed: whoever takes a page for another use has to renew its number. Called from
+        the transport's thread too."""
 
 
 def in_blocks(spans: Spans, memory: Memory) -> Iterator[Spans]:

@@ -93,7 +93,7 @@ def begin_to_compute(num_threads: int) -> None:
     _PROCESS.computes = True
 
 
-def refuse(what: OfOneProcess) -> None:
+def refuse(what: object) -> None:
     """Raise Forked when `what` belongs to the process that this one was forked from."""
     if getattr(type(what), "was_forked", False):
         raise Forked(_sentence(type(what).__name__))

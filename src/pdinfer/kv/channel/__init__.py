@@ -6,10 +6,11 @@
     links.py        links to peers: dialled, greeted, kept alive, dialled again, dropped
     book.py         which links there are, and who is at the other end of each
     peer.py         the other end of one link, and what moved between it and us
+    offers.py       the grants that decodes send over links
     rooms.py        the rules of a room as state machines, without I/O, clock or tensor
     wire.py         the messages between two ends, their bytes, and the tag without which no frame is accepted
     snapshot.py     what a channel holds at one moment
     complaints.py   warnings that a stranger can cause, limited in number
 
-May import: kv.layout, kv.memory, kv.pool, kv.transports, process, the ground.
+May import: kv.layout, kv.memory, kv.transports, process, the ground.
 """

@@ -72,6 +72,12 @@ class LinkBook:
         with self.changed:
             return self._links.get(key)
 
+    def linked_at(self, endpoint: str) -> PeerAddress | None:
+        """Return the linked peer that listens at an endpoint, or None."""
+        with self.changed:
+            there = (self._by_link[link].address for link in self._links.values() if link in self._by_link)
+            return next((peer for peer in there if peer is not None and endpoint in peer.endpoints), None)
+
     def peer_at(self, key: PeerKey) -> Peer | None:
         """Return the record of the open link to a peer, or None."""
         with self.changed:
@@ -180,6 +186,12 @@ class LinkBook:
         """Note that the peer is not to be dialled any more."""
         with self.changed:
             self._wanted.pop(key, None)
+
+    def forget_at(self, endpoint: str, now_there: PeerAddress) -> None:
+        """Stop dialling the peers that listened at an endpoint where another one answers now."""
+        for wanted in self.wanted():
+            if endpoint in wanted.address.endpoints and peer_key(wanted.address) != peer_key(now_there):
+                self.unwant(peer_key(wanted.address))
 
     def is_wanted(self, key: PeerKey) -> bool:
         """Return whether the peer is to be dialled when there is no link to it."""

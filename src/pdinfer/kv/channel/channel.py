@@ -28,7 +28,7 @@ from pdinfer.kv.channel.receiver import HandoffReceiver
 from pdinfer.kv.channel.sender import HandoffSender
 from pdinfer.kv.channel.snapshot import ChannelSnapshot
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.kv.transports.loopback import Interrupted, LoopbackHub, LoopbackTransport
 from pdinfer.process.forked import OfOneProcess, refuse
@@ -40,21 +40,23 @@ WINDOW_BYTES = 64 << 20
 
 
 class KVChannel(OfOneProcess):
-    """One end of a KV channel over `transport`, for the pages of `pool`.
+    """One end of a KV channel over `transport`, for the pages of `pool`: a PagePool, or those of another engine.
 
     `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine is a
     new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and a peer without
-    the key gets no further than a first frame. `window_bytes` may be set; past it a peer `is_full`. Raises ConfigError
-    or TransferError when the transport cannot start.
+    the key gets no further than a first frame. With `takes_offers` decodes may send their grants over the link, for
+    `poll_offers`; otherwise such a grant is answered ABORTED at once. `window_bytes` may be set; past it a peer
+    `is_full`. Raises ConfigError or TransferError when the transport cannot start.
     """
 
     @typed
     def __init__(
         self,
-        pool: PagePool,
+        pool: Pages,
         transport: Transport,
         *,
         key: bytes | None = None,
+        takes_offers: bool = False,
         clock: Callable[[], float] = time.monotonic,
         random_bytes: Callable[[int], bytes] = os.urandom,
     ) -> None:
@@ -70,7 +72,7 @@ class KVChannel(OfOneProcess):
         self._totals = Totals()
         self._links = Links(transport, pool.layout, self._changed, key=key, clock=clock, random_bytes=random_bytes)
         parts = pool, self._links.book, self._changed, self._totals, self._notify
-        self._sender = HandoffSender(*parts)
+        self._sender = HandoffSender(*parts, takes_offers=takes_offers)
         self._receiver = HandoffReceiver(*parts)
         self._looked_at = clock()
         self._in_doubt = False
@@ -83,7 +85,7 @@ class KVChannel(OfOneProcess):
 
     @classmethod
     @typed
-    def loopback(cls, *pools: PagePool) -> tuple[KVChannel, ...]:
+    def loopback(cls, *pools: Pages) -> tuple[KVChannel, ...]:
         """Make one end per pool, all in this process. Ends of the *same* pool exchange pages without copying."""
         hub = LoopbackHub()
         return tuple(cls(pool, LoopbackTransport(hub)) for pool in pools)
@@ -97,6 +99,13 @@ class KVChannel(OfOneProcess):
         `connected`, for at most a minute. Raises LayoutMismatch, which names each field that differs, and TransferError
         when the peer cannot be reached, does not answer in time, or is not the one that `peer` describes."""
         self._links.connect(peer, timeout_s=timeout_s)
+
+    @typed
+    def dial(self, endpoint: str, *, timeout_s: float = 10.0) -> PeerAddress:
+        """Open a link to whoever listens at `endpoint` ("tcp://host:port"), compare layouts, and return who it is. When
+        there is such a link, its peer is returned at once. For hosts that know where a peer is and not which one:
+        without a key on both ends anyone may answer. Raises LayoutMismatch and TransferError as `connect` does."""
+        return self._links.dial(endpoint, timeout_s=timeout_s)
 
     @typed
     def drop_peer(self, peer: PeerAddress) -> None:
@@ -122,6 +131,13 @@ class KVChannel(OfOneProcess):
     def expect(self, grant: PageGrant) -> None:
         """Let the grant's writers write it. A writer that is not connected counts as lost at once."""
         self._receiver.expect(grant, self._clock())
+
+    @typed
+    def offer(self, grant: PageGrant) -> None:
+        """Send an expected grant to its writers over their links, for hosts that have no way of their own. A writer
+        that takes no offers answers ABORTED. Raises TransferError when a writer's version knows no offers, and then
+        sends nothing; ConfigError for a grant that is too long to travel."""
+        self._receiver.offer(grant)
 
     def expects(self, room: bytes) -> bool:
         """Return whether the writers of an expected room may be told of it, which is at once."""
@@ -169,6 +185,12 @@ class KVChannel(OfOneProcess):
         hand-off's state is too long to travel; the room stays open then."""
         return self._sender.finish(grant, handoff)
 
+    def poll_offers(self) -> list[PageGrant]:
+        """Return the grants that came over links since the last call, in order. Each is to be accepted and finished,
+        with ABORTED if nobody will write it."""
+        self._looked_at = self._clock()
+        return self._sender.take_offers()
+
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Return the accepted rooms that decode gave up, or whose link was lost, since the last call, with the reasons.
         Each still needs `finish` with ABORTED."""
@@ -195,9 +217,9 @@ class KVChannel(OfOneProcess):
 
     @property
     def has_news(self) -> bool:
-        """Whether `poll` or `poll_stops` would return anything."""
+        """Whether `poll`, `poll_stops` or `poll_offers` would return anything."""
         with self._changed:
-            return bool(self._receiver.num_settled or self._sender.num_stops)
+            return bool(self._receiver.num_settled or self._sender.num_stops or self._sender.num_offers)
 
     @property
     def stats(self) -> ChannelStats:
@@ -287,6 +309,8 @@ class KVChannel(OfOneProcess):
             self._receiver.finished(key, message.handoff)
         elif isinstance(message, wire.Abort):
             self._sender.stop(peer, key, message, self._clock())
+        elif isinstance(message, wire.Offer):
+            self._sender.offered(peer, key, message)
         elif isinstance(message, wire.Beat):
             self._links.beaten(peer, message.step_age_s)
         else:

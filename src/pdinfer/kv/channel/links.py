@@ -27,6 +27,8 @@ from pdinfer.types import PeerAddress, PeerKey, peer_key
 
 HANDSHAKE_S = 10.0
 RELINK_S = 60.0
+ANYONE = b"\0"
+"""The engine id in what this end asks for when it dials an endpoint and not a peer."""
 
 _log = logging.getLogger("pdinfer")
 
@@ -52,7 +54,8 @@ def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddre
     unknown = set(message.required if isinstance(message, wire.Hello) else ()) - wire.FEATURES
     if unknown:
         raise TransferError(f"the peer requires features this end does not have: {', '.join(sorted(unknown))}")
-    if peer.asked_for is not None and peer_key(peer.asked_for) != peer_key(message.address):
+    asked = None if peer.asked_for is None or peer.asked_for.engine_id == ANYONE else peer_key(peer.asked_for)
+    if asked is not None and asked != peer_key(message.address):
         raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
     layout.compatible_with(message.layout)
 
@@ -108,6 +111,7 @@ class Handshake:
             self._book.refuse(peer, error)
         else:
             with self._book.changed:
+                peer.version = message.version
                 peer.begin_session(message.nonce, self._key)
                 is_asked = peer.asked_for is not None
             if is_asked:
@@ -235,6 +239,30 @@ class Links:
                 self.book.unwant(key)
             raise
 
+    def dial(self, endpoint: str, *, timeout_s: float) -> PeerAddress:
+        """Open a link to whoever listens at an endpoint; see `KVChannel.dial`."""
+        anyone, ends = PeerAddress(ANYONE, 0, 0, (endpoint,)), self._clock() + timeout_s
+        while True:
+            with self._changed:
+                if (linked := self.book.linked_at(endpoint)) is not None:
+                    return linked
+            left = ends - self._clock()
+            peer = self.book.at(self._transport.connect(anyone.endpoints, timeout_s=max(0.0, left)))
+            with self._changed:
+                peer.asked_for = anyone
+                has_session = peer.has_session
+            self._introduce(peer, has_session)
+            problem = self._answer(peer, max(0.0, left))
+            if problem is None and peer.address is not None:
+                with self._changed:
+                    self.book.forget_at(endpoint, peer.address)
+                    self.book.want(peer.address, timeout_s)
+                return peer.address
+            if not isinstance(problem, Occupied) or left <= 0:
+                raise problem or TransferError(f"the link to {endpoint} was lost")
+            with self._changed:  # both ends dial, or the peer still has a link that is lost
+                self._changed.wait_for(lambda: self.book.linked_at(endpoint) is not None, REDIAL_S[0])
+
     def drop(self, key: PeerKey) -> None:
         """Close the link to this peer, or the one that is being opened, and stop dialling it."""
         self.book.unwant(key)
@@ -303,7 +331,11 @@ class Links:
                 return peer
             peer.asked_for = wanted.address
             has_session = peer.has_session
+        self._introduce(peer, has_session)
+        return peer
+
+    def _introduce(self, peer: Peer, has_session: bool) -> None:
+        """Begin the handshake of a link that this end dialled."""
         self.handshake.open(peer)
         if has_session:
             self.handshake.introduce(peer)
-        return peer

@@ -167,6 +167,7 @@ class Peer:
     )
     address: PeerAddress | None = None
     layout_id: bytes = b""
+    version: tuple[int, int] = (wire.MAJOR, 0)
     refusal: PDInferError | None = None
     asked_for: PeerAddress | None = None
     stepped_at: float | None = None

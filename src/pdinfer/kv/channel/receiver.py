@@ -16,7 +16,7 @@ from pdinfer.kv.channel.peer import Arriving, Peer, Totals
 from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.memory import Pages
 from pdinfer.types import Handoff, PageGrant, PeerKey, peer_key
 
 ANSWER_S = 10.0
@@ -29,7 +29,7 @@ class HandoffReceiver:
     wakes those who wait for news; it is called without that lock."""
 
     def __init__(
-        self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
+        self, pool: Pages, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
     ) -> None:
         self._pool = pool
         self._book = book
@@ -52,6 +52,18 @@ class HandoffReceiver:
             self.tell_to_stop(rooms, error)
         if gone:
             self._notify()
+
+    def offer(self, grant: PageGrant) -> None:
+        """Send a grant to its writers; see `KVChannel.offer`."""
+        frame = wire.encode(wire.Offer(wire.PackedGrant.of(grant)))
+        with self._changed:
+            peers = [peer for peer in self._book.granted(grant.writers) if peer is not None]
+        for peer in peers:
+            if peer.version < wire.OFFERS_SINCE:
+                version = ".".join(map(str, peer.version))
+                raise TransferError(f"{peer.link.endpoint} speaks protocol {version}, which has no grants over links")
+        for peer in peers:
+            peer.post(frame)
 
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the writers of a room to stop; see `KVChannel.abort`."""

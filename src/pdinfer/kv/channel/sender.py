@@ -2,6 +2,8 @@
 
 accept ──► push … push ──► finish          a decode may stop a room at any time: `take_stops`, then finish ABORTED
    └──► turned away: answered ABORTED as soon as there is a link to its decode
+
+A grant comes from the host, or over the link from its decode: `offered`, then `take_offers`.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import attrs
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
+from pdinfer.kv.channel.offers import Offers
 from pdinfer.kv.channel.peer import Peer, Totals, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
 from pdinfer.kv.layout import KVLayout, Spans
-from pdinfer.kv.pool import PagePool
+from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
 
@@ -160,7 +163,14 @@ class HandoffSender:
     `notify` wakes those who wait for news; it is called without that lock."""
 
     def __init__(
-        self, pool: PagePool, book: LinkBook, changed: threading.Condition, totals: Totals, notify: Callable[[], None]
+        self,
+        pool: Pages,
+        book: LinkBook,
+        changed: threading.Condition,
+        totals: Totals,
+        notify: Callable[[], None],
+        *,
+        takes_offers: bool = False,
     ) -> None:
         self._pool = pool
         self._book = book
@@ -169,6 +179,8 @@ class HandoffSender:
         self._notify = notify
         self._rooms = SenderRooms()
         self._pushes = Pushes(pool.layout, changed)
+        self._takes_offers = takes_offers
+        self._offers = Offers()
 
     # -- what a host asks for ---------------------------------------------------------------------------------------
 
@@ -230,13 +242,31 @@ class HandoffSender:
         with self._changed:
             return self._rooms.take_stops()
 
+    def take_offers(self) -> list[PageGrant]:
+        """Return the grants that came over links; see `KVChannel.poll_offers`."""
+        with self._changed:
+            return self._offers.take()
+
     # -- what happens to its rooms ----------------------------------------------------------------------------------
+
+    def offered(self, peer: Peer, key: PeerKey, message: wire.Offer) -> None:
+        """Keep a grant that its decode sent over the link, or answer at once that nobody will write it."""
+        room = message.grant.grant.room
+        with self._changed:
+            if self._rooms.writable(room):
+                raise TransferError(f"room {room.hex()} was offered after it was accepted")
+            is_kept = self._takes_offers and self._offers.add(key, message.grant, self._book.us)
+        if is_kept:
+            self._notify()
+        else:
+            why = "too many grants wait" if self._takes_offers else "no grants are taken over links"
+            self.say_aborted(peer, room, TransferError(f"{why} at this prefill"))
 
     def stop(self, peer: Peer, key: PeerKey, message: wire.Abort, now: float) -> None:
         """Note that decode has given a room up."""
         error = TransferError(str(message.error)[: wire.MAX_REASON_BYTES])
         with self._changed:
-            unheard_of = self._rooms.stop(key, message.room, error, now)
+            unheard_of = self._offers.withdraw(key, message.room) or self._rooms.stop(key, message.room, error, now)
         if unheard_of:
             self.say_aborted(peer, message.room, TransferError("the room was aborted before its request came"))
         self._notify()
@@ -257,6 +287,7 @@ class HandoffSender:
         """Note that the link to the peer is gone: its rooms need no more work."""
         with self._changed:
             self._rooms.lost(key, error)
+            self._offers.lost(key)
 
     def tick(self, now: float) -> None:
         """Forget the tombstones that are old enough."""
@@ -266,6 +297,7 @@ class HandoffSender:
     def forget(self) -> None:
         """Forget all rooms and pushes. Writes that are still under way complete in the state from before."""
         self._rooms = SenderRooms()
+        self._offers = Offers()
         self._pushes = Pushes(self._pool.layout, self._changed)
 
     # -- what it tells ----------------------------------------------------------------------------------------------
@@ -275,6 +307,12 @@ class HandoffSender:
         """The number of rooms that `take_stops` would return."""
         with self._changed:
             return self._rooms.num_stops
+
+    @property
+    def num_offers(self) -> int:
+        """The number of grants that `take_offers` would return."""
+        with self._changed:
+            return len(self._offers)
 
     def rooms(self) -> Mapping[bytes, AcceptedState]:
         """Return the state of every room that is remembered."""

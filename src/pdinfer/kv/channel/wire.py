@@ -51,13 +51,66 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 NONCE_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_TAG_BYTES = 32
-MAJOR, MINOR = 2, 0
+MAJOR, MINOR = 2, 1
+OFFERS_SINCE = (2, 1)
+"""The first version that knows `Offer` frames."""
 FEATURES: frozenset[str] = frozenset()
 """Optional behaviours that this version understands. A peer that requires another one is refused."""
 MAX_REASON_BYTES = 320
 """How much of the reason for a refusal travels as text. Differences travel one by one, and the other end lists them."""
 MAX_DIFFERENCE_CHARACTERS = 120
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+
+
+def pack_ints(values: Sequence[int]) -> bytes:
+    """Return token or page ids as little-endian int32. Raises RequestError for an id that does not fit 32 bits."""
+    try:
+        return np.asarray(values, dtype="<i4").tobytes()
+    except (OverflowError, ValueError, TypeError) as error:
+        raise RequestError(f"ids must be ints of 32 bits to travel: {error}") from error
+
+
+def unpack_ints(data: bytes) -> tuple[int, ...]:
+    """Invert `pack_ints`. Raises TransferError when `data` is not a whole number of ints."""
+    if len(data) % 4:
+        raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
+    return tuple(np.frombuffer(data, dtype="<i4").tolist())
+
+
+def check_packed(name: str, data: bytes) -> None:
+    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints."""
+    if len(data) % 4:
+        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
+
+
+def check_ids(name: str, data: bytes) -> None:
+    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints that are not negative."""
+    check_packed(name, data)
+    if data and np.frombuffer(data, dtype="<i4").min() < 0:
+        raise ValueError(f"{name} holds an id below 0")
+
+
+class PackedGrant(msgspec.Struct):
+    """A grant with its page lists packed."""
+
+    grant: PageGrant
+    pages: Packed
+    generations: Packed
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, which refuses the message, unless there is a generation for every page."""
+        check_ids("pages", self.pages)
+        check_ids("generations", self.generations)
+        if len(self.pages) != len(self.generations):
+            raise ValueError(f"{len(self.pages) // 4} pages have {len(self.generations) // 4} generations")
+
+    @classmethod
+    def of(cls, grant: PageGrant) -> PackedGrant:
+        bare = attrs.evolve(grant, pages=(), generations=())
+        return cls(bare, pack_ints(grant.pages), pack_ints(grant.generations))
+
+    def unpack(self) -> PageGrant:
+        return attrs.evolve(self.grant, pages=unpack_ints(self.pages), generations=unpack_ints(self.generations))
 
 
 class Open(msgspec.Struct, tag="open"):
@@ -113,6 +166,13 @@ class Abort(msgspec.Struct, tag="abort"):
     error: PDInferError
 
 
+class Offer(msgspec.Struct, tag="offer"):
+    """Decode's grant, for a writer that does not get it from its host. Since 2.1: an end that speaks 2.0 would close
+    the link, so it is sent none."""
+
+    grant: PackedGrant
+
+
 class Beat(msgspec.Struct, tag="beat"):
     """A heartbeat, sent by both ends all the time: a link without heartbeats is dead. `step_age_s` is how long ago the
     engine behind the sending end looked at its channel, so that a host that hangs can be told from one that is gone."""
@@ -120,58 +180,7 @@ class Beat(msgspec.Struct, tag="beat"):
     step_age_s: Seconds
 
 
-Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat
-
-
-def pack_ints(values: Sequence[int]) -> bytes:
-    """Return token or page ids as little-endian int32. Raises RequestError for an id that does not fit 32 bits."""
-    try:
-        return np.asarray(values, dtype="<i4").tobytes()
-    except (OverflowError, ValueError, TypeError) as error:
-        raise RequestError(f"ids must be ints of 32 bits to travel: {error}") from error
-
-
-def unpack_ints(data: bytes) -> tuple[int, ...]:
-    """Invert `pack_ints`. Raises TransferError when `data` is not a whole number of ints."""
-    if len(data) % 4:
-        raise TransferError(f"a packed list of ints has {len(data)} bytes, not a multiple of 4")
-    return tuple(np.frombuffer(data, dtype="<i4").tolist())
-
-
-def check_packed(name: str, data: bytes) -> None:
-    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints."""
-    if len(data) % 4:
-        raise ValueError(f"{name} has {len(data)} bytes, not a multiple of 4")
-
-
-def check_ids(name: str, data: bytes) -> None:
-    """Raise ValueError, which refuses the message, unless `data` is a packed list of ints that are not negative."""
-    check_packed(name, data)
-    if data and np.frombuffer(data, dtype="<i4").min() < 0:
-        raise ValueError(f"{name} holds an id below 0")
-
-
-class PackedGrant(msgspec.Struct):
-    """A grant with its page lists packed."""
-
-    grant: PageGrant
-    pages: Packed
-    generations: Packed
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, which refuses the message, unless there is a generation for every page."""
-        check_ids("pages", self.pages)
-        check_ids("generations", self.generations)
-        if len(self.pages) != len(self.generations):
-            raise ValueError(f"{len(self.pages) // 4} pages have {len(self.generations) // 4} generations")
-
-    @classmethod
-    def of(cls, grant: PageGrant) -> PackedGrant:
-        bare = attrs.evolve(grant, pages=(), generations=())
-        return cls(bare, pack_ints(grant.pages), pack_ints(grant.generations))
-
-    def unpack(self) -> PageGrant:
-        return attrs.evolve(self.grant, pages=unpack_ints(self.pages), generations=unpack_ints(self.generations))
+Message = Open | Hello | Welcome | Reject | Data | Finish | Abort | Beat | Offer
 
 
 def to_builtin(value: object) -> object:

@@ -90,6 +90,18 @@ handoffs = values(
 )
 fields = tuples(st.tuples(texts, texts, texts))
 versions = st.tuples(ids, ids)
+grants = values(
+    PageGrant,
+    room=blobs,
+    request_id=texts,
+    writers=tuples(addresses, least=1),
+    destinations=tuples(addresses, least=1),
+    tokens=spans(),
+    pages=st.tuples(ids, ids),
+    generations=st.tuples(ids, ids),
+    layout_id=blobs,
+)
+packed_grants = grants.map(wire.PackedGrant.of)
 wire_messages = st.one_of(
     values(wire.Open, version=versions, nonce=st.binary(min_size=16, max_size=16), keyed=st.booleans()),
     values(wire.Hello, address=addresses, layout=layouts, required=tuples(texts)),
@@ -99,6 +111,7 @@ wire_messages = st.one_of(
     values(wire.Finish, handoff=handoffs),
     values(wire.Abort, room=blobs, error=errors),
     values(wire.Beat, step_age_s=seconds),
+    values(wire.Offer, grant=packed_grants),
 )
 
 samplings = values(
@@ -124,17 +137,6 @@ requests = values(
     priority=ints,
     deadline_s=st.none() | floats,
     cache_salt=blobs,
-)
-grants = values(
-    PageGrant,
-    room=blobs,
-    request_id=texts,
-    writers=tuples(addresses, least=1),
-    destinations=tuples(addresses, least=1),
-    tokens=spans(),
-    pages=st.tuples(ids, ids),
-    generations=st.tuples(ids, ids),
-    layout_id=blobs,
 )
 usages = values(
     Usage, prompt_tokens=counts, output_tokens=counts, cached_tokens=counts, queue_s=seconds, ttft_s=st.none() | seconds
@@ -177,7 +179,6 @@ loads = values(
     ),
 )
 packed_requests = requests.map(messages.PackedRequest.of)
-packed_grants = grants.map(messages.PackedGrant.of)
 commands = st.one_of(
     values(messages.Connect, peer=addresses, timeout_s=seconds),
     values(messages.SubmitPrefill, request=packed_requests, grant=packed_grants),

@@ -1,0 +1,32 @@
+"""vLLM's KV connector over a KVChannel: `kv_connector_module_path="pdinfer.adapters.vllm"`.
+
+    loading.py     the class that vLLM makes, from its own base class; the only file that imports vLLM
+    connector.py   every hook, and which half it goes to
+    scheduler.py   the half in the scheduler: which requests load, wait or are sent
+    worker.py      the half in the worker: the pages, the channel, and its two sides
+    receiving.py   decode: blocks that peers fill
+    sending.py     prefill: blocks that peers get
+    dialling.py    links to prefills, made in threads of their own
+    memory.py      vLLM's cache tensors as the pages of a channel
+    settings.py    what the host and each request ask for, and what is refused
+    messages.py    what the two halves tell each other
+    counts.py      what vLLM's logger is told
+
+Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
+
+May import: checkpoint, config, kv, model, the ground.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class that vLLM asks this module for. It is made at the first call, from the base class of the vLLM
+    that is installed. Raises ConfigError when there is none, or when something it needs is missing."""
+    if name != "PDInferConnector":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pdinfer.adapters.vllm.loading import connector_class
+
+    return connector_class()

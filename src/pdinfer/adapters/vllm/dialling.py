@@ -1,0 +1,75 @@
+"""Links to prefills by their addresses. Each is made in a thread of its own, so that no step of the engine waits for a
+peer that is slow, frozen or gone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import attrs
+
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.types import PeerAddress
+
+DIAL_S = 3.0
+"""How long a prefill may take to answer."""
+AGAIN_S = 0.5
+"""How long an address that did not answer is not dialled again, so that a burst of requests is one attempt."""
+MAX_DOORS = 256
+"""How many addresses are remembered. They come with requests."""
+
+
+@attrs.define(eq=False)
+class Door:
+    """An address, and what came of dialling it last."""
+
+    is_dialling: bool = False
+    peer: PeerAddress | None = None
+    error: PDInferError | None = None
+    tried_at: float = 0.0
+
+
+class Doors:
+    """The addresses that `channel` has dialled. `wake` is called, from any thread, when there is an answer."""
+
+    def __init__(
+        self, channel: KVChannel, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._channel = channel
+        self._wake = wake
+        self._clock = clock
+        self._doors: dict[str, Door] = {}
+
+    def at(self, endpoint: str) -> PeerAddress | PDInferError | None:
+        """Return who is linked at an address, why nobody is, or None while it is being dialled. Never waits."""
+        door = self._doors.get(endpoint)
+        if door is None:
+            self._forget_one()
+            door = self._doors[endpoint] = Door()
+        if door.is_dialling:
+            return None
+        if door.peer is not None and self._channel.connected(door.peer):
+            return door.peer
+        if door.error is not None and self._clock() - door.tried_at < AGAIN_S:
+            return door.error
+        door.is_dialling = True
+        threading.Thread(target=self._dial, args=(endpoint, door), name="pdinfer-dial", daemon=True).start()
+        return None
+
+    def _dial(self, endpoint: str, door: Door) -> None:
+        try:
+            door.peer, door.error = self._channel.dial(endpoint, timeout_s=DIAL_S), None
+        except PDInferError as error:
+            door.peer, door.error = None, error
+        except Exception as error:  # noqa: BLE001 - a thread that died would leave its requests waiting
+            door.peer, door.error = None, TransferError(f"dialling {endpoint} failed: {error!r}")
+        door.tried_at = self._clock()
+        door.is_dialling = False
+        self._wake()
+
+    def _forget_one(self) -> None:
+        """Forget the address that was met first, when there are too many."""
+        if len(self._doors) >= MAX_DOORS:
+            del self._doors[next(iter(self._doors))]

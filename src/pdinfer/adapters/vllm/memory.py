@@ -1,0 +1,146 @@
+"""vLLM's cache tensors as the pages of a channel: they stay where vLLM puts them, and nothing is copied on the way."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+from typing import Any
+
+import attrs
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pdinfer.checkpoint.reader import Checkpoint
+from pdinfer.config import CacheConfig, ModelConfig
+from pdinfer.errors import ConfigError
+from pdinfer.kv.layout import KVLayout, Spans
+from pdinfer.kv.memfd import CAN_SHARE, Memfd
+from pdinfer.kv.memory import Landing, Memory
+from pdinfer.model.model import kv_layout_of
+
+
+class SharedCache(TorchFunctionMode):
+    """While it is active, the one tensor of zero bytes that vLLM makes for all layers comes from a memfd, so that peers
+    of this host can map it. vLLM takes it as its memory pool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memfd: Memfd | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        more = dict(kwargs or {})
+        is_cache = func is torch.zeros and more.get("dtype") is torch.int8 and args and type(args[0]) is int
+        if is_cache and self.memfd is None and torch.device(more.get("device") or "cpu").type == "cpu":
+            self.memfd = Memfd(args[0], "vllm")
+            return torch.frombuffer(self.memfd.map, dtype=torch.int8)
+        return func(*args, **more)
+
+
+def cache_context(shared: bool) -> AbstractContextManager[object] | None:
+    """Return what vLLM allocates its cache in, None for its own way."""
+    return SharedCache() if shared and CAN_SHARE else None
+
+
+class LayerTensors:
+    """`pdinfer.kv.Memory` over one contiguous tensor per layer, in the order of the layers. `memfd` is the one that
+    holds exactly these bytes in this order, or None."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], memfd: Memfd | None = None) -> None:
+        self._views = [tensor.reshape(-1).view(torch.uint8).numpy().data for tensor in tensors]
+        self._starts = [0, *accumulate(map(len, self._views))]
+        self.num_bytes = self.block_bytes = self._starts[-1]
+        first, lies_at = tensors[0].data_ptr(), [tensor.data_ptr() for tensor in tensors]
+        adjacent = lies_at == [first + start for start in self._starts[:-1]]
+        is_all = memfd is not None and memfd.num_bytes == self.num_bytes and adjacent
+        self.memfd = memfd if is_all else None
+
+    def read(self, spans: Spans) -> list[memoryview]:
+        views = []
+        for start, length in spans:
+            layer = bisect.bisect_right(self._starts, start) - 1
+            within = start - self._starts[layer]
+            views.append(self._views[layer][within : within + length])
+        return views
+
+    def landing(self, spans: Spans) -> Landing:
+        return Landing(self.read(spans))
+
+    def copy_from(self, spans: Spans, source: Memory, source_spans: Spans) -> None:
+        data = memoryview(b"".join(source.read(source_spans)))
+        for view in self.read(spans):
+            view[:], data = data[: len(view)], data[len(view) :]
+
+
+@attrs.define(eq=False)
+class EnginePages:
+    """The pages of an engine that keeps its own accounts of them; see `pdinfer.kv.Pages`. A block gets a new generation
+    whenever it is granted."""
+
+    layout: KVLayout
+    memory: LayerTensors
+    num_pages: int
+    _generations: list[int] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._generations = [0] * self.num_pages
+
+    @property
+    def memory_pages(self) -> int:
+        return self.num_pages
+
+    def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self._generations[page] for page in pages)
+
+    def renew(self, pages: Sequence[int]) -> None:
+        """Give pages a new generation: what was granted of them before is void."""
+        for page in pages:
+            self._generations[page] += 1
+
+
+def layer_of(name: str) -> int:
+    """Return the layer in "model.layers.3.self_attn.attn". Raises ConfigError for a name with no layer or several."""
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    if len(numbers) != 1:
+        raise ConfigError(f"PDInferConnector knows caches of one layer each, and this model has one for {name!r}")
+    return numbers[0]
+
+
+def engine_pages(model: str, kv_caches: Mapping[str, torch.Tensor], block_size: int, shared: object) -> EnginePages:
+    """Return vLLM's caches as pages. `model` is the folder of the checkpoint, which gives the layout its ids; `shared`
+    is the context in which the caches were allocated. Raises ConfigError for caches that are not those of an MLA model
+    in the host's memory, one tensor per layer."""
+    named = sorted(kv_caches.items(), key=lambda item: layer_of(item[0]))
+    tensors, layers = [tensor for _, tensor in named], [layer_of(name) for name, _ in named]
+    if not tensors or layers != list(range(len(layers))):
+        raise ConfigError(f"PDInferConnector serves models with one cache for each layer, got layers {layers}")
+    first = tensors[0]
+    if any(tensor.device.type != "cpu" for tensor in tensors):
+        raise ConfigError(f"PDInferConnector serves caches in the host's memory, and this one is on {first.device}")
+    if any((tensor.shape, tensor.dtype) != (first.shape, first.dtype) for tensor in tensors):
+        raise ConfigError("PDInferConnector serves models whose layers have caches of one shape")
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ConfigError("PDInferConnector serves caches of one piece per layer, and these are interleaved")
+    num_blocks, width = first.shape[0], first.shape[-1]
+    layout = _layout(model, first.dtype, block_size)
+    (latent, *others) = layout.components
+    is_mla = latent.width == width and first.numel() == num_blocks * block_size * width
+    if others or not is_mla or len(latent.layers) != len(layers):
+        shapes = f"{len(layers)} caches of {tuple(first.shape)}"
+        raise ConfigError(
+            f"PDInferConnector serves MLA models, and vLLM has {shapes} for one whose blocks of {block_size} tokens "
+            f"hold latents of {latent.width}"
+        )
+    memfd = shared.memfd if isinstance(shared, SharedCache) else None
+    return EnginePages(layout, LayerTensors(tensors, memfd), num_blocks)
+
+
+def _layout(model: str, dtype: torch.dtype, block_size: int) -> KVLayout:
+    """Return the layout of a checkpoint's cache, with ids computed from its files."""
+    config = ModelConfig.from_checkpoint(model)
+    layout = kv_layout_of(config, dtype, CacheConfig(page_size=block_size), mtp=False)
+    with Checkpoint.open(model) as checkpoint:
+        return attrs.evolve(layout, weights_id=checkpoint.sample_digest())

@@ -1,0 +1,58 @@
+"""What the scheduler's half of the connector tells the worker's in every step, and what comes back. vLLM carries them
+between its processes as they are, so they hold plain values only."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Load:
+    """Blocks that wait for a peer: `tokens` of a request belong into `blocks`, the first of which holds the first
+    token. `problem` is why it cannot be."""
+
+    req_id: str
+    room: str
+    prefill: str
+    tokens: tuple[int, int]
+    blocks: tuple[int, ...]
+    problem: str = ""
+
+
+@attrs.frozen
+class Save:
+    """A request of which this step computes tokens up to `stop`. `blocks` hold them from token 0. `whole` is set when
+    they are all that its prompt has."""
+
+    req_id: str
+    room: str
+    stop: int
+    blocks: tuple[int, ...]
+    whole: bool
+
+
+@attrs.frozen(kw_only=True)
+class Orders:
+    """What a step means for the worker. `ended` are requests that have finished in vLLM and whose blocks are held until
+    nothing reads them; `cancelled` are loads that nobody wants any more; `unwanted` are rooms of requests that ended
+    before they were scheduled. `waits` is set when the step computes nothing and a request waits for its grant."""
+
+    loads: tuple[Load, ...] = ()
+    saves: tuple[Save, ...] = ()
+    ended: tuple[str, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    unwanted: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
+    is_idle: bool = False
+    waits: bool = False
+
+
+@attrs.frozen
+class Arrivals:
+    """The rooms whose grants have come to the worker since the last step."""
+
+    rooms: frozenset[str]
+
+    def aggregate(self, other: Arrivals) -> Arrivals:
+        """Return the rooms that both workers have; vLLM asks for it where it has several."""
+        return Arrivals(self.rooms & other.rooms)

@@ -1,0 +1,150 @@
+"""Decode's side of the worker: blocks that wait for a peer.
+
+    load ──► dialling ──► granted ──► landed: finished
+               │            └──► given up (lease, cancelled) ──► its writers have stopped: failed
+               └──► nobody answers, lease, cancelled: failed
+
+vLLM waits without a limit, so the lease here is the only one. A block is reported only when no peer can write it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+import attrs
+
+from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
+from pdinfer.adapters.vllm.dialling import Doors
+from pdinfer.adapters.vllm.memory import EnginePages
+from pdinfer.adapters.vllm.messages import Load
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.rooms import by_room, first_error
+from pdinfer.types import HandoffStatus, PageGrant, PeerAddress
+
+_log = logging.getLogger("vllm.pdinfer")
+
+
+@attrs.define(eq=False)
+class Incoming:
+    """A load. `reason` is set when it was given up and its writers have yet to stop."""
+
+    load: Load
+    since: float
+    grant: PageGrant | None = None
+    reason: str = ""
+
+
+class Receiving:
+    """The loads of one worker. Everything is called from vLLM's thread, and nothing waits."""
+
+    def __init__(
+        self,
+        channel: KVChannel,
+        pages: EnginePages,
+        doors: Doors,
+        counts: TransferCounts,
+        *,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._pages = pages
+        self._doors = doors
+        self._counts = counts
+        self._lease_s = lease_s
+        self._clock = clock
+        self._waiting: dict[str, Incoming] = {}
+        self._finished: set[str] = set()
+        self._bad_blocks: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def begin(self, load: Load) -> None:
+        """Ask the prefill for these blocks."""
+        self._pages.renew(load.blocks)
+        entry = self._waiting[load.req_id] = Incoming(load, self._clock())
+        if load.problem:
+            self._fail(entry, "refused", load.problem)
+        elif any(other.load.room == load.room for other in self._waiting.values() if other is not entry):
+            self._fail(entry, "refused", f"room {load.room} is of another request too; give each one its own")
+
+    def cancel(self, req_id: str) -> None:
+        """Give up a load that nobody wants any more. Its blocks are reported once its writers have stopped."""
+        if (entry := self._waiting.get(req_id)) is not None:
+            self._give_up(entry, "cancelled", "the request was cancelled")
+
+    def step(self) -> None:
+        """Grant what can be granted, note what has landed, and give up what takes too long."""
+        for entry in list(self._waiting.values()):
+            if self._clock() - entry.since > self._lease_s and not entry.reason:
+                self._give_up(entry, "lease", f"nothing landed within lease_s={self._lease_s:g}")
+            elif entry.grant is None:
+                self._find_prefill(entry)
+        rooms = {entry.load.room: entry for entry in self._waiting.values()}
+        for room, handoffs in by_room(self._channel.poll()).items():
+            entry = rooms[room.hex()]
+            if all(handoff.status is HandoffStatus.LANDED for handoff in handoffs):
+                self._counts.add("landed")
+                self._finish(entry)
+            else:
+                self._fail(entry, entry.reason or "writer", str(first_error(handoffs)))
+
+    def take_finished(self) -> set[str]:
+        """Return the requests whose loads have ended since the last call, well or not."""
+        taken, self._finished = self._finished, set()
+        return taken
+
+    def take_bad_blocks(self) -> set[int]:
+        """Return the blocks that did not land since the last call."""
+        taken, self._bad_blocks = self._bad_blocks, set()
+        return taken
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _find_prefill(self, entry: Incoming) -> None:
+        there = self._doors.at(entry.load.prefill)
+        if isinstance(there, PDInferError):
+            self._fail(entry, "unreachable", f"no prefill at {entry.load.prefill}: {there}")
+        elif there is not None:
+            self._grant(entry, there)
+
+    def _grant(self, entry: Incoming, prefill: PeerAddress) -> None:
+        load, layout = entry.load, self._pages.layout
+        entry.grant = PageGrant(
+            room=bytes.fromhex(load.room),
+            request_id=load.req_id[:256],
+            writers=(prefill,),
+            destinations=(self._channel.address,),
+            tokens=range(*load.tokens),
+            pages=load.blocks,
+            generations=self._pages.generations(load.blocks),
+            layout_id=layout.layout_id,
+        )
+        self._channel.expect(entry.grant)
+        try:
+            self._channel.offer(entry.grant)
+        except PDInferError as error:
+            self._give_up(entry, "refused", str(error))
+
+    def _give_up(self, entry: Incoming, reason: str, why: str) -> None:
+        """Ask the writers to stop. A load that was never granted has none."""
+        if entry.grant is None:
+            self._fail(entry, reason, why)
+        elif not entry.reason:
+            entry.reason = reason
+            self._channel.abort(entry.grant, TransferError(why))
+
+    def _fail(self, entry: Incoming, reason: str, why: str) -> None:
+        self._counts.add(ABORTED + reason)
+        if reason != "cancelled":
+            _log.warning("the KV of request %s was not loaded (%s): %s", entry.load.req_id, reason, why)
+        self._bad_blocks |= set(entry.load.blocks)
+        self._finish(entry)
+
+    def _finish(self, entry: Incoming) -> None:
+        del self._waiting[entry.load.req_id]
+        self._finished.add(entry.load.req_id)

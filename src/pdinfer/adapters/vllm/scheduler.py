@@ -1,0 +1,148 @@
+"""The half of the connector in vLLM's scheduler: which requests load, wait for a grant, or are sent."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+
+from pdinfer.adapters.vllm.messages import Arrivals, Load, Orders, Save
+from pdinfer.adapters.vllm.settings import Ask, Settings, asked
+
+_log = logging.getLogger("vllm.pdinfer")
+
+
+@attrs.define(eq=False)
+class Sent:
+    """A request that is computed here for a decode. `num_tokens` are those of its prompt."""
+
+    room: str
+    num_tokens: int
+    blocks: list[int] = attrs.field(factory=list)
+    is_whole: bool = False
+
+
+class SchedulerHalf:
+    """What vLLM's scheduler calls. `block_size` is that of its one cache group."""
+
+    def __init__(self, block_size: int, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._block_size = block_size
+        self._settings = settings
+        self._clock = clock
+        self._grants: dict[str, float] = {}
+        self._asks: dict[str, Ask | None] = {}
+        self._since: dict[str, float] = {}
+        self._loaded: set[str] = set()
+        self._loading: set[str] = set()
+        self._sent: dict[str, Sent] = {}
+        self._next = Orders()
+        self._waits = False
+
+    # -- what vLLM asks ---------------------------------------------------------------------------------------------
+
+    def matched(self, request: Any, num_computed: int) -> tuple[int | None, bool]:
+        """Return how many tokens come from a peer, and whether they do so between steps: all but the last for a load
+        that was not tried before. (None, False) means that a request waits for its grant."""
+        ask = self._ask(request)
+        if ask is None:
+            return 0, False
+        if ask.loads:
+            missing = int(request.num_prompt_tokens) - 1 - num_computed
+            return (missing, True) if missing > 0 and request.request_id not in self._loaded else (0, False)
+        if ask.problem or ask.room in self._grants:
+            return 0, False
+        since = self._since.setdefault(request.request_id, self._clock())
+        if self._clock() - since >= self._settings.hold_s:
+            return 0, False
+        self._waits = True
+        return None, False
+
+    def allocated(self, request: Any, block_ids: tuple[list[int], ...], num_external: int) -> None:
+        """Note the blocks of a request that is scheduled, or will be when its load has ended."""
+        ask, req_id = self._ask(request), str(request.request_id)
+        if ask is None:
+            return
+        if not ask.loads:
+            if not ask.problem and req_id not in self._sent:
+                self._sent[req_id] = Sent(ask.room, int(request.num_prompt_tokens))
+        elif num_external and req_id not in self._loaded:
+            stop = int(request.num_prompt_tokens) - 1
+            start, size = stop - num_external, self._block_size
+            blocks = tuple(block_ids[0][start // size : -(-stop // size)])
+            load = Load(req_id, ask.room, ask.prefill, (start, stop), blocks, ask.problem)
+            self._next = attrs.evolve(self._next, loads=(*self._next.loads, load))
+            self._loaded.add(req_id)
+            self._loading.add(req_id)
+
+    def orders(self, output: Any) -> Orders:
+        """Return what a step means for the worker, from vLLM's SchedulerOutput."""
+        preempted = tuple(sorted(set(output.preempted_req_ids or ()) & self._sent.keys()))
+        for req_id in preempted:
+            self._sent[req_id].is_whole = False
+        orders = attrs.evolve(
+            self._next,
+            saves=tuple(self._saves(output)),
+            preempted=preempted,
+            is_idle=not output.total_num_scheduled_tokens,
+            waits=self._waits,
+        )
+        self._next, self._waits = Orders(), False
+        return orders
+
+    def arrived(self, arrivals: Arrivals | None, received: Any) -> None:
+        """Note the grants that have come to the worker, and the loads that have ended."""
+        self._loading -= set(received or ())
+        now, kept_s = self._clock(), self._settings.hold_s + self._settings.lease_s
+        if arrivals is not None:
+            self._grants = {room: since for room, since in self._grants.items() if now - since <= kept_s}
+            self._grants |= dict.fromkeys(arrivals.rooms, now)
+
+    def finished(self, request: Any) -> bool:
+        """Note that a request has finished. Return whether its blocks are held until the worker says otherwise."""
+        req_id = str(request.request_id)
+        ask = self._asks.pop(req_id, None)
+        self._since.pop(req_id, None)
+        self._loaded.discard(req_id)
+        if req_id in self._loading:  # vLLM holds these blocks itself
+            self._loading.discard(req_id)
+            self._next = attrs.evolve(self._next, cancelled=(*self._next.cancelled, req_id))
+        if ask is None or ask.loads:
+            return False
+        self._grants.pop(ask.room, None)
+        if self._sent.pop(req_id, None) is None:
+            self._next = attrs.evolve(self._next, unwanted=(*self._next.unwanted, ask.room))
+            return False
+        self._next = attrs.evolve(self._next, ended=(*self._next.ended, req_id))
+        return True
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, request: Any) -> Ask | None:
+        req_id = str(request.request_id)
+        if req_id not in self._asks:
+            ask = self._asks[req_id] = asked(request.kv_transfer_params, self._settings)
+            if ask is not None and ask.problem and not ask.loads:
+                _log.warning("request %s is not handed over: %s", req_id, ask.problem)
+        return self._asks[req_id]
+
+    def _saves(self, output: Any) -> Iterator[Save]:
+        """Yield the prompts that go on in this step. Blocks of a request that is new or resumed replace those known."""
+        for new in output.scheduled_new_reqs:
+            if (sent := self._sent.get(new.req_id)) is not None:
+                sent.blocks = list(new.block_ids[0])
+                yield from self._save(new.req_id, sent, new.num_computed_tokens, output)
+        cached = output.scheduled_cached_reqs
+        for at, req_id in enumerate(cached.req_ids):
+            if (sent := self._sent.get(req_id)) is not None:
+                blocks = list((cached.new_block_ids[at] or ([],))[0])
+                sent.blocks = blocks if req_id in cached.resumed_req_ids else [*sent.blocks, *blocks]
+                yield from self._save(req_id, sent, cached.num_computed_tokens[at], output)
+
+    def _save(self, req_id: str, sent: Sent, num_computed: int, output: Any) -> Iterator[Save]:
+        stop = min(num_computed + output.num_scheduled_tokens[req_id], sent.num_tokens)
+        if not sent.is_whole:
+            sent.is_whole = stop == sent.num_tokens
+            yield Save(req_id, sent.room, stop, tuple(sent.blocks), sent.is_whole)

@@ -1,0 +1,209 @@
+"""Prefill's side of the worker: blocks that peers get.
+
+    save, with a grant ──► pushed layer by layer, finished when the prompt is whole
+    save, no grant yet ──► kept when the prompt is whole: sent at once when the grant comes, or dropped after a lease
+    request ended ──► held by vLLM until no transfer reads its blocks: `take_finished`
+
+A grant is accepted when its request is computed and not when it comes: until then its decode may take it back at any
+moment, and the channel answers without a step of this engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from pdinfer.adapters.vllm.counts import ABORTED, TransferCounts
+from pdinfer.adapters.vllm.messages import Save
+from pdinfer.errors import PDInferError, TransferError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.transports.base import Transfer
+from pdinfer.types import Handoff, HandoffStatus, PageGrant
+
+DRAIN_S = 0.1
+"""How long a step waits for the reads of preempted blocks, before the links that do them are closed."""
+
+_log = logging.getLogger("vllm.pdinfer")
+
+
+@attrs.define(eq=False)
+class Outgoing:
+    """A request that has a grant. Its tokens up to `sent` have left in every layer, and those of the step that is being
+    computed in the layers before `next_layer`. `transfer` is set when it is finished, well or not."""
+
+    grant: PageGrant
+    sent: int
+    next_layer: int = 0
+    transfer: Transfer | None = None
+
+
+class Sending:
+    """The saves of one worker. Everything is called from vLLM's thread. Nothing waits, but `preempted` may for
+    DRAIN_S."""
+
+    def __init__(
+        self,
+        channel: KVChannel,
+        counts: TransferCounts,
+        *,
+        hold_s: float,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel = channel
+        self._counts = counts
+        self._lease_s = lease_s
+        self._grant_s = hold_s + lease_s
+        self._clock = clock
+        self._layers = channel.pool.layout.layers
+        self._grants: dict[str, tuple[PageGrant, float]] = {}
+        self._news: set[str] = set()
+        self._out: dict[str, Outgoing] = {}
+        self._kept: dict[str, Save] = {}
+        self._ended: dict[str, float] = {}
+        self._finished: set[str] = set()
+
+    def __len__(self) -> int:
+        return len(self._ended)
+
+    # -- what vLLM computes -----------------------------------------------------------------------------------------
+
+    def layer(self, saves: Iterable[Save], layer: int) -> None:
+        """Push what this step has computed of a layer."""
+        for save in saves:
+            if (out := self._opened(save)) is not None and out.transfer is None:
+                self._push(out, save, range(out.next_layer, layer + 1))
+
+    def step_done(self, saves: Iterable[Save]) -> None:
+        """Push the layers that no hook was called for, and finish the prompts that are whole."""
+        for save in saves:
+            out = self._opened(save)
+            if out is None and save.whole:
+                self._kept[save.req_id] = save
+            elif out is not None and out.transfer is None:
+                self._push(out, save, range(out.next_layer, self._layers.stop))
+                out.sent, out.next_layer = max(out.sent, save.stop), 0
+                if save.whole and out.transfer is None:
+                    self._finish(out)
+
+    def preempted(self, requests: Iterable[str]) -> None:
+        """Wait until nothing reads the blocks of these requests, which vLLM is about to use again. A peer that takes
+        longer than DRAIN_S loses its link, and with it its rooms."""
+        for req_id in requests:
+            self._kept.pop(req_id, None)
+            if (out := self._out.get(req_id)) is not None and not self._channel.drain(DRAIN_S):
+                _log.warning(
+                    "a peer read the blocks of preempted request %s for %g s: its link is closed", req_id, DRAIN_S
+                )
+                for destination in out.grant.destinations:
+                    self._channel.drop_peer(destination)
+
+    def ended(self, requests: Iterable[str]) -> None:
+        """Note that vLLM has finished requests and holds their blocks."""
+        self._ended |= dict.fromkeys(requests, self._clock())
+
+    def unwanted(self, rooms: Iterable[str]) -> None:
+        """Turn away the grants of requests that ended before they were computed."""
+        for room in rooms:
+            if (waiting := self._grants.pop(room, None)) is not None:
+                self._turn_away(waiting[0], "the request ended before its prefill")
+
+    # -- what peers say ---------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Take the grants that have come, abort what decodes gave up, and let go of what has left or is too old."""
+        for grant in self._channel.poll_offers():
+            self._grants[grant.room.hex()] = grant, self._clock()
+            self._news.add(grant.room.hex())
+        for req_id, save in list(self._kept.items()):
+            if (out := self._opened(save)) is not None and out.transfer is None:
+                del self._kept[req_id]
+                self._push(out, save, self._layers)
+                if out.transfer is None:
+                    self._finish(out)
+        stopped = dict(self._channel.poll_stops())
+        for out in self._out.values():
+            if out.grant.room in stopped and out.transfer is None:
+                self._abort(out, "stopped", stopped[out.grant.room])
+        for room, (grant, since) in list(self._grants.items()):
+            if self._clock() - since > self._grant_s:
+                del self._grants[room]
+                self._turn_away(grant, f"no request came for it within {self._grant_s:g} s")
+        self._let_go()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` would return anything."""
+        return bool(self._news)
+
+    def take_news(self) -> frozenset[str]:
+        """Return the rooms whose grants have come since the last call."""
+        taken, self._news = self._news, set()
+        return frozenset(taken)
+
+    def take_finished(self) -> set[str]:
+        """Return the ended requests whose blocks nothing reads any more, since the last call."""
+        taken, self._finished = self._finished, set()
+        return taken
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _opened(self, save: Save) -> Outgoing | None:
+        """Return the request's room, accepted when its grant is here; None when it is not."""
+        if save.req_id not in self._out and (waiting := self._grants.pop(save.room, None)) is not None:
+            grant, _ = waiting
+            out = self._out[save.req_id] = Outgoing(grant, grant.tokens.start)
+            try:
+                self._channel.accept(grant)
+            except TransferError as error:  # decode gave it up, and has its answer
+                _log.info("the grant of request %s is void: %s", save.req_id, error)
+                self._counts.add(ABORTED + "stopped")
+                out.transfer = Transfer(0, done=True)
+        return self._out.get(save.req_id)
+
+    def _push(self, out: Outgoing, save: Save, layers: range) -> None:
+        tokens = range(out.sent, min(save.stop, out.grant.tokens.stop))
+        if not tokens or not layers:
+            return
+        try:
+            self._channel.push(out.grant, layers=layers, tokens=tokens, pages=save.blocks)
+            out.next_layer = layers.stop
+        except PDInferError as error:
+            self._abort(out, "push", error)
+
+    def _finish(self, out: Outgoing) -> None:
+        landed = Handoff(room=out.grant.room, writer=self._channel.address, status=HandoffStatus.LANDED)
+        out.transfer = self._channel.finish(out.grant, landed)
+        self._counts.add("sent")
+
+    def _abort(self, out: Outgoing, reason: str, error: PDInferError) -> None:
+        aborted = Handoff(room=out.grant.room, writer=self._channel.address, status=HandoffStatus.ABORTED, error=error)
+        out.transfer = self._channel.finish(out.grant, aborted)
+        self._counts.add(ABORTED + reason)
+
+    def _turn_away(self, grant: PageGrant, why: str) -> None:
+        try:
+            self._channel.accept(grant)
+        except TransferError:  # decode has gone, or given it up itself
+            return
+        self._abort(Outgoing(grant, 0), "turned_away", TransferError(why))
+
+    def _let_go(self) -> None:
+        for req_id, since in list(self._ended.items()):
+            out = self._out.get(req_id)
+            if out is None and req_id in self._kept:
+                if self._clock() - since <= self._lease_s:
+                    continue
+                del self._kept[req_id]
+                self._counts.add(ABORTED + "lease")
+            elif out is not None:
+                if out.transfer is None:
+                    self._abort(out, "ended", TransferError("the request ended before its prompt was whole"))
+                if out.transfer is None or not out.transfer.done:
+                    continue
+                del self._out[req_id]
+            del self._ended[req_id]
+            self._finished.add(req_id)

@@ -1,0 +1,146 @@
+"""What a host sets for the connector, what a request asks of it, and which set-ups of vLLM it refuses at start.
+
+A host's settings are `kv_connector_extra_config`:
+
+    listen      "tcp://host:port", or "shm:///path/of/a/socket" between processes of one host
+    advertise   the name or address that peers are told instead of the host listened on
+    key_file    a file with the key of all ends, in hexadecimal (`openssl rand -hex 32`)
+    hold_s      how long a prefill waits for decode's grant before it computes
+    lease_s     how long decode waits for its pages, and how long prefill keeps those that no grant has come for
+
+A request's are `kv_transfer_params`, with a room of 16 random bytes in hexadecimal that is the same at both ends:
+
+    at prefill  {"do_remote_decode": true, "room": "…"}
+    at decode   {"do_remote_prefill": true, "room": "…", "prefill": "tcp://host:port"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import attrs
+
+from pdinfer.checks import clip
+from pdinfer.errors import ConfigError
+from pdinfer.kv.transports.base import Transport
+from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport
+from pdinfer.kv.transports.socket import SocketTransport
+
+ROOM_BYTES = 16
+MAX_WAIT_S = 3600.0
+
+
+def _seconds(settings: Settings, attribute: attrs.Attribute[float], value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_WAIT_S:
+        raise ConfigError(f"{attribute.name} must be 0 to {MAX_WAIT_S:g} seconds, got {clip(value)}")
+
+
+@attrs.frozen(kw_only=True)
+class Settings:
+    """What a host sets. `sends` and `receives` say what its role lets an engine do."""
+
+    sends: bool
+    receives: bool
+    listen: str = "tcp://127.0.0.1:0"
+    advertise: str | None = None
+    key_file: str | None = None
+    hold_s: float = attrs.field(default=5.0, validator=_seconds)
+    lease_s: float = attrs.field(default=30.0, validator=_seconds)
+
+    @classmethod
+    def of(cls, transfer: Any) -> Settings:
+        """Read vLLM's KVTransferConfig. Raises ConfigError for names that are not known, and for a prefill without an
+        address to listen on."""
+        extra = dict(transfer.kv_connector_extra_config or {})
+        known = [field.name for field in attrs.fields(cls) if field.name not in ("sends", "receives")]
+        if unknown := sorted(extra.keys() - set(known)):
+            raise ConfigError(f"kv_connector_extra_config has {', '.join(unknown)}; known are {', '.join(known)}")
+        sends = transfer.kv_role in ("kv_producer", "kv_both")
+        if sends and "listen" not in extra:
+            raise ConfigError(
+                'a prefill needs an address that decodes can dial: kv_connector_extra_config={"listen": "tcp://host:port"}'
+            )
+        return cls(sends=sends, receives=transfer.kv_role in ("kv_consumer", "kv_both"), **extra)
+
+    def key(self) -> bytes | None:
+        """Return the key of all ends, or None. Raises ConfigError when its file cannot be read as one."""
+        if self.key_file is None:
+            return None
+        try:
+            return bytes.fromhex(Path(self.key_file).read_text("ascii").strip())
+        except (OSError, ValueError) as error:
+            problem = error.strerror if isinstance(error, OSError) else "it is not hexadecimal"
+            raise ConfigError(f"no key can be read from {self.key_file}: {problem}") from None
+
+    def transport(self) -> Transport:
+        """Return the transport that listens as asked. Raises ConfigError for another kind of address."""
+        if self.listen.startswith(SCHEME):
+            return ShmTransport(self.listen.removeprefix(SCHEME) or None)
+        try:
+            parts = urlsplit(self.listen)
+            host, port = parts.hostname, parts.port
+        except ValueError:
+            host = port = None
+        if not self.listen.startswith("tcp://") or not host or port is None:
+            raise ConfigError(f'listen must be "tcp://host:port" or "{SCHEME}/path", got {clip(self.listen)}')
+        return SocketTransport(host=host, port=port, advertise=self.advertise)
+
+
+@attrs.frozen(kw_only=True)
+class Ask:
+    """What a request asks for: to be loaded from `prefill`, or to be sent to whoever grants its room. `problem` is why
+    that cannot be, in a sentence."""
+
+    loads: bool
+    room: str
+    prefill: str = ""
+    problem: str = ""
+
+
+def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
+    """Return what a request's `kv_transfer_params` ask for, None when it is nothing of ours."""
+    loads, sends = (bool((params or {}).get(name)) for name in ("do_remote_prefill", "do_remote_decode"))
+    if params is None or not (loads or sends):
+        return None
+    room, prefill, problem = params.get("room", ""), params.get("prefill", ""), ""
+    try:
+        is_room = len(bytes.fromhex(room)) == ROOM_BYTES
+    except (TypeError, ValueError):
+        is_room = False
+    if loads and sends:
+        problem = "a request asks for do_remote_prefill and do_remote_decode; give one of them"
+    elif not is_room:
+        problem = f"a request's room must be {ROOM_BYTES} random bytes in hexadecimal, got {clip(room)}"
+    elif loads and not settings.receives:
+        problem = "a request asks for do_remote_prefill of an engine with kv_role kv_producer; send it to a decode"
+    elif sends and not settings.sends:
+        problem = "a request asks for do_remote_decode of an engine with kv_role kv_consumer; send it to a prefill"
+    elif loads and not (isinstance(prefill, str) and "://" in prefill):
+        problem = f'the prefill of a request must be an address such as "tcp://host:port", got {clip(prefill)}'
+    return Ask(loads=loads, room=str(room), prefill=str(prefill), problem=problem)
+
+
+def check_setup(config: Any, kv_cache_config: Any) -> None:
+    """Raise ConfigError, in a sentence, for set-ups of vLLM that the connector does not serve. Called in both halves,
+    before anything is allocated."""
+    parallel = config.parallel_config
+    for kind in ("tensor", "pipeline", "data", "decode_context"):
+        name = f"{kind}_parallel_size"
+        if (size := getattr(parallel, name, 1)) != 1:
+            raise ConfigError(f"PDInferConnector serves engines of one worker, and {name} is {size}")
+    if getattr(config, "speculative_config", None) is not None:
+        raise ConfigError("PDInferConnector does not hand over the caches of draft models; leave speculation out")
+    if getattr(config, "lora_config", None) is not None:
+        raise ConfigError("PDInferConnector cannot tell the KV of LoRA adapters apart; leave enable_lora out")
+    dtype = str(config.cache_config.cache_dtype)
+    if dtype.startswith(("fp8", "int8", "nvfp4")):
+        raise ConfigError(f"PDInferConnector hands over caches in the model's dtype, and kv_cache_dtype is {dtype}")
+    groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    if len(groups) > 1:
+        raise ConfigError(
+            f"PDInferConnector serves models with one group of KV caches, and this one has {len(groups)}: models with "
+            "Mamba layers or sliding windows are not served"
+        )

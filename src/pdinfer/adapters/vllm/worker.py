@@ -1,0 +1,132 @@
+"""The half of the connector in vLLM's worker: the pages, the channel over them, and its two sides."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from pdinfer.adapters.vllm.counts import TransferCounts
+from pdinfer.adapters.vllm.dialling import Doors
+from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
+from pdinfer.adapters.vllm.messages import Arrivals, Orders
+from pdinfer.adapters.vllm.receiving import Receiving
+from pdinfer.adapters.vllm.sending import Sending
+from pdinfer.adapters.vllm.settings import Settings
+from pdinfer.errors import ConfigError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.transports.shm.transport import SCHEME
+from pdinfer.stats import ChannelStats
+
+IDLE_S = 0.02
+"""How long a step that computes nothing sleeps for news while something waits. vLLM steps on all the time then. New
+requests wait for the end of such a step."""
+
+
+class WorkerHalf:
+    """What vLLM's worker calls. Everything is called from its one thread."""
+
+    channel: KVChannel
+
+    def __init__(self, config: Any, settings: Settings) -> None:
+        self._model = str(config.model_config.model)
+        self._block_size = int(config.cache_config.block_size)
+        self._settings = settings
+        self._key = settings.key()
+        self._context = cache_context(settings.listen.startswith(SCHEME))
+        self._counts = TransferCounts()
+        self._news = threading.Event()
+        self._orders = Orders()
+        self._moved: ChannelStats | None = None
+        self._is_open = False
+
+    def cache_context(self) -> AbstractContextManager[object] | None:
+        """Return what the caches are to be allocated in."""
+        return self._context
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Open the channel over these caches. Raises ConfigError for caches that are not served."""
+        if self._is_open:
+            raise ConfigError("PDInferConnector was given KV caches twice")
+        settings = self._settings
+        pages = engine_pages(self._model, kv_caches, self._block_size, self._context)
+        self.channel = KVChannel(pages, settings.transport(), key=self._key, takes_offers=settings.sends)
+        self.channel.notify(self._news.set)
+        doors = Doors(self.channel, self._news.set)
+        self._receiving = Receiving(self.channel, pages, doors, self._counts, lease_s=settings.lease_s)
+        self._sending = Sending(self.channel, self._counts, hold_s=settings.hold_s, lease_s=settings.lease_s)
+        self._is_open = True
+
+    # -- a step, in the order in which vLLM calls -------------------------------------------------------------------
+
+    def preempted(self, orders: Orders) -> None:
+        """Before anything of the step is computed: let nothing read the blocks that others get now."""
+        self._orders = orders
+        if self._is_open:
+            self._sending.preempted(orders.preempted)
+
+    def layer(self, orders: Orders, name: str) -> None:
+        """A layer of the step is computed."""
+        if orders.saves and self._is_open:
+            self._sending.layer(orders.saves, layer_of(name))
+
+    def load(self, orders: Orders) -> None:
+        """Begin the loads of the step."""
+        self._orders = orders
+        if self._is_open:
+            for load in orders.loads:
+                self._receiving.begin(load)
+            for req_id in orders.cancelled:
+                self._receiving.cancel(req_id)
+
+    def step_done(self, orders: Orders) -> None:
+        """Everything of the step is computed."""
+        if self._is_open:
+            self._sending.step_done(orders.saves)
+            self._sending.ended(orders.ended)
+            self._sending.unwanted(orders.unwanted)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose blocks have left, and those whose loads have ended."""
+        if not self._is_open:
+            return set(), set()
+        self._look()
+        sent, received = self._sending.take_finished(), self._receiving.take_finished()
+        waits = self._orders.waits or len(self._receiving) or len(self._sending)
+        if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
+            if self._news.wait(IDLE_S):
+                self._look()
+            sent, received = self._sending.take_finished(), self._receiving.take_finished()
+        return sent, received
+
+    def bad_blocks(self) -> set[int]:
+        """Return the blocks that did not land."""
+        return self._receiving.take_bad_blocks() if self._is_open else set()
+
+    def arrivals(self) -> Arrivals | None:
+        """Return the grants that have come, for the scheduler."""
+        rooms = self._sending.take_news() if self._is_open else frozenset()
+        return Arrivals(rooms) if rooms else None
+
+    def counts(self) -> TransferCounts | None:
+        """Return what was counted since the last call."""
+        if self._is_open:
+            now = self.channel.stats
+            for name in ("bytes_received", "bytes_sent", "receive_s"):
+                self._counts.add(name, getattr(now, name) - getattr(self._moved, name, 0))
+            self._moved = now
+        return self._counts.take()
+
+    def close(self) -> None:
+        """Close the channel: peers learn at once that this end is gone."""
+        if self._is_open:
+            self._is_open = False
+            self.channel.close()
+
+    def _look(self) -> None:
+        self._news.clear()
+        self._receiving.step()
+        self._sending.step()

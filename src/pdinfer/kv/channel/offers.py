@@ -1,0 +1,69 @@
+"""The grants that decodes have sent to this end over their links, until its host takes them: no I/O, no clock.
+
+offer ──► waiting ──take──► the host's, to accept or to refuse
+             └──withdrawn by its decode, or the link is lost──► forgotten
+"""
+
+from __future__ import annotations
+
+import attrs
+
+from pdinfer.errors import TransferError
+from pdinfer.kv.channel.wire import PackedGrant
+from pdinfer.types import PageGrant, PeerAddress, PeerKey, peer_key
+
+MAX_OFFERS_BYTES = 16 << 20
+"""The most that grants may hold which nobody has taken, over all peers, each counted with OFFER_BYTES and its pages."""
+OFFER_BYTES = 4096
+
+
+def _num_bytes(grant: PackedGrant) -> int:
+    return OFFER_BYTES + len(grant.pages) + len(grant.generations)
+
+
+@attrs.define
+class Offers:
+    """The grants that wait here. They stay packed, and so small, until they are taken."""
+
+    _waiting: dict[bytes, tuple[PeerKey, PackedGrant]] = attrs.field(factory=dict)
+    _num_bytes: int = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, peer: PeerKey, packed: PackedGrant, us: PeerAddress) -> bool:
+        """Keep a grant from `peer`, unless too many wait. Return whether it is kept. Raises TransferError for a grant
+        that is not the peer's to make, or that waits already."""
+        grant = packed.grant
+        if peer not in map(peer_key, grant.destinations):
+            raise TransferError("a grant was offered by an end that is none of its destinations")
+        if peer_key(us) not in map(peer_key, grant.writers):
+            raise TransferError("a grant was offered to an end that is none of its writers")
+        if grant.room in self._waiting:
+            raise TransferError(f"room {grant.room.hex()} was offered twice")
+        if self._num_bytes + _num_bytes(packed) > MAX_OFFERS_BYTES:
+            return False
+        self._waiting[grant.room] = peer, packed
+        self._num_bytes += _num_bytes(packed)
+        return True
+
+    def withdraw(self, peer: PeerKey, room: bytes) -> bool:
+        """Forget a grant that its decode has given up. Return whether it waited here."""
+        if self._waiting.get(room, (None,))[0] != peer:
+            return False
+        self._drop(room)
+        return True
+
+    def lost(self, peer: PeerKey) -> None:
+        """Forget the grants of a peer whose link is lost: its rooms are over."""
+        for room in [room for room, (owner, _) in self._waiting.items() if owner == peer]:
+            self._drop(room)
+
+    def take(self) -> list[PageGrant]:
+        """Return the grants that wait, in the order in which they came, and forget them."""
+        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
+        return [packed.unpack() for _, packed in waiting.values()]
+
+    def _drop(self, room: bytes) -> None:
+        _, packed = self._waiting.pop(room)
+        self._num_bytes -= _num_bytes(packed)

@@ -1,0 +1,316 @@
+"""What vLLM 0.32 calls on a connector and in which order, with blocks, steps and preemption, and without a model.
+
+A token's cache is a function of the layer and of all tokens before it, so whoever computes or lands it has the same
+bytes. Blocks that nobody has hold `POISON`; a free block that changes was written by a peer too late.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import torch
+import xxhash
+
+from pdinfer.adapters.vllm.counts import TransferCounts
+from pdinfer.adapters.vllm.loading import connector_on
+
+POISON = 0x7F
+LAYERS, WIDTH = 4, 96  # of examples/tiny
+
+
+class FakeBase(ABC):
+    """The parts of vLLM's base class that a connector meets."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self._kv_transfer_config = vllm_config.kv_transfer_config
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        self._connector_metadata = connector_metadata
+
+    @abstractmethod
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None: ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None: ...
+
+    def hook_that_we_never_heard_of(self) -> str:
+        return "as in the base class"
+
+
+def latent(tokens: tuple[int, ...], layer: int, position: int) -> torch.Tensor:
+    """Return what a token leaves in a layer: a row of bytes that depends on every token up to it."""
+    seed = xxhash.xxh64_intdigest(repr((tokens[: position + 1], layer)).encode())
+    row = torch.arange(WIDTH * 4, dtype=torch.int64) * 2654435761 + seed % (1 << 31)
+    return (row >> 7).to(torch.uint8)
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@attrs.define(eq=False)
+class FakeRequest:
+    request_id: str
+    prompt: tuple[int, ...]
+    kv_transfer_params: dict[str, Any] | None
+    status: Status = Status.WAITING
+    num_computed: int = 0
+    blocks: list[int] = attrs.field(factory=list)
+    landed: bytes | None = None
+    num_steps: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in (Status.DONE, Status.FAILED)
+
+
+@attrs.define(eq=False, slots=False)
+class FakeEngine:
+    """One engine: a scheduler and a worker, each with its own connector, stepped by the test."""
+
+    role: str
+    extra: dict[str, Any]
+    block_size: int = 16
+    num_blocks: int = 64
+    chunk: int = 64
+    policy: str = "recompute"
+    model: str = "examples/tiny"
+    dtype: torch.dtype = torch.float32
+    base: type = FakeBase
+    config_more: dict[str, Any] = attrs.field(factory=dict)
+    requests: dict[str, FakeRequest] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        config = SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_role=self.role, kv_connector_extra_config=self.extra),
+            model_config=SimpleNamespace(model=self.model),
+            cache_config=SimpleNamespace(block_size=self.block_size, cache_dtype="auto"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+            **self.config_more,
+        )
+        made = connector_on(self.base, "0.32.0")
+        self.scheduler = made(config, SimpleNamespace(name="SCHEDULER"), None)
+        self.worker = made(config, SimpleNamespace(name="WORKER"), None)
+        size = self.num_blocks * self.block_size * WIDTH * self.dtype.itemsize
+        context = self.worker.get_mem_pool_context()
+        if context is None:
+            whole = torch.zeros(size * LAYERS, dtype=torch.int8)
+        else:
+            with context:
+                whole = torch.zeros(size * LAYERS, dtype=torch.int8)
+        shape = (self.num_blocks, 1, self.block_size, WIDTH)
+        parts = [whole[at * size : (at + 1) * size] for at in range(LAYERS)]
+        self.caches = {
+            f"model.layers.{at}.self_attn.attn": part.view(self.dtype).view(shape) for at, part in enumerate(parts)
+        }
+        self.worker.register_kv_caches(self.caches)
+        self.bytes = [
+            cache.view(torch.uint8).view(self.num_blocks, self.block_size, -1) for cache in self.caches.values()
+        ]
+        for layer in self.bytes:
+            layer[:] = POISON
+        self.counts = TransferCounts()
+        self.free = list(range(self.num_blocks))
+        self.ended: set[str] = set()
+        self.recved: set[str] = set()
+        self.failed: set[str] = set()
+        self.preempt: set[str] = set()
+        self.prefix: dict[tuple[int, ...], int] = {}  # full blocks of prompts that are held for good, as a prefix cache
+
+    @property
+    def channel(self) -> Any:
+        return self.worker._worker.channel
+
+    @property
+    def address(self) -> str:
+        return self.channel.address.endpoints[0]
+
+    def add(self, req_id: str, prompt: tuple[int, ...], params: dict[str, Any] | None) -> FakeRequest:
+        request = self.requests[req_id] = FakeRequest(req_id, prompt, params)
+        return request
+
+    def remember(self, prompt: tuple[int, ...], num_blocks: int) -> None:
+        """Have the first blocks of a prompt in the prefix cache."""
+        for at in range(num_blocks):
+            block = self.prefix[prompt[: (at + 1) * self.block_size]] = self.free.pop(0)
+            for slot in range(self.block_size):
+                for layer in range(LAYERS):
+                    self.bytes[layer][block, slot] = latent(prompt, layer, at * self.block_size + slot)
+
+    def abort(self, req_id: str) -> None:
+        request = self.requests[req_id]
+        if not request.is_over:
+            self._finish(request, Status.FAILED, delay=request.status is Status.LOADING)
+
+    def step(self) -> None:
+        """Schedule, compute and take the connector's word, as vLLM's engine core does."""
+        output, finished = self._schedule(), set(self.ended)
+        self.ended.clear()
+        orders = self.scheduler.build_connector_meta(output)
+        self.worker.handle_preemptions(orders)
+        self.worker.bind_connector_metadata(orders)
+        self._compute(output)
+        self.worker.start_load_kv(None)
+        self.worker.wait_for_save()
+        sent, received = self.worker.get_finished(finished)
+        bad = self.worker.get_block_ids_with_load_errors()
+        if (counted := self.worker.get_kv_connector_stats()) is not None:
+            self.counts.aggregate(counted)
+        news = self.worker.build_connector_worker_meta()
+        self._update(output, bad)
+        said = SimpleNamespace(kv_connector_worker_meta=news, finished_recving=received, finished_sending=sent)
+        self.scheduler.update_connector_output(said)
+        for req_id in received or ():
+            request = self.requests[req_id]
+            if request.status is Status.LOADING:
+                self.recved.add(req_id)
+            else:
+                assert request.is_over
+                self._free(request)
+        for req_id in sent or ():
+            assert self.requests[req_id].blocks, "vLLM does not know the request any more"
+            self._free(self.requests[req_id])
+
+    def close(self) -> None:
+        self.worker.shutdown()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether every block is back and nothing was written behind anybody's back."""
+        return not any(request.blocks for request in self.requests.values())
+
+    def check_free_blocks(self) -> None:
+        for layer in self.bytes:
+            assert bool((layer[self.free] == POISON).all()), "a free block was written"
+
+    def contents(self, request: FakeRequest, stop: int) -> bytes:
+        """Return the bytes of a request's tokens in all layers."""
+        rows = [divmod(at, self.block_size) for at in range(stop)]
+        places = [(request.blocks[page], slot) for page, slot in rows]
+        return b"".join(bytes(layer[block, slot].tolist()) for layer in self.bytes for block, slot in places)
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> Any:
+        new, cached, resumed, counts, preempted = [], [], set(), {}, set()
+        for request in self.requests.values():
+            if request.request_id in self.preempt and request.status is Status.RUNNING:
+                self.preempt.discard(request.request_id)
+                preempted.add(request.request_id)
+                self._free(request)
+                request.status, request.num_computed = Status.WAITING, 0
+        for request in list(self.requests.values()):
+            was_new = request.num_steps == 0
+            if request.status is Status.LOADING and request.request_id in self.recved:
+                self.recved.discard(request.request_id)
+                request.num_computed = 0 if request.request_id in self.failed else len(request.prompt) - 1
+                if request.request_id not in self.failed:
+                    request.landed = self.contents(request, request.num_computed)
+                request.status = Status.RUNNING
+            elif request.status is Status.WAITING and request.request_id not in preempted:
+                hits = [block for prefix, block in self.prefix.items() if request.prompt[: len(prefix)] == prefix]
+                hits = hits[: (len(request.prompt) - 1) // self.block_size]
+                computed = len(hits) * self.block_size
+                matched, is_async = self.scheduler.get_num_new_matched_tokens(request, computed)
+                need = -(-len(request.prompt) // self.block_size) - len(hits)
+                if matched is None or need > len(self.free):
+                    continue
+                request.blocks = [*hits, *(self.free.pop(0) for _ in range(need))]
+                blocks = SimpleNamespace(get_block_ids=lambda ids=list(request.blocks): (ids,))
+                self.scheduler.update_state_after_alloc(request, blocks, matched)
+                request.num_computed = computed
+                if is_async:
+                    request.status = Status.LOADING
+                    continue
+                request.status = Status.RUNNING
+            if request.status is not Status.RUNNING:
+                continue
+            count = min(self.chunk, len(request.prompt) - request.num_computed)
+            counts[request.request_id] = count
+            request.num_steps += 1
+            entry = SimpleNamespace(
+                req_id=request.request_id, block_ids=(list(request.blocks),), num_computed_tokens=request.num_computed
+            )
+            if was_new:
+                new.append(entry)
+            else:
+                cached.append(entry)
+                if request.num_computed == 0:
+                    resumed.add(request.request_id)
+        return SimpleNamespace(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[entry.req_id for entry in cached],
+                new_block_ids=[entry.block_ids if entry.req_id in resumed else None for entry in cached],
+                num_computed_tokens=[entry.num_computed_tokens for entry in cached],
+                resumed_req_ids=resumed,
+            ),
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            preempted_req_ids=preempted,
+        )
+
+    def _compute(self, output: Any) -> None:
+        if not output.total_num_scheduled_tokens:
+            return
+        for layer, name in enumerate(self.caches):
+            for req_id, count in output.num_scheduled_tokens.items():
+                request = self.requests[req_id]
+                for position in range(request.num_computed, request.num_computed + count):
+                    block, slot = divmod(position, self.block_size)
+                    self.bytes[layer][request.blocks[block], slot] = latent(request.prompt, layer, position)
+            self.worker.wait_for_layer_load(name)
+            self.worker.save_kv_layer(name, self.caches[name], None)
+
+    def _update(self, output: Any, bad: set[int]) -> None:
+        for request in self.requests.values():
+            if request.status is Status.LOADING and bad & set(request.blocks):
+                self.failed.add(request.request_id)
+                if self.policy == "fail":
+                    self._finish(request, Status.FAILED, delay=True)
+        for req_id, count in output.num_scheduled_tokens.items():
+            request = self.requests[req_id]
+            request.num_computed += count
+            if request.num_computed == len(request.prompt):
+                assert self.contents(request, len(request.prompt)) == b"".join(
+                    bytes(latent(request.prompt, layer, at).tolist())
+                    for layer in range(LAYERS)
+                    for at in range(len(request.prompt))
+                ), f"{req_id} has a wrong cache"
+                self._finish(request, Status.DONE, delay=False)
+
+    def _finish(self, request: FakeRequest, status: Status, *, delay: bool) -> None:
+        request.status = status
+        held, _ = self.scheduler.request_finished(request, list(request.blocks))
+        self.ended.add(request.request_id)
+        if not (held or delay):
+            self._free(request)
+
+    def _free(self, request: FakeRequest) -> None:
+        for layer in self.bytes:
+            layer[[block for block in request.blocks if block not in self.prefix.values()]] = POISON
+        self.free.extend(block for block in request.blocks if block not in self.prefix.values())
+        request.blocks = []
+
+
+def run(engines: list[FakeEngine], until: Callable[[], object], num_steps: int = 3000) -> None:
+    """Step engines in turn until something is so."""
+    for _ in range(num_steps):
+        if until():
+            return
+        for engine in engines:
+            engine.step()
+    raise AssertionError("waited in vain")

@@ -1,0 +1,157 @@
+"""Grants that decode sends over the link: who may send them, what becomes of them, and peers that know no such frame;
+and links to whoever listens at an endpoint."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+
+from pdinfer.errors import LayoutMismatch, TransferError
+from pdinfer.kv.channel import offers, wire
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.transports.loopback import LoopbackTransport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.types import PageGrant
+from tests.unit.kv.channel.channels import ABORTED, Case, handoff, links, pool_of, record, say, settled, until
+
+KEY = b"k" * 32
+
+
+def taking(case: Case, key: bytes | None = None, page_size: int = 4) -> KVChannel:
+    """Make an end that takes grants over its links."""
+    transport = SocketTransport() if case.kind == "tcp" else LoopbackTransport(case.hub)
+    case.open.append(KVChannel(pool_of(page_size), transport, key=key, takes_offers=True))
+    return case.open[-1]
+
+
+def offered(case: Case, key: bytes | None = None) -> tuple[KVChannel, KVChannel, PageGrant]:
+    """Make a prefill and a decode, which dialled it without knowing who it is and offered it a grant."""
+    prefill, decode = taking(case, key, page_size=8), case.end(key=key)
+    assert decode.dial(prefill.address.endpoints[0]) == prefill.address
+    grant = case.grant(decode, prefill)
+    decode.offer(grant)
+    return prefill, decode, grant
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+def test_a_grant_travels_over_the_link_and_lands(two_pools: Case, key: bytes | None) -> None:
+    prefill, decode, grant = offered(two_pools, key)
+    until(lambda: prefill.has_news)
+    assert prefill.poll_offers() == [grant]
+    assert prefill.poll_offers() == []
+    assert not prefill.has_news
+    pages = two_pools.accept(prefill, grant)
+    two_pools.hand_over(prefill, decode, grant, pages)
+    assert two_pools.arrived(decode, grant) == two_pools.sent(prefill, grant.tokens, pages)
+
+
+def test_an_end_that_takes_no_offers_answers_aborted(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    decode.offer(two_pools.grant(decode, prefill))
+    (answer,) = settled(decode)
+    assert answer.status is ABORTED
+    assert prefill.connected(decode.address)
+    assert prefill.poll_offers() == []
+
+
+def test_an_offer_that_decode_gives_up_is_never_heard_of(two_pools: Case) -> None:
+    prefill, decode, grant = offered(two_pools)
+    until(lambda: prefill.has_news)
+    decode.abort(grant, TransferError("not wanted"))
+    assert settled(decode)[0].status is ABORTED
+    assert prefill.poll_offers() == []
+    assert not prefill.snapshot().accepted  # and no tombstone: nobody can come with this grant later
+
+
+def test_an_offer_that_was_taken_is_stopped_as_any_other_room(two_pools: Case) -> None:
+    prefill, decode, grant = offered(two_pools)
+    until(lambda: prefill.poll_offers() == [grant])
+    prefill.accept(grant)
+    decode.abort(grant, TransferError("not wanted"))
+    until(lambda: [room for room, _ in prefill.poll_stops()] == [grant.room])
+    prefill.finish(grant, handoff(grant, prefill, ABORTED))
+    assert settled(decode)[0].status is ABORTED
+
+
+def test_offers_of_a_lost_peer_are_forgotten(two_pools: Case) -> None:
+    prefill, decode, _ = offered(two_pools)
+    until(lambda: prefill.has_news)
+    decode.close()
+    until(lambda: not prefill.has_news)
+    assert prefill.poll_offers() == []
+
+
+def test_offers_that_nobody_takes_are_bounded(two_pools: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers, "MAX_OFFERS_BYTES", offers.OFFER_BYTES + 100)
+    prefill, decode, first = offered(two_pools)
+    until(lambda: prefill.has_news)
+    decode.offer(second := two_pools.grant(decode, prefill))
+    (answer,) = settled(decode)
+    assert (answer.room, answer.status) == (second.room, ABORTED)
+    assert prefill.poll_offers() == [first]
+    decode.offer(third := two_pools.grant(decode, prefill))  # there is room again
+    until(lambda: prefill.poll_offers() == [third])
+    decode.offer(fourth := two_pools.grant(decode, prefill))
+    until(lambda: prefill.has_news)
+    decode.abort(fourth, TransferError("not wanted"))
+    assert settled(decode)[0].room == fourth.room
+    decode.offer(fifth := two_pools.grant(decode, prefill))  # what was withdrawn does not count
+    until(lambda: prefill.poll_offers() == [fifth])
+
+
+@pytest.mark.parametrize("what", ["a foreign destination", "a foreign writer", "twice", "after it was accepted"])
+def test_an_offer_that_is_not_the_peers_to_make_costs_its_link(two_pools: Case, what: str) -> None:
+    prefill, decode, grant = offered(two_pools)
+    until(lambda: prefill.has_news)
+    if what == "after it was accepted":
+        prefill.accept(*prefill.poll_offers())
+    stranger = attrs.evolve(decode.address, engine_id=b"x" * 16)
+    room = b"another room" if what.startswith("a foreign") else grant.room
+    more = {"a foreign destination": {"destinations": (stranger,)}, "a foreign writer": {"writers": (stranger,)}}
+    bad = attrs.evolve(grant, room=room, **more.get(what, {}))  # type: ignore[arg-type]
+    say(decode, prefill, wire.Offer(wire.PackedGrant.of(bad)))
+    assert settled(decode)[0].status is ABORTED
+    until(lambda: not prefill.connected(decode.address))
+
+
+def test_a_peer_of_a_version_without_offers_is_sent_none(two_pools: Case) -> None:
+    prefill, decode = two_pools.pair()
+    assert record(decode, prefill).version == (wire.MAJOR, wire.MINOR)
+    record(decode, prefill).version = (2, 0)
+    grant = two_pools.grant(decode, prefill)
+    with pytest.raises(TransferError, match=r"speaks protocol 2\.0, which has no grants over links"):
+        decode.offer(grant)
+    pages = two_pools.accept(prefill, grant)  # the link is as good as before
+    two_pools.hand_over(prefill, decode, grant, pages)
+
+
+def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case: Case) -> None:
+    prefill, decode = case.end(), case.end(pool_of())
+    endpoint = prefill.address.endpoints[0]
+    assert decode.dial(endpoint) == decode.dial(endpoint) == prefill.address
+    assert len(decode.snapshot().links) == 1
+    assert decode.snapshot().wanted == (prefill.address,)  # it is dialled again when the link breaks
+    links(decode).book.want(attrs.evolve(prefill.address, engine_id=b"before"), 1.0)
+    decode.drop_peer(prefill.address)
+    until(lambda: not prefill.connected(decode.address))
+    assert decode.dial(endpoint) == prefill.address
+    assert decode.snapshot().wanted == (prefill.address,)  # what listened there before is given up
+
+
+def test_dialling_an_endpoint_compares_layouts_and_keys(two_pools: Case) -> None:
+    other = two_pools.end(pool_of(weights_id=b"others"))  # type: ignore[arg-type]
+    with pytest.raises(LayoutMismatch, match="weights_id"):
+        two_pools.end().dial(other.address.endpoints[0])
+    with pytest.raises(TransferError, match="has a key"):
+        two_pools.end(key=KEY).dial(other.address.endpoints[0])
+    with pytest.raises(TransferError):
+        two_pools.end().dial("tcp://127.0.0.1:1", timeout_s=0.2)
+
+
+def test_two_ends_that_dial_each_other_without_knowing_whom_have_one_link(two_pools: Case) -> None:
+    one, other = two_pools.end(), two_pools.end()
+    assert one.dial(other.address.endpoints[0]) == other.address
+    assert other.dial(one.address.endpoints[0]) == one.address
+    assert len(one.snapshot().links) == len(other.snapshot().links) == 1
+    grant = two_pools.grant(other, one)
+    two_pools.hand_over(one, other, grant, two_pools.accept(one, grant))
