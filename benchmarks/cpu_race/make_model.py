@@ -1,11 +1,11 @@
 """Make a random DeepSeek-V3 checkpoint for the CPU race: original tensor names, safetensors shards, index, config.
 
-    python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--seed 0]
+    python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--yarn] [--seed 0]
 
 `perf` has 1.27 B parameters, 296 M of them active per token, 2.54 GB in bfloat16, and the ratios of the real model.
 `tiny` has 7 M, for a smoke test, with latents of the real size because vLLM accepts no other. A tensor's values depend
 only on the seed, its name and its shape. With --fp8 linear weights are e4m3 with a scale per 128 x 128 block, as
-released; all other tensors stay as they are.
+released; all other tensors stay as they are. With --yarn positions are scaled as DeepSeek-V3 scales them.
 """
 
 import argparse
@@ -71,7 +71,18 @@ class Spec(NamedTuple):
     kind: str
 
 
-def config_of(preset: str) -> dict[str, Any]:
+YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 2048,
+}
+
+
+def config_of(preset: str, *, yarn: bool = False) -> dict[str, Any]:
     sizes = PRESETS[preset]
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -82,7 +93,7 @@ def config_of(preset: str) -> dict[str, Any]:
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
-        "rope_scaling": None,
+        "rope_scaling": YARN if yarn else None,
         "rope_interleave": True,
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -161,9 +172,9 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0) -> int:
+def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0, yarn: bool = False) -> int:
     """Write the checkpoint, shard by shard; return its bytes."""
-    config = config_of(preset)
+    config = config_of(preset, yarn=yarn)
     if fp8:
         config["quantization_config"] = {
             "quant_method": "fp8",
@@ -200,8 +211,10 @@ def main() -> None:
     parser.add_argument("--preset", default="perf", choices=PRESETS)
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--yarn", action="store_true")
     arguments = parser.parse_args()
-    num_bytes = write(arguments.folder, arguments.preset, fp8=arguments.fp8, seed=arguments.seed)
+    how = {"fp8": arguments.fp8, "seed": arguments.seed, "yarn": arguments.yarn}
+    num_bytes = write(arguments.folder, arguments.preset, **how)
     num_parameters = sum(math.prod(spec.shape) for spec in specs(config_of(arguments.preset)))
     print(json.dumps({"case": "model", "preset": arguments.preset, "parameters": num_parameters, "bytes": num_bytes}))
 

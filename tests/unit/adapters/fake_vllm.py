@@ -153,7 +153,9 @@ class FakeEngine:
     def abort(self, req_id: str) -> None:
         request = self.requests[req_id]
         if not request.is_over:
-            self._finish(request, Status.FAILED, delay=request.status is Status.LOADING)
+            is_written = request.status is Status.LOADING and req_id not in self.recved
+            self.recved.discard(req_id)
+            self._finish(request, Status.FAILED, delay=is_written)
 
     def step(self) -> None:
         """Schedule, compute and take the connector's word, as vLLM's engine core does."""

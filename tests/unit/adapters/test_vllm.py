@@ -24,6 +24,7 @@ from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
 from pdinfer.errors import ConfigError
+from pdinfer.kv.transports.base import Transfer
 from tests.unit.adapters.fake_vllm import LAYERS, WIDTH, FakeBase, FakeEngine, FakeRequest, Status, run
 
 LISTEN = "tcp://127.0.0.1:0"
@@ -275,6 +276,19 @@ def test_a_preempted_prefill_goes_on_where_it_was(pair: Pairs) -> None:
     assert prefill.channel.stats.bytes_sent == 59 * LAYERS * WIDTH * 4  # nothing twice
 
 
+def test_blocks_are_held_until_no_transfer_reads_them(pair: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair()
+    ours, theirs = submit(prefill, decode, prompt_of(40))
+    slow, real = Transfer(0), prefill.channel.finish
+    monkeypatch.setattr(prefill.channel, "finish", lambda *of: (real(*of), slow)[1])
+    run([prefill, decode], lambda: theirs.is_over)
+    for _ in range(5):
+        prefill.step()
+    assert ours.blocks
+    slow.complete()
+    run([prefill], lambda: prefill.is_at_rest)
+
+
 def test_a_peer_that_reads_preempted_blocks_for_too_long_loses_its_link(
     pair: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +307,7 @@ def test_many_requests_with_everything_at_once(pair: Pairs, seed: int) -> None:
     """Aborts and preemptions at random, in pools that hold a few requests at a time."""
     rng = random.Random(seed)
     prefill, decode = pair(
-        {"hold_s": 0.05, "lease_s": 1.0}, chunk=16, num_blocks=16, decode={"num_blocks": 20, "block_size": 8}
+        {"hold_s": 0.05, "lease_s": 5.0}, chunk=16, num_blocks=16, decode={"num_blocks": 20, "block_size": 8}
     )
     both = [submit(prefill, decode, prompt_of(rng.randint(2, 70), at), str(at)) for at in range(25)]
     for _ in range(4000):

@@ -1,0 +1,178 @@
+"""One vLLM engine in this process, driven by lines of JSON: `python -m tests.vllm.child '{"model": …}'`.
+
+In: {"add": id, "prompt": […], "max_tokens": 8, "params": {…} | null}, {"abort": id}, {"stats": true}, {"stop": true}.
+Out: {"ready": address | null}, {"done": id, "tokens", "logprobs", "reason"}, {"moved": room, "digest", "tokens"} for
+each room that was finished here or landed here, {"stats": …}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from typing import Any
+
+import xxhash
+
+SETTINGS = json.loads(sys.argv[1])
+OUT = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what vLLM prints is not for the parent
+
+
+def say(**what: Any) -> None:
+    OUT.write(json.dumps(what) + "\n")
+
+
+def make() -> Any:
+    from vllm import LLM
+    from vllm.config import KVTransferConfig
+
+    transfer = SETTINGS.get("transfer")
+    return LLM(
+        model=SETTINGS["model"],
+        skip_tokenizer_init=True,
+        dtype="float32",
+        block_size=SETTINGS.get("block_size", 16),
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=SETTINGS.get("max_num_seqs", 1),
+        num_gpu_blocks_override=SETTINGS.get("num_blocks", 256),
+        kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
+        disable_log_stats=True,
+        **SETTINGS.get("more", {}),
+    )
+
+
+def pages_digest(channel: Any, tokens: range, pages: Any, first: int) -> str:
+    """Return the digest of some tokens over all layers, whatever the size of the pages."""
+    pool = channel.pool
+    layout = pool.layout
+    spans = layout.spans(pool.memory_pages, layers=layout.layers, tokens=tokens, pages=pages, first_token=first)
+    digest = xxhash.xxh3_64()
+    for view in pool.memory.read(spans):
+        digest.update(view)
+    return digest.hexdigest()
+
+
+def watch(worker: Any) -> None:
+    """Tell of every room that leaves or lands: the digest of its bytes at this end."""
+    channel, receiving, sending = worker.channel, worker._receiving, worker._sending
+    finish, finish_out = receiving._finish, sending._finish
+
+    def landed(entry: Any) -> None:
+        load = entry.load
+        if not set(load.blocks) & receiving._bad_blocks:
+            tokens = range(*load.tokens)
+            digest = pages_digest(channel, tokens, load.blocks, tokens.start)
+            say(moved=load.room, digest=digest, tokens=load.tokens, side="decode")
+        finish(entry)
+
+    blocks: dict[str, Any] = {}
+    push = sending._push
+
+    def pushed(out: Any, save: Any, layers: Any) -> None:
+        blocks[out.grant.room.hex()] = save.blocks
+        push(out, save, layers)
+
+    def left(out: Any) -> None:
+        room, tokens = out.grant.room.hex(), out.grant.tokens
+        digest = pages_digest(channel, tokens, blocks[room], 0)
+        say(moved=room, digest=digest, tokens=(tokens.start, tokens.stop), side="prefill")
+        finish_out(out)
+
+    receiving._finish, sending._push, sending._finish = landed, pushed, left
+
+
+class CheckedFrees:
+    """Counts the blocks that are freed while a peer may write them."""
+
+    def __init__(self, scheduler: Any, worker: Any) -> None:
+        self.num_bad = 0
+        self.pool = scheduler.kv_cache_manager.block_pool
+        self.num_blocks = self.pool.get_num_free_blocks()
+        real = self.pool.free_blocks
+
+        def free_blocks(blocks: Any, *rest: Any, **more: Any) -> Any:
+            blocks = list(blocks)
+            written = {page for room in worker.channel.snapshot().expected.values() for page in room.pages}
+            self.num_bad += sum(block.ref_cnt <= 1 and block.block_id in written for block in blocks)
+            return real(blocks, *rest, **more)
+
+        self.pool.free_blocks = free_blocks
+
+
+def main() -> None:
+    llm = make()
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    worker = checked = None
+    if SETTINGS.get("transfer") is not None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker = get_kv_transfer_group()._worker
+        watch(worker)
+        checked = CheckedFrees(scheduler, worker)
+    orders: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            orders.put(json.loads(line))
+        orders.put({"stop": True})
+
+    threading.Thread(target=read, daemon=True).start()
+    say(ready=None if worker is None else worker.channel.address.endpoints[0])
+    longest_s = 0.0
+    while True:
+        while not orders.empty() or not scheduler.has_requests():
+            order = orders.get()
+            if "add" in order:
+                add(engine, order)
+            elif "abort" in order:
+                engine.abort_request([order["abort"]], internal=False)
+            elif "stats" in order:
+                free = None if checked is None else checked.pool.get_num_free_blocks()
+                say(
+                    stats=True,
+                    free=free,
+                    all=checked and checked.num_blocks,
+                    bad_frees=checked and checked.num_bad,
+                    cpu_s=time.process_time(),
+                    longest_s=longest_s,
+                )
+                longest_s = 0.0
+            else:
+                os._exit(0)
+        began = time.perf_counter()
+        outputs = engine.step()
+        longest_s = max(longest_s, time.perf_counter() - began)
+        for output in outputs:
+            if output.finished:
+                tell(output)
+
+
+def add(engine: Any, order: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    extra = {"kv_transfer_params": order["params"]} if order.get("params") else None
+    sampling = SamplingParams(
+        temperature=0.0,
+        max_tokens=order["max_tokens"],
+        ignore_eos=True,
+        logprobs=2,
+        detokenize=False,
+        extra_args=extra,
+    )
+    engine.add_request(order["add"], {"prompt_token_ids": order["prompt"]}, sampling)
+
+
+def tell(output: Any) -> None:
+    (said,) = output.outputs
+    logprobs = [{str(token): one.logprob for token, one in step.items()} for step in said.logprobs or ()]
+    say(done=output.request_id, tokens=list(said.token_ids), logprobs=logprobs, reason=said.finish_reason)
+
+
+if __name__ == "__main__":
+    main()
