@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import Engine, ready, role
+from tests.vllm.engines import ROOT, Engine, ready, role
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -27,10 +29,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a random checkpoint with YaRN: vLLM 0.32 rotates wrongly on a CPU without it."""
     if not HAS_VLLM:
         pytest.skip("needs vLLM, in an environment of its own: make test-vllm")
-    from benchmarks.cpu_race.make_model import write
-
     folder = tmp_path_factory.mktemp("model")
-    write(folder, "tiny", yarn=True)
+    script = ROOT / "benchmarks" / "cpu_race" / "make_model.py"
+    subprocess.run([sys.executable, str(script), str(folder), "--preset", "tiny", "--yarn"], check=True)
     return folder
 
 

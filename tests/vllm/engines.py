@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -41,6 +42,7 @@ class Engine:
     last: dict[str, Any] | None = None
     address: str | None = None
     is_ready: bool = False
+    reader: threading.Thread = attrs.field(init=False)
 
     @classmethod
     def start(cls, folder: Path, name: str, **settings: Any) -> Engine:
@@ -58,7 +60,8 @@ class Engine:
                 bufsize=1,
             )
         engine = cls(child, log)
-        threading.Thread(target=engine._read, daemon=True).start()
+        engine.reader = threading.Thread(target=engine._read, daemon=True)
+        engine.reader.start()
         return engine
 
     def _read(self) -> None:
@@ -69,10 +72,8 @@ class Engine:
 
     def say(self, **what: Any) -> None:
         assert self.child.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it was killed
             self.child.stdin.write(json.dumps(what) + "\n")
-        except BrokenPipeError:
-            pass
 
     def hear(self, timeout_s: float = 0.0) -> bool:
         """Take one thing that was said. Return whether there was any."""
@@ -105,6 +106,11 @@ class Engine:
     def close(self) -> None:
         self.child.kill()
         self.child.wait(30)
+        self.reader.join(10)
+        for pipe in (self.child.stdin, self.child.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def until(condition: Callable[[], object], engines: list[Engine], timeout_s: float) -> None:

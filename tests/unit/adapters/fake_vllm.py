@@ -7,6 +7,7 @@ bytes. Blocks that nobody has hold `POISON`; a free block that changes was writt
 from __future__ import annotations
 
 import enum
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -42,11 +43,16 @@ class FakeBase(ABC):
         return "as in the base class"
 
 
-def latent(tokens: tuple[int, ...], layer: int, position: int) -> torch.Tensor:
-    """Return what a token leaves in a layer: a row of bytes that depends on every token up to it."""
-    seed = xxhash.xxh64_intdigest(repr((tokens[: position + 1], layer)).encode())
-    row = torch.arange(WIDTH * 4, dtype=torch.int64) * 2654435761 + seed % (1 << 31)
-    return (row >> 7).to(torch.uint8)
+@functools.cache
+def latents(tokens: tuple[int, ...]) -> torch.Tensor:
+    """Return what a prompt leaves, [layers, tokens, bytes]: each row depends on every token up to it."""
+    digest, seeds = xxhash.xxh64(), []
+    for token in tokens:
+        digest.update(token.to_bytes(4, "little"))
+        seeds.append(digest.intdigest() % (1 << 31))
+    layers = torch.arange(LAYERS)[:, None, None] * 7919
+    columns = torch.arange(WIDTH * 4) * 2654435761
+    return ((columns + torch.tensor(seeds)[None, :, None] + layers) >> 7).to(torch.uint8)
 
 
 class Status(enum.Enum):
@@ -65,7 +71,7 @@ class FakeRequest:
     status: Status = Status.WAITING
     num_computed: int = 0
     blocks: list[int] = attrs.field(factory=list)
-    landed: bytes | None = None
+    landed: torch.Tensor | None = None
     num_steps: int = 0
 
     @property
@@ -123,6 +129,8 @@ class FakeEngine:
         for layer in self.bytes:
             layer[:] = POISON
         self.counts = TransferCounts()
+        self.taken: list[int] = []
+        self.held: set[str] = set()
         self.free = list(range(self.num_blocks))
         self.ended: set[str] = set()
         self.recved: set[str] = set()
@@ -148,7 +156,7 @@ class FakeEngine:
             block = self.prefix[prompt[: (at + 1) * self.block_size]] = self.free.pop(0)
             for slot in range(self.block_size):
                 for layer in range(LAYERS):
-                    self.bytes[layer][block, slot] = latent(prompt, layer, at * self.block_size + slot)
+                    self.bytes[layer][block, slot] = latents(prompt)[layer, at * self.block_size + slot]
 
     def abort(self, req_id: str) -> None:
         request = self.requests[req_id]
@@ -163,6 +171,9 @@ class FakeEngine:
         self.ended.clear()
         orders = self.scheduler.build_connector_meta(output)
         self.worker.handle_preemptions(orders)
+        for layer in self.bytes:  # only from here on may others write the blocks of preempted requests
+            layer[self.taken] = POISON
+        self.taken = []
         self.worker.bind_connector_metadata(orders)
         self._compute(output)
         self.worker.start_load_kv(None)
@@ -183,7 +194,8 @@ class FakeEngine:
                 assert request.is_over
                 self._free(request)
         for req_id in sent or ():
-            assert self.requests[req_id].blocks, "vLLM does not know the request any more"
+            assert req_id in self.held, "vLLM does not know the request any more"
+            self.held.discard(req_id)
             self._free(self.requests[req_id])
 
     def close(self) -> None:
@@ -198,11 +210,10 @@ class FakeEngine:
         for layer in self.bytes:
             assert bool((layer[self.free] == POISON).all()), "a free block was written"
 
-    def contents(self, request: FakeRequest, stop: int) -> bytes:
+    def contents(self, request: FakeRequest, stop: int) -> torch.Tensor:
         """Return the bytes of a request's tokens in all layers."""
-        rows = [divmod(at, self.block_size) for at in range(stop)]
-        places = [(request.blocks[page], slot) for page, slot in rows]
-        return b"".join(bytes(layer[block, slot].tolist()) for layer in self.bytes for block, slot in places)
+        places = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in range(stop)]
+        return torch.stack([layer.flatten(0, 1)[places] for layer in self.bytes])
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -212,7 +223,8 @@ class FakeEngine:
             if request.request_id in self.preempt and request.status is Status.RUNNING:
                 self.preempt.discard(request.request_id)
                 preempted.add(request.request_id)
-                self._free(request)
+                self.taken += request.blocks
+                self._free(request, poison=False)
                 request.status, request.num_computed = Status.WAITING, 0
         for request in list(self.requests.values()):
             was_new = request.num_steps == 0
@@ -273,7 +285,7 @@ class FakeEngine:
                 request = self.requests[req_id]
                 for position in range(request.num_computed, request.num_computed + count):
                     block, slot = divmod(position, self.block_size)
-                    self.bytes[layer][request.blocks[block], slot] = latent(request.prompt, layer, position)
+                    self.bytes[layer][request.blocks[block], slot] = latents(request.prompt)[layer, position]
             self.worker.wait_for_layer_load(name)
             self.worker.save_kv_layer(name, self.caches[name], None)
 
@@ -287,24 +299,24 @@ class FakeEngine:
             request = self.requests[req_id]
             request.num_computed += count
             if request.num_computed == len(request.prompt):
-                assert self.contents(request, len(request.prompt)) == b"".join(
-                    bytes(latent(request.prompt, layer, at).tolist())
-                    for layer in range(LAYERS)
-                    for at in range(len(request.prompt))
-                ), f"{req_id} has a wrong cache"
+                whole = self.contents(request, len(request.prompt))
+                assert torch.equal(whole, latents(request.prompt)), f"{req_id} has a wrong cache"
                 self._finish(request, Status.DONE, delay=False)
 
     def _finish(self, request: FakeRequest, status: Status, *, delay: bool) -> None:
         request.status = status
         held, _ = self.scheduler.request_finished(request, list(request.blocks))
         self.ended.add(request.request_id)
+        if held:
+            self.held.add(request.request_id)
         if not (held or delay):
             self._free(request)
 
-    def _free(self, request: FakeRequest) -> None:
-        for layer in self.bytes:
-            layer[[block for block in request.blocks if block not in self.prefix.values()]] = POISON
-        self.free.extend(block for block in request.blocks if block not in self.prefix.values())
+    def _free(self, request: FakeRequest, *, poison: bool = True) -> None:
+        blocks = [block for block in request.blocks if block not in self.prefix.values()]
+        for layer in self.bytes if poison else ():
+            layer[blocks] = POISON
+        self.free.extend(blocks)
         request.blocks = []
 
 

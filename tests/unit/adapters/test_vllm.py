@@ -411,6 +411,13 @@ def test_a_request_for_decode_at_an_engine_that_only_decodes_is_served_and_warne
     assert "send it to a prefill" in caplog.text
 
 
+def test_an_id_that_no_frame_carries_costs_nothing(pair: Pairs) -> None:
+    prefill, decode = pair()
+    _, theirs = submit(prefill, decode, prompt_of(20), "\n\u202e" * 200)
+    run([prefill, decode], lambda: theirs.is_over and prefill.is_at_rest)
+    assert theirs.landed is not None
+
+
 def test_two_loads_of_one_room_cost_only_the_second(pair: Pairs) -> None:
     prefill, decode = pair()
     ours, first = submit(prefill, decode, prompt_of(40))

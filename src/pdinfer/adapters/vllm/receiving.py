@@ -116,7 +116,7 @@ class Receiving:
         load, layout = entry.load, self._pages.layout
         entry.grant = PageGrant(
             room=bytes.fromhex(load.room),
-            request_id=load.req_id[:256],
+            request_id=load.room,  # vLLM's id comes from a client, and may hold what no frame carries
             writers=(prefill,),
             destinations=(self._channel.address,),
             tokens=range(*load.tokens),
