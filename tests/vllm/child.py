@@ -1,8 +1,8 @@
 """One vLLM engine in this process, driven by lines of JSON: `python -m tests.vllm.child '{"model": …}'`.
 
 In: {"add": id, "prompt": […], "max_tokens": 8, "params": {…} | null}, {"abort": id}, {"stats": true}, {"stop": true}.
-Out: {"ready": address | null}, {"done": id, "tokens", "logprobs", "reason"}, {"moved": room, "digest", "tokens"} for
-each room that was finished here or landed here, {"stats": …}.
+Out: {"ready": address | null, "block_size"}, {"done": id, "tokens", "logprobs", "reason"}, {"moved": room, "digest",
+"tokens"} for each room that was finished here or landed here, {"stats": …}.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def main() -> None:
         orders.put({"stop": True})
 
     threading.Thread(target=read, daemon=True).start()
-    say(ready=None if worker is None else worker.channel.address.endpoints[0])
+    say(
+        ready=None if worker is None else worker.channel.address.endpoints[0],
+        block_size=scheduler.cache_config.block_size,
+    )
     longest_s = 0.0
     while True:
         while not orders.empty() or not scheduler.has_requests():

@@ -42,6 +42,7 @@ class Engine:
     last: dict[str, Any] | None = None
     address: str | None = None
     is_ready: bool = False
+    block_size: int = 0
     reader: threading.Thread = attrs.field(init=False)
 
     @classmethod
@@ -84,7 +85,7 @@ class Engine:
         if what is None:
             return False
         if "ready" in what:
-            self.is_ready, self.address = True, what["ready"]
+            self.is_ready, self.address, self.block_size = True, what["ready"], what["block_size"]
         elif "done" in what:
             self.done[what["done"]] = what
         elif "moved" in what:

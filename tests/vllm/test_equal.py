@@ -62,6 +62,8 @@ def test_block_sizes_may_differ(start: Callable[..., Engine], ours: int, theirs:
         start("decode", "kv_consumer", settings={"block_size": theirs}),
     )
     ready(*engines)
+    if (engines[1].block_size, engines[2].block_size) != (ours, theirs):
+        pytest.skip(f"vLLM has no blocks of {ours} and of {theirs} for this dtype on this CPU")
     for at, prompt in enumerate(prompts(20)):
         one, two = answers(*engines, str(at), prompt)
         assert one == two, at
