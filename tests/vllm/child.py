@@ -86,6 +86,40 @@ def watch(worker: Any) -> None:
     receiving._finish, sending._push, sending._finish = landed, pushed, left
 
 
+class HookTimes:
+    """How long the connector's hooks took in each step that computed something, in seconds."""
+
+    def __init__(self, worker: Any) -> None:
+        self.steps: list[float] = []
+        self._now = 0.0
+        for name in ("preempted", "layer", "load", "step_done", "finished", "counts"):
+            setattr(worker, name, self._timed(getattr(worker, name)))
+        self._worker = worker
+
+    def _timed(self, real: Any) -> Any:
+        def timed(*of: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return real(*of)
+            finally:
+                self._now += time.perf_counter() - began
+
+        return timed
+
+    def step_ends(self) -> None:
+        if not self._worker._orders.is_idle:
+            self.steps.append(self._now)
+        self._now = 0.0
+
+    def take(self) -> dict[str, float]:
+        """Return the median, the 99th percentile and the longest, in ms, and begin anew."""
+        steps, self.steps = sorted(self.steps) or [0.0], []
+        at = {"median": 0.5, "p99": 0.99, "longest": 1.0}
+        return {
+            name: round(1000 * steps[min(len(steps) - 1, int(share * len(steps)))], 3) for name, share in at.items()
+        }
+
+
 class CheckedFrees:
     """Counts the blocks that are freed while a peer may write them."""
 
@@ -108,13 +142,14 @@ def main() -> None:
     llm = make()
     engine = llm.llm_engine
     scheduler = engine.engine_core.engine_core.scheduler
-    worker = checked = None
+    worker = checked = times = None
     if SETTINGS.get("transfer") is not None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         worker = get_kv_transfer_group()._worker
         watch(worker)
         checked = CheckedFrees(scheduler, worker)
+        times = HookTimes(worker)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:
@@ -127,7 +162,6 @@ def main() -> None:
         ready=None if worker is None else worker.channel.address.endpoints[0],
         block_size=scheduler.cache_config.block_size,
     )
-    longest_s = 0.0
     while True:
         while not orders.empty() or not scheduler.has_requests():
             order = orders.get()
@@ -143,14 +177,13 @@ def main() -> None:
                     all=checked and checked.num_blocks,
                     bad_frees=checked and checked.num_bad,
                     cpu_s=time.process_time(),
-                    longest_s=longest_s,
+                    hooks_ms=times and times.take(),
                 )
-                longest_s = 0.0
             else:
                 os._exit(0)
-        began = time.perf_counter()
         outputs = engine.step()
-        longest_s = max(longest_s, time.perf_counter() - began)
+        if times is not None:
+            times.step_ends()
         for output in outputs:
             if output.finished:
                 tell(output)
