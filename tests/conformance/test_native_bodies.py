@@ -48,7 +48,7 @@ def two_threads() -> Iterator[None]:
 
 
 def test_every_x86_cpu_with_a_compiler_has_native_ops() -> None:
-    if not build.cpu_flags() or not any(map(shutil.which, build.COMPILERS)):
+    if not compiled.cpu_flags() or not any(map(shutil.which, compiled.COMPILERS)):
         pytest.skip("needs an x86 CPU and a C compiler")
     found = resolve_ops(OpSpec(device="cpu", dtype=torch.bfloat16)).choices
     chosen = {choice.op for choice in found if choice.provider == "native"}

@@ -121,7 +121,7 @@ INLINE float from_e4m3(uint8_t code) { return (code & 0x7f) == 0x7f ? NAN : 256 
 EXPORT void linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
                        const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
     Weight w = {weights, weight_scales, outs, parts, n};
-    i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? LEAST_OUTS : outs;
+    i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? SHARE(outs, threads) : outs;
     float *x = room(3, sizeof(float) * rows * ldf);
     for (i64 m = 0; m < rows; m++) {
         for (i64 i = 0; i < n; i++) x[m * ldf + i] = from_e4m3(numbers[m * n + i]) * scales[m * lds + i / BLOCK * ldb];

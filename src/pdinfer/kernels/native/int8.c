@@ -153,7 +153,7 @@ EXPORT int is_served_int8(i64 rows) {
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T with a scale per row of w. */
 EXPORT void linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const float *scales, i64 outs, i64 n, bf16 *y,
                         int threads) {
-    i64 ldq = padded_row(n), step = threads > 1 ? LEAST_OUTS : outs;
+    i64 ldq = padded_row(n), step = threads > 1 ? SHARE(outs, threads) : outs;
     int16_t *numbers = room(3, rows * (sizeof *numbers * ldq + sizeof(float)));
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)

@@ -1,6 +1,6 @@
-/* Products of many rows: strips of weights, and the way of floats, for CPUs without AVX-512 BF16, where torch's products of bf16 are an order slower than those of
- * floats. Weights are read once into strips of 32 outs, which stay in the second-level cache while all rows of x, in
- * panels of floats, pass over them. Sums stay in registers over all inputs. */
+/* Products of many rows: strips of weights, and the way of floats, for CPUs without AVX-512 BF16, where torch's products
+ * of bf16 are an order slower than those of floats. Weights are read once into strips of 32 outs, which stay in the
+ * second-level cache while all rows of x, in panels of floats, pass over them. Sums stay in registers over all inputs. */
 
 #include "products.h"
 
