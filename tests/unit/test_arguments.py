@@ -262,6 +262,11 @@ def test_an_engine_takes_an_open_channel_with_pages_of_its_own_model() -> None:
     other = random_model(tiny_config("v2"))
     with pytest.raises(pd.ConfigError, match=r"has pages of another model than Model\(deepseek_v2"):
         pd.PrefillEngine(other, channel)
+    with pytest.raises(pd.ConfigError, match="num_draft_tokens"):  # which leaves the channel to a better try
+        pd.DecodeEngine(MODEL, channel, pd.EngineConfig(num_draft_tokens=1))
+    pd.DecodeEngine(MODEL, channel)
+    with pytest.raises(pd.ConfigError, match=r"has an engine already, .* make a new channel"):
+        pd.PrefillEngine(MODEL, channel)
     channel.close()
     with pytest.raises(pd.ConfigError, match=r"is closed: make a new channel"):
         pd.DecodeEngine(MODEL, channel)

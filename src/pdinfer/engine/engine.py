@@ -120,6 +120,8 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         refuse(channel)
         if channel.is_closed:
             raise ConfigError(f"{channel} is closed: make a new channel, over a new transport")
+        if channel.has_engine:
+            raise ConfigError(f"{channel} has an engine already, which gets its pages and its news: make a new channel")
         if not isinstance(channel.pool, PagePool):
             raise ConfigError(f"{channel} has pages of another engine; give this one a channel with a PagePool")
         if channel.pool.layout.model_id != model.config.fingerprint:
@@ -159,6 +161,7 @@ class Engine(Interruptible[Command], ABC, Generic[Command]):
         self._closed = False
         self._arrived = deque()
         channel.notify(self._inbox.wake)
+        channel.has_engine = True
 
     def __repr__(self) -> str:
         closed = ", closed" if self._closed else ""

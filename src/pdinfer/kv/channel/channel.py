@@ -42,11 +42,12 @@ WINDOW_BYTES = 64 << 20
 class KVChannel(OfOneProcess):
     """One end of a KV channel over `transport`, for the pages of `pool`: a PagePool, or those of another engine.
 
-    `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine is a
-    new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and a peer without
-    the key gets no further than a first frame. With `takes_offers` decodes may send their grants over the link, for
-    `poll_offers`; otherwise such a grant is answered ABORTED at once. `window_bytes` may be set; past it a peer
-    `is_full`. Raises ConfigError or TransferError when the transport cannot start.
+    `address` is what peers need to reach and recognise this end. It is new for every object, so a restarted engine
+    is a new peer. With a `key` (at least 16 random bytes, the same on every end) frames carry an HMAC, and a peer
+    without the key gets no further than a first frame. With `takes_offers` decodes may send their grants over the
+    link, for `poll_offers`; otherwise such a grant is answered ABORTED at once. `window_bytes` may be set; past it
+    a peer `is_full`. `has_engine` is whether an engine was made over this end; there can be only one. Raises
+    ConfigError or TransferError when the transport cannot start.
     """
 
     @typed
@@ -77,6 +78,7 @@ class KVChannel(OfOneProcess):
         self._looked_at = clock()
         self._in_doubt = False
         self._closed = False
+        self.has_engine = False
         self.address = self._links.register(pool.memory, self)
 
     def __repr__(self) -> str:
