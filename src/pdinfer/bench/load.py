@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import attrs
 import numpy as np
 
-from pdinfer.bench.traces import Arrival, Trace
-from pdinfer.checks import clip, is_int, typed
+from pdinfer.bench.traces import MAX_SEED, Arrival, Trace, rng_of
+from pdinfer.checks import clip, int_in, is_int, typed
 from pdinfer.errors import ConfigError
 from pdinfer.values import brief
 
@@ -34,7 +34,7 @@ class Load:
     max_concurrency: int | None = None
     request_rate: float | None = None
     speed: float | None = None
-    seed: int = 0
+    seed: int = attrs.field(default=0, validator=int_in(0, MAX_SEED))
     name: str = ""
     block_tokens: int = 512
     environment: tuple[tuple[str, str], ...] = ()
@@ -82,7 +82,7 @@ def open_loop(
     the coefficient of variation `cv` between them. The first request is due at 0."""
     _finite("request_rate", request_rate)
     _finite("cv", cv)
-    rng, count = np.random.default_rng(seed), _count(num_requests)
+    rng, count = rng_of(seed), _count(num_requests)
     mean_s = 1.0 / request_rate
     draws: dict[str, Callable[[], np.ndarray]] = {
         "constant": lambda: np.full(count - 1, mean_s),
@@ -126,7 +126,7 @@ def _arrivals(
     times_s: Sequence[float], prompt_tokens: Lengths, output_tokens: Lengths, seed: int
 ) -> tuple[Arrival, ...]:
     """Return requests at these times. Where both lengths are of one trace, prefixes are those of the trace too."""
-    rng = np.random.default_rng([seed, 1])
+    rng = rng_of(seed, 1)
     if isinstance(prompt_tokens, Trace) and prompt_tokens is output_tokens:
         known = prompt_tokens.arrivals
         return tuple(attrs.evolve(known[at % len(known)], at_s=time_s) for at, time_s in enumerate(times_s))

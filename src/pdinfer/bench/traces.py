@@ -32,6 +32,7 @@ MAX_TRACE_BYTES = 1 << 30
 """Of the text, whatever its compressed size."""
 MAX_LENGTH = 2**31
 MAX_AT_S = 1e9
+MAX_SEED = 2**63 - 1
 BLOCK_TOKENS = 512
 CHARACTERS_PER_TOKEN = 4
 LEAST_BIN_S = 1.0
@@ -247,6 +248,13 @@ def _check_order(lines: _Lines, arrivals: Sequence[Arrival]) -> None:
             lines.fail("the time", wrong, "sort the trace by arrival", number=lines.numbers[at])
 
 
+def rng_of(seed: int, *more: int) -> np.random.Generator:
+    """Return the generator of a seed and of numbers of our own. Raise ConfigError for a seed that is none."""
+    if not 0 <= seed <= MAX_SEED:
+        raise ConfigError(f"seed must be an int from 0 to {MAX_SEED}, got {clip(seed)}")
+    return np.random.default_rng([seed, *more])
+
+
 def _unbinned(arrivals: list[Arrival], bins: str, seed: int) -> tuple[list[Arrival], tuple[str, ...]]:
     """Return the arrivals, spread within the bins that they were rounded to, and what was done."""
     times_s = sorted({arrival.at_s for arrival in arrivals})
@@ -256,7 +264,7 @@ def _unbinned(arrivals: list[Arrival], bins: str, seed: int) -> tuple[list[Arriv
     width_s = round(float(np.median(gaps_s)), 3)
     if bins == "keep":
         return arrivals, (f"arrivals are in bins of {width_s:g} s, which were kept: each bin is a burst",)
-    offsets = np.random.default_rng(seed).uniform(0.0, width_s, len(arrivals))
+    offsets = rng_of(seed).uniform(0.0, width_s, len(arrivals))
     spread = [attrs.evolve(one, at_s=one.at_s + float(offset)) for one, offset in zip(arrivals, offsets, strict=True)]
     note = f"arrivals were in bins of {width_s:g} s, and were spread within them, uniformly, with seed {seed}"
     return sorted(spread, key=lambda arrival: arrival.at_s), (note,)

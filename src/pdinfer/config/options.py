@@ -201,7 +201,7 @@ class PairingConfig:
 
     `default_deadline_s` is for requests that bring no deadline; None lets them take as long as they need. `port_wait_s`
     is how long requests wait for a port to join when no port of one side is left that could serve them; 0 fails them at
-    once.
+    once. A request that a decode holds already, and whose prefill is gone, waits 30 s at most.
 
     A request whose decode is lost goes to another one. With `continue_elsewhere` it does so once even after it has
     given tokens. This is on by default: tokens depend on seed and position, so the stream is the one that a retraction

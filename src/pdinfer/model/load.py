@@ -80,7 +80,7 @@ def load_model(
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
-    device, dtype = _checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)
+    device, dtype = checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)
     target = Target(config=config, topology=topology, device=device, dtype=dtype, mtp=mtp)
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
@@ -177,7 +177,8 @@ def _checked_dtype(dtype: DType) -> torch.dtype:
     return known
 
 
-def _checked_device(device: Device) -> torch.device:
+def checked_device(device: Device) -> torch.device:
+    """Return the device a model can be on. Raise BackendUnavailable when it is none, or none that is here."""
     try:
         target = torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -306,6 +306,8 @@ def test_a_model_larger_than_memory_takes_none(folder: Path, monkeypatch: pytest
 def test_an_unknown_device_is_refused_by_name(folder: Path) -> None:
     with pytest.raises(BackendUnavailable, match="device 'gpu7' is not a torch device name"):
         load_model(folder, device="gpu7")
+    with pytest.raises(BackendUnavailable, match="device 'gpu7' is not a torch device name"):
+        random_model(device="gpu7")
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda:0")], ids=str)
