@@ -37,6 +37,13 @@ MUTANTS = [
         f"{VLLM}test_a_cancelled_load_keeps_its_blocks_until_its_writer_has_stopped",
     ),
     Mutant(
+        "prefill takes a grant for another prompt",
+        "src/pdinfer/adapters/vllm/sending.py",
+        "if grant.request_id not in save.proofs:",
+        "if False:",
+        f"{VLLM}test_two_ends_with_other_prompts_hand_nothing_over",
+    ),
+    Mutant(
         "loads have no lease",
         "src/pdinfer/adapters/vllm/receiving.py",
         "if self._clock() - entry.since > self._lease_s and not entry.reason:",

@@ -79,6 +79,10 @@ class FakeRequest:
         return len(self.prompt)
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        return list(self.prompt)
+
+    @property
     def is_over(self) -> bool:
         return self.status in (Status.DONE, Status.FAILED)
 
@@ -205,6 +209,14 @@ class FakeEngine:
     def is_at_rest(self) -> bool:
         """Whether every block is back and nothing was written behind anybody's back."""
         return not any(request.blocks for request in self.requests.values())
+
+    def check_nothing_is_kept(self) -> None:
+        """Fail when a request that has ended has left anything in either half."""
+        worker = self.worker._worker
+        for half in (self.scheduler._scheduler, worker._sending, worker._receiving):
+            kept = {name: value for name, value in vars(half).items() if isinstance(value, dict | set) and value}
+            kept.pop("_grants", None)  # of requests that may still come
+            assert not kept, f"{type(half).__name__} keeps {kept}"
 
     def check_free_blocks(self) -> None:
         for layer in self.bytes:

@@ -84,6 +84,7 @@ def hand_over(prefill: FakeEngine, decode: FakeEngine, prompts: list[tuple[int, 
     run([prefill, decode], lambda: prefill.is_at_rest and decode.is_at_rest)
     for engine in (prefill, decode):
         engine.check_free_blocks()
+        engine.check_nothing_is_kept()
     assert [request.status for request in theirs] == [Status.DONE] * len(prompts)
     return list(theirs)
 
@@ -125,6 +126,39 @@ def test_chunks_and_local_hits_on_either_side(pair: Pairs) -> None:
     (request,) = hand_over(prefill, decode, [prompt])
     assert request.landed is not None
     assert decode.channel.stats.bytes_received == (49 - 16) * LAYERS * WIDTH * 4
+
+
+@pytest.mark.parametrize("hold_s", [5.0, 0.0])
+def test_two_ends_with_other_prompts_hand_nothing_over(pair: Pairs, hold_s: float) -> None:
+    prefill, decode = pair({"hold_s": hold_s})
+    prompt, room = prompt_of(40), os.urandom(16).hex()
+    ours = prefill.add("p", (*prompt[:20], prompt[20] + 1, *prompt[21:]), {"do_remote_decode": True, "room": room})
+    if not hold_s:
+        run([prefill], lambda: ours.is_over)
+    theirs = decode.add("d", prompt, {"do_remote_prefill": True, "room": room, "prefill": prefill.address})
+    run([prefill, decode], lambda: ours.is_over and theirs.is_over and prefill.is_at_rest and decode.is_at_rest)
+    assert theirs.landed is None
+    prefill.check_nothing_is_kept()
+    assert counted(prefill)["aborted_prompt"] == 1
+    assert "sent" not in counted(prefill)
+
+
+def test_decode_may_go_on_with_the_token_that_prefill_drew(pair: Pairs) -> None:
+    prefill, decode = pair()
+    prompt, room = prompt_of(40), os.urandom(16).hex()
+    ours = prefill.add("p", prompt[:-1], {"do_remote_decode": True, "room": room})
+    theirs = decode.add("d", prompt, {"do_remote_prefill": True, "room": room, "prefill": prefill.address})
+    run([prefill, decode], lambda: ours.is_over and theirs.is_over and prefill.is_at_rest and decode.is_at_rest)
+    assert theirs.landed is not None
+
+
+def test_prompts_that_are_not_tokens_are_handed_over_by_nobody(pair: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair()
+    monkeypatch.setattr(FakeRequest, "mm_features", ["an image"], raising=False)
+    ours, theirs = submit(prefill, decode, prompt_of(40))
+    run([prefill, decode], lambda: ours.is_over and theirs.is_over and prefill.is_at_rest and decode.is_at_rest)
+    assert theirs.landed is None
+    assert counted(decode)["aborted_refused"] == 1
 
 
 def test_a_grant_that_comes_later_finds_the_blocks_held(pair: Pairs) -> None:
@@ -322,6 +356,10 @@ def test_many_requests_with_everything_at_once(pair: Pairs, seed: int) -> None:
         if all(request.is_over and not request.blocks for one in both for request in one):
             break
     assert all(request.is_over and not request.blocks for one in both for request in one)
+    run([prefill, decode], lambda: not prefill.worker._worker._sending and not decode.worker._worker._receiving)
+    for engine in (prefill, decode):
+        engine.step()
+        engine.check_nothing_is_kept()
     assert sum(theirs.landed is not None for _, theirs in both) >= 5
     assert len(prefill.free) == 16
     assert len(decode.free) == 20

@@ -3,17 +3,27 @@ between its processes as they are, so they hold plain values only."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
+import numpy as np
+import xxhash
+
+
+def proof_of(tokens: Sequence[int]) -> str:
+    """Return what proves that two ends mean the same tokens. A grant has it in the place of a request's id."""
+    return xxhash.xxh3_128_hexdigest(np.asarray(tokens, dtype="<i8").tobytes())
 
 
 @attrs.frozen
 class Load:
     """Blocks that wait for a peer: `tokens` of a request belong into `blocks`, the first of which holds the first
-    token. `problem` is why it cannot be."""
+    token. `proof` is that of all tokens up to the last of them. `problem` is why it cannot be."""
 
     req_id: str
     room: str
     prefill: str
+    proof: str
     tokens: tuple[int, int]
     blocks: tuple[int, ...]
     problem: str = ""
@@ -22,10 +32,12 @@ class Load:
 @attrs.frozen
 class Save:
     """A request of which this step computes tokens up to `stop`. `blocks` hold them from token 0. `whole` is set when
-    they are all that its prompt has."""
+    they are all that its prompt has. `proofs` are of its prompt, and of its prompt without the last token: what decodes
+    ask for."""
 
     req_id: str
     room: str
+    proofs: tuple[str, ...]
     stop: int
     blocks: tuple[int, ...]
     whole: bool

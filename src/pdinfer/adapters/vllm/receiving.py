@@ -116,7 +116,7 @@ class Receiving:
         load, layout = entry.load, self._pages.layout
         entry.grant = PageGrant(
             room=bytes.fromhex(load.room),
-            request_id=load.room,  # vLLM's id comes from a client, and may hold what no frame carries
+            request_id=load.proof,
             writers=(prefill,),
             destinations=(self._channel.address,),
             tokens=range(*load.tokens),

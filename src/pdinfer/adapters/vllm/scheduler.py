@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from pdinfer.adapters.vllm.messages import Arrivals, Load, Orders, Save
+from pdinfer.adapters.vllm.messages import Arrivals, Load, Orders, Save, proof_of
 from pdinfer.adapters.vllm.settings import Ask, Settings, asked
 
 _log = logging.getLogger("vllm.pdinfer")
@@ -20,6 +20,7 @@ class Sent:
     """A request that is computed here for a decode. `num_tokens` are those of its prompt."""
 
     room: str
+    proofs: tuple[str, ...]
     num_tokens: int
     blocks: list[int] = attrs.field(factory=list)
     is_whole: bool = False
@@ -67,12 +68,14 @@ class SchedulerHalf:
             return
         if not ask.loads:
             if not ask.problem and req_id not in self._sent:
-                self._sent[req_id] = Sent(ask.room, int(request.num_prompt_tokens))
+                tokens = request.prompt_token_ids
+                self._sent[req_id] = Sent(ask.room, (proof_of(tokens), proof_of(tokens[:-1])), len(tokens))
         elif num_external and req_id not in self._loaded:
             stop = int(request.num_prompt_tokens) - 1
             start, size = stop - num_external, self._block_size
             blocks = tuple(block_ids[0][start // size : -(-stop // size)])
-            load = Load(req_id, ask.room, ask.prefill, (start, stop), blocks, ask.problem)
+            proof = "" if ask.problem else proof_of(request.prompt_token_ids[:stop])
+            load = Load(req_id, ask.room, ask.prefill, proof, (start, stop), blocks, ask.problem)
             self._next = attrs.evolve(self._next, loads=(*self._next.loads, load))
             self._loaded.add(req_id)
             self._loading.add(req_id)
@@ -123,7 +126,10 @@ class SchedulerHalf:
     def _ask(self, request: Any) -> Ask | None:
         req_id = str(request.request_id)
         if req_id not in self._asks:
-            ask = self._asks[req_id] = asked(request.kv_transfer_params, self._settings)
+            ask = asked(request.kv_transfer_params, self._settings)
+            if ask is not None and (request.prompt_token_ids is None or getattr(request, "mm_features", None)):
+                ask = attrs.evolve(ask, problem="two ends cannot compare prompts of embeddings or images")
+            self._asks[req_id] = ask
             if ask is not None and ask.problem and not ask.loads:
                 _log.warning("request %s is not handed over: %s", req_id, ask.problem)
         return self._asks[req_id]
@@ -145,4 +151,4 @@ class SchedulerHalf:
         stop = min(num_computed + output.num_scheduled_tokens[req_id], sent.num_tokens)
         if not sent.is_whole:
             sent.is_whole = stop == sent.num_tokens
-            yield Save(req_id, sent.room, stop, tuple(sent.blocks), sent.is_whole)
+            yield Save(req_id, sent.room, sent.proofs, stop, tuple(sent.blocks), sent.is_whole)

@@ -119,11 +119,13 @@ class Sending:
             self._grants[grant.room.hex()] = grant, self._clock()
             self._news.add(grant.room.hex())
         for req_id, save in list(self._kept.items()):
-            if (out := self._opened(save)) is not None and out.transfer is None:
-                del self._kept[req_id]
+            if (out := self._opened(save)) is None:
+                continue
+            del self._kept[req_id]
+            if out.transfer is None:
                 self._push(out, save, self._layers)
-                if out.transfer is None:
-                    self._finish(out)
+            if out.transfer is None:
+                self._finish(out)
         stopped = dict(self._channel.poll_stops())
         for out in self._out.values():
             if out.grant.room in stopped and out.transfer is None:
@@ -162,6 +164,9 @@ class Sending:
                 _log.info("the grant of request %s is void: %s", save.req_id, error)
                 self._counts.add(ABORTED + "stopped")
                 out.transfer = Transfer(0, done=True)
+            else:
+                if grant.request_id not in save.proofs:
+                    self._abort(out, "prompt", TransferError("decode's prompt has other tokens than this one"))
         return self._out.get(save.req_id)
 
     def _push(self, out: Outgoing, save: Save, layers: range) -> None:
