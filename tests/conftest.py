@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 
@@ -55,6 +56,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     needed_s = 60 * full.kwargs.get("minutes", 0) if full else 0
     if deadline is not None and time.monotonic() + needed_s > deadline:
         pytest.skip(NO_TIME)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what pytest has collected out of every later collection of garbage, which would look through it all."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
