@@ -80,7 +80,7 @@ def load_model(
     topology, experts = topology or Topology.single(), experts or ExpertConfig()
     config = ModelConfig.from_checkpoint(checkpoint, trusted_roots=trusted_roots)
     check_divides(config, topology)
-    device, dtype = checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)
+    device, dtype = _checked_device(device), _checked_dtype(config.dtype if dtype is None else dtype)
     target = Target(config=config, topology=topology, device=device, dtype=dtype, mtp=mtp)
     with Checkpoint.open(checkpoint, prefixes=config.family.tensor_prefixes, trusted_roots=trusted_roots) as files:
         _check_count(files, config, topology)
@@ -177,12 +177,16 @@ def _checked_dtype(dtype: DType) -> torch.dtype:
     return known
 
 
-def checked_device(device: Device) -> torch.device:
-    """Return the device a model can be on. Raise BackendUnavailable when it is none, or none that is here."""
+def named_device(device: Device) -> torch.device:
+    """Return the device of a name. Raise BackendUnavailable when torch knows none."""
     try:
-        target = torch.device(device)
+        return torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise BackendUnavailable(f"device {device!r} is not a torch device name such as 'cpu' or 'cuda:0'") from error
+
+
+def _checked_device(device: Device) -> torch.device:
+    target = named_device(device)
     if target.type not in ("cpu", "cuda"):
         raise BackendUnavailable(f"device {device} cannot hold a model here; use 'cpu' or 'cuda'")
     if target.type == "cuda" and not torch.cuda.is_available():

@@ -20,7 +20,7 @@ from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kernels.weight_formats import WHOLE, Shard, Weight, assign, empty, expert, places, tensors_of
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.load import checked_device
+from pdinfer.model.load import named_device
 from pdinfer.model.model import Model, op_spec_of
 from pdinfer.moe.parallel import ExpertParallel, checked_placement
 from pdinfer.moe.placement.placement import ExpertPlacement
@@ -202,7 +202,7 @@ def random_model(
     config = config or tiny_config()
     options = experts or ExpertConfig()
     placement = checked_placement(config, topology.ep_size, placement, options, mtp=mtp)
-    target = checked_device(device)
+    target = named_device(device)
     resolved = resolve_ops(op_spec_of(config, topology, target, dtype), forced=providers)
     sum_in_float32(target)
     groups = topology.connect(target)
