@@ -1,12 +1,21 @@
-"""Native kernels that cannot have their memory say so, instead of writing where there is none."""
+"""Native kernels that cannot have their memory say so, instead of writing where there is none or ending the process.
+What a thread keeps from call to call it gives back when it ends."""
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels.native import ops as native
+from tests.conformance.native_builds import HEADERS, as_native, built_with
+from tests.conformance.op_suite import draw, fp8_weight, int8_weight
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])
@@ -20,3 +29,94 @@ def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int)
     pages, table = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(PDInferError, match=rf"attention over \[{tokens}\] tokens lacks \d+ bytes"):
         native.mla_decode(latent, rope, pages, table, torch.tensor([tokens]), scale=1.0)
+
+
+class Allocations:
+    """What the library may still allocate, and holds."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.left = ctypes.c_long.in_dll(library, "allocations_left")
+        self.held = ctypes.c_long.in_dll(library, "allocations_held")
+
+
+@pytest.fixture
+def allocations() -> Iterator[Allocations]:
+    """Let the native ops be those of a library whose allocations are counted."""
+    with as_native(built_with("-O1", "-include", str(HEADERS / "memory.h"))) as library:
+        yield Allocations(library)
+
+
+def in_a_new_thread(run: Callable[[], Tensor], threads: int) -> Tensor | PDInferError:
+    """Return what `run` returns or raises in a thread that has called no kernel before."""
+    got: list[Tensor | PDInferError] = []
+
+    def call() -> None:
+        torch.set_num_threads(threads)
+        try:
+            got.append(run())
+        except PDInferError as error:
+            got.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def experts(*counts: int) -> Callable[[], Tensor]:
+    x, gate_up = draw(sum(counts), 40).bfloat16(), draw(len(counts), 48, 40).bfloat16()
+    down = draw(len(counts), 40, 24).bfloat16()
+    return lambda: native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
+
+
+def experts_of_int8() -> Tensor:
+    x = draw(5, 40).bfloat16()
+    return native.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
+
+
+def decode() -> Tensor:
+    pages, table = draw(13, 16, 96).bfloat16(), torch.arange(13)[None]
+    latent, rope = draw(1, 1, 3, 64).bfloat16(), draw(1, 1, 3, 32).bfloat16()
+    return native.mla_decode(latent, rope, pages, table, torch.tensor([200]), scale=0.25)
+
+
+WORK: dict[str, Callable[[], Tensor]] = {
+    "few rows": lambda: native.linear(draw(4, 64).bfloat16(), draw(136, 64).bfloat16()),
+    "many rows": lambda: native.linear(draw(20, 64).bfloat16(), draw(136, 64).bfloat16()),
+    "heads in": lambda: native.heads_in(draw(3, 2, 48).bfloat16(), draw(2, 48, 128).bfloat16()),
+    "few rows of heads": lambda: native.heads_out(draw(3, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
+    "many rows of heads": lambda: native.heads_out(draw(20, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
+    "experts of few rows": experts(1, 3),
+    "experts of many rows": experts(20, 3),
+    "many experts of many rows": experts(*[17] * 9),
+    "INT8": lambda: native.linear_int8(draw(3, 40).bfloat16(), int8_weight(24, 40)),
+    "experts of INT8": experts_of_int8,
+    "FP8": lambda: native.linear_fp8(draw(3, 130).bfloat16(), fp8_weight(24, 130)),
+    "decode": decode,
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("work", WORK)
+def test_every_allocation_may_fail(allocations: Allocations, work: str, threads: int) -> None:
+    allocations.left.value = 1000
+    expected = in_a_new_thread(WORK[work], threads)
+    assert isinstance(expected, Tensor)
+    for allowed in range(1000 - allocations.left.value):
+        allocations.left.value = allowed
+        got = in_a_new_thread(WORK[work], threads)
+        if isinstance(got, Tensor):  # a copy that saves time could not be made
+            assert torch.equal(got, expected)
+        else:
+            assert isinstance(got, PDInferError)
+            assert "bytes of memory" in str(got)
+
+
+@pytest.mark.parametrize("work", WORK)
+def test_a_thread_that_ends_leaves_nothing_behind(allocations: Allocations, work: str) -> None:
+    allocations.left.value, before = 1000, allocations.held.value
+    assert isinstance(in_a_new_thread(WORK[work], 1), Tensor)
+    deadline = time.monotonic() + 10  # Python's join returns a little before the thread has ended
+    while allocations.held.value != before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert allocations.held.value == before

@@ -12,6 +12,8 @@ FLASH = "src/pdinfer/kernels/torch_flash.py"
 ATTENTION = "tests/conformance/test_attention_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
 BAD = "tests/conformance/test_not_finite.py"
+MEMORY = "tests/conformance/test_native_memory.py"
+FOLDER = "src/pdinfer/kernels/native"
 
 MUTANTS = [
     Mutant(
@@ -174,5 +176,33 @@ MUTANTS = [
         "if (v.f < 0x1p-6f)",
         "if (v.f < 0x1p-9f)",
         f"{QUANTIZED}::test_what_is_rounded_is_equal_on_every_device",
+    ),
+    Mutant(
+        "native products of many rows hide that a thread lacks memory",
+        f"{FOLDER}/strips.c",
+        "            if (!packed) lacking = each;\n",
+        "",
+        f"{MEMORY}::test_every_allocation_may_fail",
+    ),
+    Mutant(
+        "native experts hide that a thread lacks memory",
+        f"{FOLDER}/experts.c",
+        "        if (!able) lacking = packed ? all : of_strip;\n",
+        "",
+        f"{MEMORY}::test_every_allocation_may_fail",
+    ),
+    Mutant(
+        "native linear does not say what a kernel lacks",
+        N,
+        '    _check_memory(lacking, f"a product of {rows} rows")\n',
+        "",
+        f"{MEMORY}::test_every_allocation_may_fail",
+    ),
+    Mutant(
+        "native kernels keep the memory of threads that ended",
+        f"{FOLDER}/room.c",
+        "        if (key_works) pthread_setspecific(key, rooms);\n",
+        "",
+        f"{MEMORY}::test_a_thread_that_ends_leaves_nothing_behind",
     ),
 ]

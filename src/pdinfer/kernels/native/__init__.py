@@ -9,6 +9,7 @@
     strips.c      products of many rows without: with it, torch's are good
     int8.c        products and experts of INT8
     fp8.c         products of few rows with FP8, and its conversions
+    room.c        memory that threads keep from call to call
     rows.c        what lies between products: routing, norms, rotations
     attention.c   latent attention over pages
     vectors.h     bfloat16 and vectors of any width, for all sources

@@ -45,10 +45,13 @@ SIGNATURES = {
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-RESULTS = dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I) | {
-    "mla_decode": _N,
-    "prefill_scratch": _N,
-}
+NEED_MEMORY = ("linear", "heads_in", "heads_out", "experts", "linear_int8", "experts_int8", "linear_fp8", "mla_decode")
+"""The kernels that return how many bytes of memory they could not have."""
+RESULTS = (
+    dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I)
+    | dict.fromkeys(NEED_MEMORY, _N)
+    | {"prefill_scratch": _N}
+)
 """The kernels that return something."""
 
 

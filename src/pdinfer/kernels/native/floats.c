@@ -10,8 +10,7 @@
 #define MOST 3 /* rows of x that pass over a block of weights at once: 4 x 3 sums are 12 of 16 registers */
 
 /* Rows of x as floats, `ldf` apart: of PAIRS values the even ones, then the odd ones; beyond n they are 0. */
-static const float *as_floats(const bf16 *x, i64 ldx, i64 rows, i64 n, i64 ldf) {
-    float *to = room(0, sizeof(float) * rows * ldf);
+static void to_floats(const bf16 *x, i64 ldx, i64 rows, i64 n, i64 ldf, float *to) {
     for (i64 m = 0; m < rows; m++) {
         float *row = to + m * ldf;
         i64 i = 0;
@@ -27,7 +26,6 @@ static const float *as_floats(const bf16 *x, i64 ldx, i64 rows, i64 n, i64 ldf) 
             store(row + i + LANES, odd(load_pairs(rest)));
         }
     }
-    return to;
 }
 
 /* acc[r][m] += x[m] . w[r] over PAIRS values. Weights may lie anywhere. */
@@ -69,9 +67,12 @@ DOT(3, 4)
 typedef void (*Dot)(const float *, i64, const bf16 *, i64, i64, i64, i64, bf16 *, i64);
 static const Dot dots[] = {0, dot_1_4, dot_2_4, dot_3_4};
 
-void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
     i64 ldf = (n + PAIRS - 1) / PAIRS * PAIRS + LANES; /* rows that lie a power of two apart would share cache lines */
-    const float *floats_of = as_floats(x, ldx, rows, n, ldf);
+    i64 bytes = sizeof(float) * rows * ldf;
+    float *floats_of = room(0, bytes);
+    if (!floats_of) return bytes;
+    to_floats(x, ldx, rows, n, ldf, floats_of);
     i64 passes = (rows + MOST - 1) / MOST;
     for (i64 o = first; o < last; o += OUTS)
         for (i64 pass = 0, m = 0; pass < passes; pass++) {
@@ -79,6 +80,7 @@ void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first,
             dots[now](floats_of + m * ldf, ldf, w + o * n, n, OUTS * n, pass, passes, y + m * ldy + o, ldy);
             m += now;
         }
+    return 0;
 }
 
 #define COLUMNS 2 /* vectors of pairs of columns side by side */
@@ -110,9 +112,11 @@ SUMS(1)
 SUMS(2)
 SUMS(3)
 
-void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
     (void)next;
-    float *to = room(0, sizeof(float) * rows * n);
+    i64 bytes = sizeof(float) * rows * n;
+    float *to = room(0, bytes);
+    if (!to) return bytes;
     for (i64 m = 0; m < rows; m++)
         for (i64 r = 0; r < n; r++) to[m * n + r] = from_bf16(x[m * ldx + r]);
     for (i64 c = 0; c < WIDE; c += COLUMNS * PAIRS)
@@ -124,6 +128,7 @@ void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n
             else sums_3(xs, n, w + c, ldw, y + m * ldy + c, ldy);
             m += now;
         }
+    return 0;
 }
 
 #endif

@@ -117,12 +117,14 @@ static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_
 INLINE float from_e4m3(uint8_t code) { return (code & 0x7f) == 0x7f ? NAN : 256 * small(code); }
 
 /* y[rows, outs] = x . w^T for x = numbers[rows, n] * scales[rows, ceil(n / BLOCK)], whose rows are `lds` apart and columns
- * `ldb`. */
-EXPORT void linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
-                       const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
+ * `ldb`. The bytes of memory that it could not have, or 0. */
+EXPORT i64 linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64 ldb, i64 rows, const uint8_t *weights,
+                      const float *weight_scales, i64 outs, i64 parts, i64 n, bf16 *y, int threads) {
     Weight w = {weights, weight_scales, outs, parts, n};
     i64 ldf = blocks_of(n) * BLOCK + LANES, step = threads > 1 ? SHARE(outs, threads) : outs;
-    float *x = room(3, sizeof(float) * rows * ldf);
+    i64 bytes = sizeof(float) * rows * ldf;
+    float *x = room(3, bytes);
+    if (!x) return bytes;
     for (i64 m = 0; m < rows; m++) {
         for (i64 i = 0; i < n; i++) x[m * ldf + i] = from_e4m3(numbers[m * n + i]) * scales[m * lds + i / BLOCK * ldb];
         memset(x + m * ldf + n, 0, sizeof(float) * (ldf - n));
@@ -136,6 +138,7 @@ EXPORT void linear_fp8(const uint8_t *numbers, const float *scales, i64 lds, i64
                 dots[some > 1][now](x + m * ldf, ldf, &w, o, m ? 0 : OUTS * n, y + m * outs, outs);
             }
         }
+    return 0;
 }
 
 /* Rows [first, first + count) of weights -> bf16 [count, n]: their values, rounded once. */

@@ -150,11 +150,13 @@ EXPORT int is_served_int8(i64 rows) {
 #endif
 }
 
-/* y[rows, outs] = x[rows, n] . w[outs, n]^T with a scale per row of w. */
-EXPORT void linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const float *scales, i64 outs, i64 n, bf16 *y,
-                        int threads) {
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T with a scale per row of w. The bytes of memory that it could not have, or 0. */
+EXPORT i64 linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const float *scales, i64 outs, i64 n, bf16 *y,
+                       int threads) {
     i64 ldq = padded_row(n), step = threads > 1 ? SHARE(outs, threads) : outs;
-    int16_t *numbers = room(3, rows * (sizeof *numbers * ldq + sizeof(float)));
+    i64 bytes = rows * (i64)(sizeof(int16_t) * ldq + sizeof(float));
+    int16_t *numbers = room(3, bytes);
+    if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -164,13 +166,14 @@ EXPORT void linear_int8(const bf16 *x, i64 ldx, i64 rows, const int8_t *w, const
         for (i64 o = 0; o < outs; o += step)
             some_outs((Rows){numbers, of_rows, ldq}, rows, w, scales, n, o, MIN(o + step, outs), y, outs);
     }
+    return 0;
 }
 
 /* Gated MLPs of rows sorted by expert, as `experts`, of int8 with scales gate_up_scales [experts, 2 * inner] and
  * down_scales [experts, width]. `hidden` has room for 3 * inner values per row. */
-EXPORT void experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const int8_t *gate_up,
-                         const float *gate_up_scales, const int8_t *down, const float *down_scales, i64 width, i64 inner,
-                         bf16 *hidden, bf16 *y, int threads) {
+EXPORT i64 experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, const int8_t *gate_up,
+                        const float *gate_up_scales, const int8_t *down, const float *down_scales, i64 width, i64 inner,
+                        bf16 *hidden, bf16 *y, int threads) {
     i64 rows = 0, starts[num_experts], active[num_experts], num_active = 0;
     for (i64 e = 0; e < num_experts; e++) {
         starts[e] = rows;
@@ -179,8 +182,9 @@ EXPORT void experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, cons
     }
     bf16 *wide = hidden, *narrow = hidden + rows * 2 * inner;
     i64 step = 128, ups = (2 * inner + step - 1) / step, downs = (width + step - 1) / step;
-    i64 ldq = padded_row(MAX(width, inner));
-    int16_t *numbers = room(3, rows * (sizeof *numbers * ldq + sizeof(float)));
+    i64 ldq = padded_row(MAX(width, inner)), bytes = rows * (i64)(sizeof(int16_t) * ldq + sizeof(float));
+    int16_t *numbers = room(3, bytes);
+    if (!numbers) return bytes;
     float *of_rows = (float *)(numbers + rows * ldq);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -205,4 +209,5 @@ EXPORT void experts_int8(const bf16 *x, const i64 *counts, i64 num_experts, cons
                       down_scales + e * width, inner, o, MIN(o + step, width), y + first * width, width);
         }
     }
+    return 0;
 }

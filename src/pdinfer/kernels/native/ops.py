@@ -97,7 +97,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits:
         return F.linear(x_TI, weight_OI)
     out = x_TI.new_empty(rows, outs)
-    getattr(library(), _LINEARS[x_TI.dtype])(
+    lacking = getattr(library(), _LINEARS[x_TI.dtype])(
         x_TI.data_ptr(),
         x_TI.stride(0),
         rows,
@@ -107,6 +107,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    _check_memory(lacking, f"a product of {rows} rows")
     return out
 
 
@@ -226,7 +227,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
     out = torch.empty_like(x)
     hidden = x.new_empty(len(x), 3 * inner)
-    library().experts(
+    lacking = library().experts(
         x.data_ptr(),
         counts_E.data_ptr(),
         num_experts,
@@ -238,6 +239,7 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    _check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts")
     return out
 
 
@@ -247,7 +249,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
     if not _reads_int8(rows, x_TI, weight):
         return torch_ops.linear_int8(x_TI, weight)
     out = x_TI.new_empty(rows, outs)
-    library().linear_int8(
+    lacking = library().linear_int8(
         x_TI.data_ptr(),
         x_TI.stride(0),
         rows,
@@ -258,6 +260,7 @@ def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    _check_memory(lacking, f"a product of {rows} rows in INT8")
     return out
 
 
@@ -268,7 +271,7 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
     if not fits or not _reads_int8(int(counts_E.max()), x, gate_up, down):
         return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
     out, hidden = torch.empty_like(x), x.new_empty(len(x), 3 * inner)
-    library().experts_int8(
+    lacking = library().experts_int8(
         x.data_ptr(),
         counts_E.data_ptr(),
         num_experts,
@@ -282,6 +285,7 @@ def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: In
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    _check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts in INT8")
     return out
 
 
@@ -321,7 +325,10 @@ def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
     elif rows:
         numbers_TI = x.numbers_TI.contiguous()
         scales = (x.scales_TN.data_ptr(), *x.scales_TN.stride())
-        library().linear_fp8(numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads())
+        lacking = library().linear_fp8(
+            numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads()
+        )
+        _check_memory(lacking, f"a product of {rows} rows in FP8")
     return out
 
 
@@ -358,11 +365,11 @@ def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
     return _by_heads(library().heads_out, x_THC, weight_HVC, outs)
 
 
-def _by_heads(kernel: Callable[..., None], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
+def _by_heads(kernel: Callable[..., int], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
     """Run a product head by head -> [T, H, outs]. `weight_H` is [H, ...]."""
     rows, num_heads, width = x_THI.shape
     out = x_THI.new_empty(rows, num_heads, outs)
-    kernel(
+    lacking = kernel(
         x_THI.data_ptr(),
         x_THI.stride(0),
         x_THI.stride(1),
@@ -375,6 +382,7 @@ def _by_heads(kernel: Callable[..., None], x_THI: Tensor, weight_H: Tensor, outs
         out.data_ptr(),
         torch.get_num_threads(),
     )
+    _check_memory(lacking, f"a product of {rows} rows with {num_heads} heads")
     return out
 
 
@@ -467,6 +475,11 @@ def mla_decode(
         out.data_ptr(),
         torch.get_num_threads(),
     )
-    if lacking:
-        raise PDInferError(f"attention over {context_lens_B.tolist()[:8]} tokens lacks {lacking} bytes of memory")
+    _check_memory(lacking, f"attention over {context_lens_B.tolist()[:8]} tokens")
     return out
+
+
+def _check_memory(lacking: int | None, work: str) -> None:
+    """Raise PDInferError if a kernel says how many bytes of memory it could not have."""
+    if lacking:
+        raise PDInferError(f"{work} lacks {lacking} bytes of memory")

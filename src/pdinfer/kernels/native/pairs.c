@@ -74,7 +74,7 @@ static const Scan far_x[] = {0, scan_1_1, scan_2_1, scan_3_2, scan_4_2, scan_5_2
  * are fetched is how far memory is behind, which grows with the work per weight; with several passes each fetches its
  * share of the next block. Rows of x that lie a power of two apart would push each other out of the cache, so they are
  * copied a little further apart. */
-void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
+i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy) {
     i64 passes = (rows + MOST - 1) / MOST;
     i64 ahead = passes > 1 ? 2 * OUTS * n : rows == 1 ? 3072 : rows == 2 ? 6144 : 2048 * rows;
     const Scan *scans = passes > 1 || rows * n > 12288 ? far_x : near_x;
@@ -90,6 +90,7 @@ void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first,
             m += now;
         }
     free(apart);
+    return 0;
 }
 
 /* y[m][0..128) = sum over r of x[m][r] * w[r][0..128) for M <= 3 rows of x; n is even, rows of w are `ldw` apart. What lies
@@ -130,7 +131,7 @@ SUMS(2)
 SUMS(3)
 
 
-void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
+i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy) {
     for (i64 m = 0; m < rows;) {
         i64 left = rows - m, now = left == 4 ? 2 : MIN(left, 3);
         i64 ahead = m ? 0 : 2 * next;
@@ -139,6 +140,7 @@ void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n
         else sums_3(x + m * ldx, ldx, w, ldw, n, ahead, y + m * ldy, ldy);
         m += now;
     }
+    return 0;
 }
 
 #endif

@@ -1,5 +1,6 @@
 /* The products of a bfloat16 model, and the router's in float32. Called through `ops.py`, which checks dtypes, shapes and
- * strides; sizes here are numbers of elements. docs/decisions/ says why this is C. */
+ * strides; sizes here are numbers of elements. docs/decisions/ says why this is C. What returns an i64 returns the bytes of
+ * memory that it could not have, or 0. */
 
 #include "products.h"
 
@@ -14,14 +15,15 @@ EXPORT int is_served(i64 rows, i64 outs) {
 }
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, of what `is_served`. */
-EXPORT void linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
-    if (rows > FEW_ROWS || outs % 8) {
-        many_rows(x, ldx, rows, w, outs, n, y, outs, threads);
-        return;
+EXPORT i64 linear(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, int threads) {
+    if (rows > FEW_ROWS || outs % 8) return many_rows(x, ldx, rows, w, outs, n, y, outs, threads);
+    i64 step = threads > 1 ? SHARE(outs, threads) : outs, lacking = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
+    for (i64 o = 0; o < outs; o += step) {
+        i64 lacks = few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
+        lacking = MAX(lacking, lacks);
     }
-    i64 step = threads > 1 ? SHARE(outs, threads) : outs;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 o = 0; o < outs; o += step) few_rows(x, ldx, rows, w, n, o, MIN(o + step, outs), y, outs);
+    return lacking;
 }
 
 /* The same in float32, for any number of outs: what routers are made of. */
@@ -45,23 +47,28 @@ EXPORT void linear_float(const float *x, i64 ldx, i64 rows, const float *w, i64 
 
 /* y[rows, heads, outs] = x[rows, heads, n] . w[heads, n, outs] per head; heads of x are `ldh` apart, its rows `ldx`, heads
  * of w `ldw`. outs is a multiple of 128, n even. */
-EXPORT void heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
-                     bf16 *y, int threads) {
-    i64 chunks = outs / WIDE;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+EXPORT i64 heads_in(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs, bf16 *y,
+                    int threads) {
+    i64 chunks = outs / WIDE, lacking = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
     for (i64 item = 0; item < heads * chunks; item++) {
         i64 h = item / chunks, c = item % chunks * WIDE;
-        few_rows_in(x + h * ldh, ldx, rows, w + h * ldw + c, outs, n, ldw, y + h * outs + c, heads * outs);
+        i64 lacks = few_rows_in(x + h * ldh, ldx, rows, w + h * ldw + c, outs, n, ldw, y + h * outs + c, heads * outs);
+        lacking = MAX(lacking, lacks);
     }
+    return lacking;
 }
 
 /* y[rows, heads, outs] = x[rows, heads, n] . w[heads, outs, n]^T per head; strides as above, outs a multiple of 8. */
-EXPORT void heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
-                      bf16 *y, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (i64 h = 0; h < heads; h++)
-        if (rows > FEW_ROWS)
-            many_rows(x + h * ldh, ldx, rows, w + h * ldw, outs, n, y + h * outs, heads * outs, 1);
-        else
-            few_rows(x + h * ldh, ldx, rows, w + h * ldw, n, 0, outs, y + h * outs, heads * outs);
+EXPORT i64 heads_out(const bf16 *x, i64 ldx, i64 ldh, i64 rows, i64 heads, i64 n, const bf16 *w, i64 ldw, i64 outs,
+                     bf16 *y, int threads) {
+    i64 lacking = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1) reduction(max : lacking)
+    for (i64 h = 0; h < heads; h++) {
+        const bf16 *in = x + h * ldh, *of_head = w + h * ldw;
+        i64 lacks = rows > FEW_ROWS ? many_rows(in, ldx, rows, of_head, outs, n, y + h * outs, heads * outs, 1)
+                                    : few_rows(in, ldx, rows, of_head, n, 0, outs, y + h * outs, heads * outs);
+        lacking = MAX(lacking, lacks);
+    }
+    return lacking;
 }

@@ -15,17 +15,21 @@
 #endif
 #define WIDE 128 /* columns of `few_rows_in` */
 
+/* Functions that need memory return the bytes of it that they could not have, else 0. What they were to write is then
+ * undefined. */
+
 /* y[m][o] = x[m] . w[o] for o in [first, last), a multiple of 8 apart. Weights come from memory once. */
-void few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy);
+i64 few_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 n, i64 first, i64 last, bf16 *y, i64 ldy);
 
 /* y[m][0..WIDE) = sum over r of x[m][r] * w[r][0..WIDE); n is even, rows of w are `ldw` apart. The same of what lies
  * `next` values behind w may be asked for already. */
-void few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy);
+i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n, i64 next, bf16 *y, i64 ldy);
 
 #define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
 
-/* Memory of this thread, kept from call to call; one of a few. What it held is lost when it grows. */
+/* Memory of this thread, kept from call to call; one of a few. What it held is lost when it grows. NULL when there is not
+ * so much. */
 void *room(int which, i64 bytes);
 
 /* The inputs of a strip or a panel: those there are, and 0 up to a multiple of 32. */
@@ -71,4 +75,4 @@ INLINE i64 panel_bytes(const Many *way, i64 rows, i64 n) { return way->bytes * (
 void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy);
 
 /* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows, by floats. */
-void many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads);
+i64 many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads);

@@ -13,17 +13,6 @@
 
 typedef uint32_t eight __attribute__((vector_size(32)));
 
-void *room(int which, i64 bytes) {
-    static _Thread_local struct { void *at; i64 size; } rooms[4];
-    if (bytes > rooms[which].size) {
-        free(rooms[which].at);
-        rooms[which].at = NULL;
-        if (posix_memalign(&rooms[which].at, 64, bytes)) abort();
-        rooms[which].size = bytes;
-    }
-    return rooms[which].at;
-}
-
 /* Rows of the next panel when `left` are left of a chunk. */
 INLINE i64 panel_of(i64 left) { return left / ((left + PANEL - 1) / PANEL); }
 
@@ -147,18 +136,22 @@ void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy) {
             for (i64 i = 0; i < outs; i++) y[i] = to_bf16(c[i]);
 }
 
-void many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads) {
-    float *panels = room(0, panel_bytes(&by_floats, MIN(rows, PANELS), n));
+i64 many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads) {
+    i64 all = panel_bytes(&by_floats, MIN(rows, PANELS), n), each = sizeof(bf16) * STRIP * padded(n), lacking = 0;
+    float *panels = room(0, all);
+    if (!panels) return all;
     for (i64 r = 0; r < rows; r += PANELS, x += PANELS * ldx, y += PANELS * ldy) {
         i64 now = MIN(rows - r, PANELS);
-#pragma omp parallel num_threads(threads) if (threads > 1)
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
         {
-            bf16 *packed = room(1, sizeof(bf16) * STRIP * padded(n));
+            bf16 *packed = room(1, each);
+            if (!packed) lacking = each;
             float c[CHUNK * STRIP];
 #pragma omp for schedule(static)
             for (i64 m = 0; m < now; m += CHUNK) pack(x + m * ldx, ldx, MIN(CHUNK, now - m), n, panels + m * padded(n));
 #pragma omp for schedule(dynamic)
             for (i64 o = 0; o < outs; o += STRIP) {
+                if (!packed) continue;
                 Strip strip = strip_of(w, outs, n, o);
                 pack_strip(&strip, 0, n, packed);
                 for (i64 m = 0; m < now; m += CHUNK) {
@@ -169,4 +162,5 @@ void many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n,
             }
         }
     }
+    return lacking;
 }
