@@ -11,11 +11,13 @@ import pytest
 
 from pdinfer.kernels.ops import OP_NAMES
 from tests.conformance.interpreter import as_a_gpu
+from tests.conformance.native_builds import BODIES, as_native, built_with
 from tests.simulated.device import set_up, why_not
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--most-cases", type=int, help="run so many cases of each test and op, the same each time")
+    parser.addoption("--native-body", help="run native ops in the bodies for such a CPU: see native_builds.BODIES")
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,4 +52,12 @@ def simulated(request: pytest.FixtureRequest) -> None:
 def interpreted() -> Iterator[None]:
     """Where kernels are interpreted (test_triton_interpreter.py starts such runs), let them compute as on a GPU."""
     with as_a_gpu() if os.environ.get("TRITON_INTERPRET") == "1" else nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def native_body(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With `--native-body`, let the native ops be those of a library that was compiled so."""
+    body = request.config.getoption("--native-body")
+    with as_native(built_with(*BODIES[body])) if body else nullcontext():
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,18 @@ from pdinfer.kernels.native import ops as native
 from pdinfer.process import compiled
 
 HEADERS = Path(__file__).parent / "native"
+IN_C = ("-O1", "-march=x86-64-v3", "-include", str(HEADERS / "avx512.h"))
+BODIES = {
+    "as it is": (),
+    "floats": ("-mno-avx512bf16",),
+    "x86-64": ("-O1", "-march=x86-64"),
+    "AVX2": ("-O1", "-march=x86-64-v3"),
+    "tiles in C": ("-mno-avx512bf16", "-DTILES_IN_C"),
+    "AVX-512 in C": (*IN_C, "-DLIKE=1"),
+    "AVX-512 BF16 in C": (*IN_C, "-DLIKE=2"),
+    "AMX in C": (*IN_C, "-DLIKE=3"),
+}
+"""How the library is compiled to have the bodies that it has for such CPUs."""
 
 
 @functools.cache
@@ -25,9 +38,12 @@ def built_with(*flags: str) -> ctypes.CDLL:
         native.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
+    headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HEADERS.iterdir()))).hexdigest()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled, "FLAGS", (*compiled.FLAGS, *flags))
-        return compiled.find_or_build(build.sources(), compiled.cpu_flags())
+        patch.setattr(compiled, "FLAGS", (*compiled.FLAGS, *flags, *([f"-DHEADERS_{headers}"] if flags else [])))
+        library = compiled.find_or_build(build.sources(), compiled.cpu_flags())
+        library.find_tiles()
+        return library
 
 
 @contextmanager

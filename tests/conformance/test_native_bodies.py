@@ -1,42 +1,53 @@
-"""Native products have a body for each kind of CPU. Those that this CPU can run keep to the reference, and so do tiles
-in plain C, which stand for AMX on every CPU."""
+"""Native kernels have a body for each kind of CPU. Those that this CPU can run keep to the reference, and so do those
+for AVX-512 and AMX with instructions in plain C (native/avx512.h). All suites run on a body by
+`pytest tests/conformance -k native --native-body NAME`."""
 
 from __future__ import annotations
 
+import ctypes
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve_ops
 from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from pdinfer.process import compiled
-from tests.conformance.op_suite import draw
+from tests.backends import ROOT, child_environment
+from tests.conformance.native_builds import BODIES, as_native, built_with
+from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_weight, int8_weight
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
-BODIES = {"as it is": (), "floats": ("-mno-avx512bf16",), "tiles in C": ("-mno-avx512bf16", "-DTILES_IN_C")}
-HERE = [name for name in BODIES if name != "floats" or "avx512_bf16" in compiled.cpu_flags()]
+QUICK = ("as it is", "tiles in C", "AMX in C")
+"""The bodies that are tried each time."""
+SUITES = ("ops", "attention_ops", "quantized_ops", "not_finite", "fused_ops", "native_ops", "routing_ops", "page_ops")
+"""What runs on every body, at times."""
+HERE = [
+    pytest.param(name, marks=() if name in QUICK else (pytest.mark.full,))
+    for name in BODIES
+    if name != "floats" or "avx512_bf16" in compiled.cpu_flags()
+]
 """Elsewhere the library has floats as it is."""
 
 
 @pytest.fixture(params=HERE)
-def body(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def body(request: pytest.FixtureRequest) -> Iterator[ctypes.CDLL]:
     """Let the native ops be those of a library that was compiled so."""
-    monkeypatch.setattr(compiled, "FLAGS", (*compiled.FLAGS, *BODIES[request.param]))
-    try:
-        library = compiled.find_or_build(build.sources(), compiled.cpu_flags())
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
-    monkeypatch.setattr(native, "library", lambda: library)
-    if request.param != "as it is":
-        assert library.find_tiles() == (request.param == "tiles in C")
-    return str(request.param)
+    with as_native(built_with(*BODIES[request.param])) as library:
+        if request.param != "as it is":
+            assert library.find_tiles() == (request.param in ("tiles in C", "AMX in C"))
+        yield library
+        if request.param == "AMX in C":
+            assert not ctypes.c_long.in_dll(library, "tile_faults").value
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +74,7 @@ def experts_of(counts: tuple[int, ...], width: int, inner: int) -> tuple[Tensor,
 
 @pytest.mark.parametrize("counts", [(17,), (16, 0, 1, 19), (3, 1, 2), (20,) * 9], ids=str)
 @pytest.mark.parametrize("sizes", [(33, 7), (1, 1), (300, 48)], ids=str)
-def test_experts(body: str, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
+def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
     x, gate_up, down = experts_of(counts, *sizes)
     got = native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
     x, gate_up, down = x.double(), gate_up.double(), down.double()
@@ -73,16 +84,36 @@ def test_experts(body: str, counts: tuple[int, ...], sizes: tuple[int, int]) -> 
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [*product((1, 4, 15, 17, 600), ((33, 40), (264, 21)))])
-def test_linear(body: str, rows: int, sizes: tuple[int, int]) -> None:
+def test_linear(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
     x, weight = draw(rows, sizes[0]).bfloat16(), draw(sizes[1], sizes[0], seed=1).bfloat16()
     got = native.linear(x, weight)
     x, weight = x.double(), weight.double()
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
 
+@pytest.mark.parametrize("heads", [1, 5, 16])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(body: ctypes.CDLL, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "PART_TOKENS", 64)
+    case = Attention(torch.bfloat16, heads, 16, (150, 33, 64, 97), (150, 20, 1, 60), (64, 32, 34, 64), num_queries=2)
+    run = case.prefill if name == "mla_prefill" else case.decode
+    assert_within(run(getattr(native, name), case.pages, lambda x: x), *case.expected(name), torch.bfloat16)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16])
+@pytest.mark.parametrize("sizes", [(24, 43), (9, 200), (7, 130)], ids=str)
+def test_stored_weights(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
+    x, int8, fp8 = draw(rows, sizes[1]).bfloat16(), int8_weight(*sizes), fp8_weight(*sizes)
+    got = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
+    with as_native(built_with()):  # which test_quantized_ops.py compares with the reference
+        expected = native.linear_int8(x, int8), native.linear_fp8(x, fp8)
+    assert torch.equal(got[0], expected[0])
+    torch.testing.assert_close(got[1], expected[1], rtol=0.01, atol=0.01)
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("rows", [4, 40])
-def test_a_row_that_is_not_finite_stays_alone(body: str, rows: int, bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_alone(body: ctypes.CDLL, rows: int, bad: float) -> None:
     """Rows share tiles, and vectors share registers."""
 
     def check(run: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -100,10 +131,84 @@ def test_a_row_that_is_not_finite_stays_alone(body: str, rows: int, bad: float) 
     check(lambda x: native.grouped_mlp(x, torch.tensor((rows, rows + 3)), gate_up, down), x)
 
 
-def test_torchs_products_are_as_before(body: str) -> None:
+def test_torchs_products_are_as_before(body: ctypes.CDLL) -> None:
     """Its library configures tiles too, once per thread."""
     x, weight = draw(64, 96).bfloat16(), draw(48, 96, seed=1).bfloat16()
     before = torch.nn.functional.linear(x, weight)
     x_of, gate_up, down = experts_of((40, 40), 64, 32)
     native.grouped_mlp(x_of, torch.tensor((40, 40)), gate_up, down)
     assert torch.equal(torch.nn.functional.linear(x, weight), before)
+
+
+@pytest.fixture
+def amx() -> Iterator[ctypes.CDLL]:
+    """Let the native ops be those for AMX, in C, and undo what the test makes of tiles."""
+    with as_native(built_with(*BODIES["AMX in C"])) as library:
+        yield library
+        ctypes.c_int.in_dll(library, "tiles_allowed").value = 1
+        assert library.find_tiles()
+        assert not ctypes.c_long.in_dll(library, "tile_faults").value
+
+
+def test_tiles_that_are_not_allowed_are_not_used(amx: ctypes.CDLL) -> None:
+    x, gate_up, down = experts_of((20, 3), 72, 40)
+    counts = torch.tensor((20, 3))
+    expected = native.grouped_mlp(x, counts, gate_up, down)
+    allowed, granted = (ctypes.c_int.in_dll(amx, name) for name in ("tiles_allowed", "tiles_granted"))
+    allowed.value = granted.value = 0
+    assert not amx.find_tiles()
+    assert not amx.experts_are_served(20, 72, 40)
+    torch.testing.assert_close(native.grouped_mlp(x, counts, gate_up, down), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("palette", [1, 0])
+def test_tiles_are_left_as_they_were_configured(amx: ctypes.CDLL, palette: int) -> None:
+    """The library of torch's products remembers what it configured, and does not look again."""
+    before = bytes([palette] + [0] * 15 + [32, 0] * 8 + [0] * 16 + [3] * 8 + [0] * 8) if palette else bytes(64)
+    amx.configure_tiles(before)
+    torch.set_num_threads(1)
+    x, gate_up, down = experts_of((20, 3), 72, 40)
+    native.grouped_mlp(x, torch.tensor((20, 3)), gate_up, down)
+    after = ctypes.create_string_buffer(64)
+    amx.configuration_of_tiles(after)
+    assert after.raw == before
+
+
+@pytest.mark.full(minutes=1)
+@pytest.mark.parametrize("cpu", ["x86-64", "haswell", "skylake-avx512", "cooperlake", "znver4", "sapphirerapids"])
+def test_the_kernels_compile_for(cpu: str, tmp_path: Path) -> None:
+    compiler = next(filter(None, map(shutil.which, compiled.COMPILERS)), None)
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    flags = [flag for flag in compiled.FLAGS if not flag.startswith("-march")]
+    sources = sorted(map(str, build.FOLDER.glob("*.c")))
+    known = subprocess.run([compiler, f"-march={cpu}", "-E", "/dev/null"], capture_output=True, check=False)
+    if known.returncode:
+        pytest.skip(f"{compiler} does not know {cpu}")
+    warnings = ("-Wall", "-Wextra", "-Werror", "-Wno-psabi")
+    done = subprocess.run(
+        [compiler, *flags, *warnings, "-fopenmp", f"-march={cpu}", "-c", *sources],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr.decode()
+
+
+@pytest.mark.full(minutes=2)
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in ("as it is", "floats", "AVX2")])
+def test_every_suite_passes_on(name: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--native-body", name]
+    suites = [f"tests/conformance/test_{suite}.py" for suite in SUITES]
+    done = subprocess.run(
+        [*command, "-m", "not full and not gpu", "-k", "native and not gpusim", *suites],
+        cwd=ROOT,
+        env=child_environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert not done.returncode, done.stdout
+    assert passed is not None
+    assert int(passed[1]) > 600

@@ -14,6 +14,8 @@ QUANTIZED = "tests/conformance/test_quantized_ops.py"
 BAD = "tests/conformance/test_not_finite.py"
 MEMORY = "tests/conformance/test_native_memory.py"
 FOLDER = "src/pdinfer/kernels/native"
+BODIES = "tests/conformance/test_native_bodies.py"
+SHAPES = "tests/conformance/test_native_shapes.py"
 
 MUTANTS = [
     Mutant(
@@ -204,5 +206,54 @@ MUTANTS = [
         "        if (key_works) pthread_setspecific(key, rooms);\n",
         "",
         f"{MEMORY}::test_a_thread_that_ends_leaves_nothing_behind",
+    ),
+    Mutant(
+        "AVX-512 BF16 products read a value beyond the last",
+        f"{FOLDER}/pairs.c",
+        "__mmask32 some = n - i >= 32 ? ~0u : (1u << (n - i)) - 1; ",
+        "__mmask32 some = n - i >= 31 ? ~0u : (2u << (n - i)) - 1; ",
+        f"{SHAPES}::test_linear",
+    ),
+    Mutant(
+        "AVX-512 BF16 sums over heads come back in the order of their lanes",
+        f"{FOLDER}/vectors.h",
+        "#define HIGH _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8)",
+        "#define HIGH _mm512_set_epi32(31, 30, 29, 28, 27, 26, 25, 24, 15, 14, 13, 12, 11, 10, 9, 8)",
+        f"{SHAPES}::test_products_of_heads",
+    ),
+    Mutant(
+        "AVX-512 BF16 decode weighs the values of other heads",
+        CA,
+        "weights + (h + MIN(a, some - 1)) * (TOKENS / 2) + t / 2;",
+        "weights + (h + MIN(a, some - 1)) * TOKENS + t / 2;",
+        f"{BODIES}::test_attention",
+    ),
+    Mutant(
+        "AVX-512 reads the second half of FP8 numbers as the first",
+        F8,
+        "_mm512_extracti64x4_epi64(bits, 1)",
+        "_mm512_extracti64x4_epi64(bits, 0)",
+        f"{BODIES}::test_stored_weights",
+    ),
+    Mutant(
+        "tiles of AMX are used without permission",
+        f"{FOLDER}/tiles.c",
+        "    if (!allowed()) return 0;\n",
+        "",
+        f"{BODIES}::test_tiles_that_are_not_allowed_are_not_used",
+    ),
+    Mutant(
+        "tiles of AMX stay configured",
+        f"{FOLDER}/tiles.c",
+        "    else _tile_release();\n",
+        "",
+        f"{BODIES}::test_tiles_are_left_as_they_were_configured",
+    ),
+    Mutant(
+        "rows of experts are read past their end",
+        f"{FOLDER}/floats.c",
+        "        for (; i + PAIRS <= n; i += PAIRS) {\n            words pairs = load_pairs(x",
+        "        for (; i < n; i += PAIRS) {\n            words pairs = load_pairs(x",
+        f"{SHAPES}::test_memory_may_lie_anywhere",
     ),
 ]

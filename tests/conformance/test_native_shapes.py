@@ -1,0 +1,218 @@
+"""Native kernels at every edge of their blocks, and on memory that lies as it may: not aligned, with rows apart, and
+with nothing that may be read behind it. Numbers are small and whole, so that every order of a sum gives the same."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdinfer.kernels import reference
+from pdinfer.kernels.native import ops as native
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic
+from tests.conformance.op_suite import draw
+from tests.conformance.test_native_bodies import body
+
+__all__ = ["body"]
+
+FEW = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16)
+MANY = (17, 18, 23, 31, 33, 145, 513)
+WIDTHS = (1, 2, 15, 17, 31, 32, 34, 63, 65, 127, 129, 257)
+OUTS = (1, 7, 8, 16, 31, 32, 33, 40, 72)
+
+
+def whole(*shape: int, seed: int = 0) -> Tensor:
+    """Return numbers from -3 to 3."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def exact(op: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return what the reference makes of these, rounded once."""
+    return op(*(x.double() if x.is_floating_point() else x for x in inputs)).bfloat16()
+
+
+class Guarded:
+    """Memory that ends where nothing may be read: what reads on is ended by the system."""
+
+    def __init__(self) -> None:
+        self.kept: list[mmap.mmap] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the same numbers at the very end of such memory."""
+        bytes_ = x.numel() * x.element_size()
+        room = -(-bytes_ // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, room + mmap.PAGESIZE)
+        self.kept.append(memory)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(at + room), mmap.PAGESIZE, 0)
+        held = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=room - bytes_).view(x.shape)
+        return held.copy_(x)
+
+
+def askew(x: Tensor) -> Tensor:
+    """Return the same numbers at an odd multiple of their size."""
+    return torch.cat((x.flatten()[:1], x.flatten()))[1:].view(x.shape)
+
+
+def apart(x: Tensor) -> Tensor:
+    """Return the same numbers with NaN between the rows."""
+    return torch.cat((x, torch.full_like(x[..., :3], torch.nan)), -1)[..., : x.shape[-1]]
+
+
+LAID = {"plain": lambda x: x, "askew": askew, "apart": apart, "guarded": Guarded()}
+
+
+@pytest.fixture(params=[1, 2, pytest.param(3, marks=pytest.mark.full)])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def some(*choices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return some of all choices: every value of each, in company that differs."""
+    all_ = [*product(*choices)]
+    return all_[:: max(1, len(all_) // 40) | 1]
+
+
+def test_linear(body: ctypes.CDLL, threads: None) -> None:
+    for rows, width, outs in some((*FEW, *MANY), WIDTHS, OUTS):
+        x, weight = whole(rows, width), whole(outs, width, seed=1)
+        expected = exact(reference.linear, x, weight)
+        for laid in LAID.values():
+            assert torch.equal(native.linear(laid(x), weight), expected), (rows, width, outs)
+        assert torch.equal(native.linear(x, askew(weight)), expected)
+        assert torch.equal(native.linear(x, LAID["guarded"](weight)), expected)
+
+
+def test_products_of_heads(body: ctypes.CDLL, threads: None) -> None:
+    for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), WIDTHS, (8, 16, 40, 72)):
+        x, weight = whole(rows, heads, width), whole(heads, outs, width, seed=1)
+        assert torch.equal(native.heads_out(x, weight), exact(reference.heads_out, x, weight)), (
+            rows,
+            heads,
+            width,
+            outs,
+        )
+    for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), (2, 32, 34), (128, 256)):
+        x, weight = whole(rows, heads, width), whole(heads, width, outs, seed=1)
+        expected = exact(reference.heads_in, x, weight)
+        assert torch.equal(native.heads_in(x, weight), expected), (rows, heads, width, outs)
+
+
+def int8(numbers: Tensor, scale: Tensor) -> Int8Dynamic:
+    return Int8Dynamic(numbers=numbers, scale=scale)
+
+
+def fp8(numbers: Tensor, scale: Tensor) -> FP8Blocks:
+    return FP8Blocks(numbers=numbers, scale=scale, ue8m0=False, parts=1)
+
+
+COUNTS = {"few": (3, 0, 1), "many": (19, 0, 1), "whole": (17,) * 13}
+COS = draw(5, 8)
+PAGES, TABLE = draw(7, 16, 96).bfloat16(), torch.tensor([[5, 2, 0], [1, 6, 3]])
+
+
+def decode(latent: Tensor, rope: Tensor, pages: Tensor, table: Tensor) -> Tensor:
+    return native.mla_decode(latent, rope, pages, table, torch.tensor([33, 48]), scale=0.25)
+
+
+def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
+    return native.mla_prefill(q, pages, kv_b, table, (7, 48), (33, 48), v_head_dim=64, scale=0.25)
+
+
+Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
+CASES: dict[str, Case] = {
+    "rms_norm": (lambda x, weight: native.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
+    "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
+    "gated_silu": (native.gated_silu, (whole(5, 46),)),
+    "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
+    "linear_float": (native.linear, (draw(5, 43), draw(9, 43))),
+    "heads_in": (native.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
+    "heads_out": (native.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
+    "heads_out of many rows": (native.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
+    "linear_int8": (
+        lambda x, numbers, scale: native.linear_int8(x, int8(numbers, scale)),
+        (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
+    ),
+    "linear_fp8": (
+        lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+        (whole(5, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
+    ),
+    "linear_fp8 of many rows": (
+        lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+        (whole(25, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
+    ),
+    "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
+    "mla_prefill": (prefill, (draw(55, 5, 66).bfloat16(), PAGES, draw(5 * 98, 64).bfloat16() / 8, TABLE)),
+} | {
+    f"experts, {name}": (
+        lambda x, gate_up, down, counts=counts: native.grouped_mlp(x, torch.tensor(counts), gate_up, down),
+        (whole(sum(counts), 40), whole(len(counts), 48, 40), whole(len(counts), 40, 24)),
+    )
+    for name, counts in COUNTS.items()
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_may_lie_anywhere(body: ctypes.CDLL, name: str) -> None:
+    """Nothing behind it is read, but asked for at most."""
+    op, inputs = CASES[name]
+    expected = op(*inputs)
+    assert expected.isfinite().all()
+    for at, x in enumerate(inputs):
+        for how in ("askew", "guarded"):
+            got = op(*inputs[:at], LAID[how](x), *inputs[at + 1 :])
+            assert torch.equal(got, expected), (at, how)
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65)], ids=str)
+def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int], threads: None) -> None:
+    """With gates far above 0 silu is the identity, and every sum stays exact."""
+    width, inner = sizes
+    x, gate_up = whole(sum(counts), width).abs() + 1, whole(len(counts), 2 * inner, width, seed=1)
+    gate_up[:, :inner] = 0
+    gate_up[:, :inner, 0] = 64
+    down, expert = (
+        whole(len(counts), width, inner, seed=2),
+        torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
+    )
+    gate, up = (gate_up[expert].double() @ x[..., None].double())[..., 0].bfloat16().chunk(2, -1)
+    expected = (down[expert].double() @ (gate * up)[..., None].double())[..., 0].bfloat16()
+    assert torch.equal(native.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
+
+
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=str)
+def test_a_weight_that_is_not_finite_spoils_its_own_column(body: ctypes.CDLL, rows: int, bad: float) -> None:
+    x, weight = whole(rows, 45).abs() + 1, whole(41, 45, seed=1)
+    good = native.linear(x, weight)
+    weight[33, 44] = bad
+    got = native.linear(x, weight)
+    assert not got[:, 33].isfinite().any()
+    kept = torch.arange(41) != 33
+    assert torch.equal(got[:, kept], good[:, kept])
+
+
+def test_nothing_is_an_input_too(body: ctypes.CDLL, threads: None) -> None:
+    """No rows, no experts with rows, and prompts without queries or tokens."""
+    assert native.linear(whole(0, 40), whole(8, 40)).shape == (0, 8)
+    assert native.heads_in(whole(0, 2, 32), whole(2, 32, 128)).shape == (0, 2, 128)
+    assert native.heads_out(whole(0, 2, 32), whole(2, 8, 32)).shape == (0, 2, 8)
+    assert native.rms_norm(whole(0, 40), whole(40), 1e-6).shape == (0, 40)
+    assert native.gated_silu(whole(0, 40)).shape == (0, 20)
+    assert native.combine_rows(whole(0, 40), torch.full((2, 3), -1), draw(2, 3)).eq(0).all()
+    none = torch.zeros(3, dtype=torch.int64)
+    assert native.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
+    q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
+    table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])
+    got = native.mla_prefill(q, PAGES, kv_b, table, (0, 9, 0), (0, 33, 20), v_head_dim=64, scale=0.25)
+    alone = native.mla_prefill(q, PAGES, kv_b, table[1:2], (9,), (33,), v_head_dim=64, scale=0.25)
+    assert torch.equal(got, alone)
