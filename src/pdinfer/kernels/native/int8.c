@@ -4,8 +4,8 @@
 #include "products.h"
 
 #define WIDTH (2 * LANES) /* values that are multiplied at once */
-#define OUTS 4            /* weight rows read side by side, so that what is read of x serves all of them */
-#define MOST 3            /* rows of x that pass over a block of weights at once: 4 x 3 sums are 12 of 16 registers */
+#define MOST 4            /* rows of x that pass over a row of weights at once */
+#define AHEAD 2048        /* bytes between the weights that are read and those that are asked for */
 
 typedef int8_t bytes __attribute__((vector_size(WIDTH)));
 typedef int16_t shorts __attribute__((vector_size(2 * WIDTH)));
@@ -86,57 +86,51 @@ typedef struct {
 
 #define LINE 64 /* bytes of weights that are asked for at once */
 
-/* acc[r][m] += x[m] . w[r] over WIDTH values from i on. Weights may lie anywhere. */
-#define ADD(M, R, W)                                                                                                   \
-    for (int r = 0; r < R; r++) {                                                                                      \
+/* acc[m] += x[m] . w over WIDTH values from i on. Weights may lie anywhere. */
+#define ADD(M, W)                                                                                                      \
+    {                                                                                                                  \
         shorts ws = load_bytes(W);                                                                                     \
-        for (int m = 0; m < M; m++) acc[r][m] = add_neighbours(acc[r][m], ws, load_shorts(x + m * ldq + i));           \
+        for (int m = 0; m < M; m++) acc[m] = add_neighbours(acc[m], ws, load_shorts(x + m * ldq + i));                 \
     }
 
-/* c[m][0..R) = x[m] . w[0..R) for M rows of x. What lies `ahead` bytes behind the weights is asked for; past the end of
- * all weights that is harmless. */
-#define DOT(M, R)                                                                                                      \
-    static void dot_##M##_##R(const int16_t *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, int *c) {                  \
-        ints acc[R][M];                                                                                                \
-        for (int r = 0; r < R; r++)                                                                                    \
-            for (int m = 0; m < M; m++) acc[r][m] = (ints){0};                                                         \
+/* c[m] = x[m] . w for M rows of x. Rows of weights are read one by one, since memory likes to be read in order. What lies
+ * `ahead` bytes behind is asked for; past the end of all weights that is harmless. */
+#define DOT(M)                                                                                                         \
+    static void dot_##M(const int16_t *x, i64 ldq, const int8_t *w, i64 n, i64 ahead, int *c) {                        \
+        ints acc[M];                                                                                                   \
+        for (int m = 0; m < M; m++) acc[m] = (ints){0};                                                                \
         i64 i = 0;                                                                                                     \
         while (i + LINE <= n) {                                                                                        \
-            for (int r = 0; r < R; r++) __builtin_prefetch(w + r * n + i + ahead, 0, 2);                               \
-            for (int u = 0; u < LINE; u += WIDTH, i += WIDTH) ADD(M, R, w + r * n + i)                                 \
+            __builtin_prefetch(w + i + ahead, 0, 3);                                                                   \
+            for (int u = 0; u < LINE; u += WIDTH, i += WIDTH) ADD(M, w + i)                                            \
         }                                                                                                              \
         for (; i < n; i += WIDTH) {                                                                                    \
-            int8_t rest[R][WIDTH] = {{0}};                                                                             \
-            for (int r = 0; r < R; r++) memcpy(rest[r], w + r * n + i, MIN(WIDTH, n - i));                             \
-            ADD(M, R, rest[r])                                                                                         \
+            int8_t rest[WIDTH] = {0};                                                                                  \
+            memcpy(rest, w + i, MIN(WIDTH, n - i));                                                                    \
+            ADD(M, rest)                                                                                               \
         }                                                                                                              \
-        for (int m = 0; m < M; m++)                                                                                    \
-            for (int r = 0; r < R; r++) c[m * R + r] = total_of(acc[r][m]);                                            \
+        for (int m = 0; m < M; m++) c[m] = total_of(acc[m]);                                                           \
     }
-DOT(1, 4)
-DOT(2, 4)
-DOT(3, 4)
-DOT(1, 1)
-DOT(2, 1)
-DOT(3, 1)
+DOT(1)
+DOT(2)
+DOT(3)
+DOT(4)
 
 typedef void (*Dot)(const int16_t *, i64, const int8_t *, i64, i64, int *);
-static const Dot dots[2][4] = {{0, dot_1_1, dot_2_1, dot_3_1}, {0, dot_1_4, dot_2_4, dot_3_4}};
+static const Dot dots[] = {0, dot_1, dot_2, dot_3, dot_4};
 
 /* y[m][o] = x[m] . w[o], times both scales, for o in [first, last). */
 static void some_outs(Rows x, i64 rows, const int8_t *w, const float *scales, i64 n, i64 first, i64 last, bf16 *y,
                       i64 ldy) {
-    for (i64 o = first, outs; o < last; o += outs) {
-        outs = last - o >= OUTS ? OUTS : 1;
+    for (i64 o = first; o < last; o++)
         for (i64 m = 0, now; m < rows; m += now) {
-            int c[MOST * OUTS];
-            now = rows - m == 4 ? 2 : MIN(MOST, rows - m);
-            dots[outs > 1][now](x.numbers + m * x.ldq, x.ldq, w + o * n, n, m ? 0 : OUTS * n, c);
+            int c[MOST];
+            i64 left = rows - m, passes = (left + MOST - 1) / MOST;
+            now = left / passes;
+            dots[now](x.numbers + m * x.ldq, x.ldq, w + o * n, n, m ? 0 : AHEAD, c);
             for (i64 k = 0; k < now; k++)
-                for (i64 r = 0; r < outs; r++)
-                    y[(m + k) * ldy + o + r] = to_bf16((float)c[k * outs + r] * x.scales[m + k] * scales[o + r]);
+                y[(m + k) * ldy + o] = to_bf16((float)c[k] * x.scales[m + k] * scales[o]);
         }
-    }
 }
 
 INLINE i64 padded_row(i64 n) { return (n + 2 * WIDTH - 1) / (2 * WIDTH) * (2 * WIDTH) + WIDTH; }
