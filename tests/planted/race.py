@@ -6,6 +6,8 @@ from tests.planted.mutant import Mutant
 
 _RESULTS = "tests/test_results.py"
 _RACE = "tests/test_cpu_race.py"
+_TURNS = "tests/unit/pairing/test_turns.py"
+_SCHEDULE = "tests/unit/engine/test_schedule.py"
 
 MUTANTS = [
     Mutant(
@@ -42,5 +44,40 @@ MUTANTS = [
         '    print(json.dumps({**line, "cpu": cpu_here()}), flush=True)',
         "    print(json.dumps(line), flush=True)",
         f"{_RACE}::test_a_line_names_the_cpu_and_the_flags_that_matter",
+    ),
+    Mutant(
+        "a chunk leaves no time to decode",
+        "src/pdinfer/engine/schedule.py",
+        "seconds = max(target_itl_s - decoding_s, decoding_s) - step_s",
+        "seconds = target_itl_s - step_s",
+        f"{_SCHEDULE}::test_a_chunk_beside_decode_fits_its_time",
+    ),
+    Mutant(
+        "tokens that seem free make a chunk whole",
+        "src/pdinfer/engine/schedule.py",
+        "token_s = max(token_s, 1 / tokens_per_s)",
+        "token_s = token_s or 1e-9",
+        f"{_SCHEDULE}::test_a_chunk_beside_decode_is_no_larger_than_the_best_speed_allows",
+    ),
+    Mutant(
+        "a burst is cut into steps that are all cost",
+        "src/pdinfer/engine/schedule.py",
+        "int(max(seconds, WORTH_A_STEP * step_s) / token_s)",
+        "int(seconds / token_s)",
+        f"{_TURNS}::test_an_impossible_target_leaves_steps_that_are_worth_their_cost",
+    ),
+    Mutant(
+        "chunks are cut while nothing decodes",
+        "src/pdinfer/engine/decode.py",
+        "        if not self._running:\n            return None\n        step_s, sequence_s",
+        "        step_s, sequence_s",
+        f"{_TURNS}::test_chunks_are_whole_while_nothing_decodes",
+    ),
+    Mutant(
+        "a pairing does not tell its prefill what decodes",
+        "src/pdinfer/pairing/ports.py",
+        "port.take_turns(self._decoding_s)",
+        "port.take_turns(lambda: None)",
+        f"{_TURNS}::test_a_running_sequence_is_held_up_no_longer_than_the_target",
     ),
 ]

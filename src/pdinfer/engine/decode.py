@@ -141,6 +141,15 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             **attrs.asdict(self._drafted),
         )
 
+    def next_step_s(self) -> float | None:
+        """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
+        when no sequence runs."""
+        if not self._running:
+            return None
+        step_s, sequence_s, token_s = self._costs.weights
+        context = sum(sequence.num_tokens for sequence in self._running)
+        return step_s + len(self._running) * sequence_s + context * token_s
+
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
         lines = self._waiting, self._granted.values(), self._running
