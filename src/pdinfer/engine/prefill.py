@@ -279,6 +279,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
         if decoding_s is None or target_itl_s is None or size == -1:
             return size
         step_s, token_s = self._costs.weights
+        if not (step_s or token_s) and self._num_tokens:
+            token_s = self._busy_s / self._num_tokens
         return chunk_beside(
             decoding_s,
             target_itl_s=target_itl_s,
