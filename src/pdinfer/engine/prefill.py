@@ -281,13 +281,8 @@ class PrefillEngine(Engine[SubmitPrefill]):
         step_s, token_s = self._costs.weights
         if not (step_s or token_s) and self._num_tokens:
             token_s = self._busy_s / self._num_tokens
-        return chunk_beside(
-            decoding_s,
-            target_itl_s=target_itl_s,
-            chunk_size=size,
-            costs=(step_s, token_s),
-            tokens_per_s=self._best_tokens_per_s,
-        )
+        costs, best = (step_s, token_s), self._best_tokens_per_s
+        return chunk_beside(decoding_s, target_itl_s=target_itl_s, chunk_size=size, costs=costs, tokens_per_s=best)
 
     def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """Run one chunk through the model. An exception ends the prompts in it and nothing else."""
