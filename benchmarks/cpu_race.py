@@ -12,6 +12,8 @@ turns: in each round pdinfer runs before every peer (A B A C A D). `ratio` is th
 ran, with the machine's `probe` before each case and the number of `clean` samples. The output of runners goes to
 stderr.
 
+Every line names the CPU and the flags that matter. `python benchmarks/report.py` makes tables of results files.
+
 There are two clocks: `cpu` counts the CPU seconds of one thread; `wall` runs two threads, and is meaningful only on a
 quiet machine.
 
@@ -21,9 +23,10 @@ and decode in two processes with one process. `host_us` is the time of a decode 
 compared with a limit.
 
 Before any speed is measured, the five best logits behind a prompt must match those of transformers, to 0.01 in float32
-and to 0.1 in bfloat16 (`--check` does only that). Missing peers are installed, each into its own environment in
-`--venvs`. A peer that cannot be installed, and a run that fails, leave a line with the reason. Missing checkpoints are
-made.
+and to 0.1 in bfloat16 (`--check` does only that). The models of check and race scale positions with YaRN, as
+DeepSeek-V3 does; vLLM 0.32 was seen to rotate others wrongly on a CPU (`--rope default` makes those). Missing peers are
+installed, each into its own environment in `--venvs`. A peer that cannot be installed, and a run that fails, leave a
+line with the reason. Missing checkpoints are made.
 """
 
 import argparse
@@ -41,11 +44,15 @@ import attrs
 
 ROOT = Path(__file__).resolve().parents[1]
 RUNNERS = ROOT / "benchmarks" / "cpu_race"
+sys.path.append(str(RUNNERS))
+from machine import cpu_here  # noqa: E402 - its folder is that of the runners
+
 THREADS = {"cpu": 1, "wall": 2}
 CASES = (
     "prefill:512",
     "prefill:2048",
     "decode:1",
+    "decode:4@1024",
     "decode:8",
     "decode:32",
     "decode:8@4096",
@@ -205,9 +212,14 @@ class Rivals:
         return path
 
 
+def show(line: Line) -> None:
+    """Print a line with the CPU that it is about."""
+    print(json.dumps({**line, "cpu": cpu_here()}), flush=True)
+
+
 def missing(case: str, peer: str, reason: str) -> None:
     """Print a line for a run that did not take place."""
-    print(json.dumps({"bench": "cpu_race", "case": case, "baseline": peer, "missing": reason}), flush=True)
+    show({"bench": "cpu_race", "case": case, "baseline": peer, "missing": reason})
 
 
 # -- figures ---
@@ -413,6 +425,7 @@ def check(setting: Setting, rivals: Rivals, tiny: Path) -> Iterator[Line]:
                 "baseline": peer.name,
                 "tolerance": tolerance,
                 "agrees": agrees,
+                "model": tiny.name,
             }
             if not agrees and peer.name == "transformers":
                 raise SystemExit(f"check/{dtype}: ours {lines[0]}, transformers' {theirs[0]}: no speed is measured")
@@ -430,10 +443,12 @@ def distance_of(ours: Line, theirs: Line) -> float:
     return max(abs(mine - other) for mine, other in zip(scores(ours), scores(theirs), strict=True))
 
 
-def made(model: Path, preset: str) -> Path:
-    """Return the checkpoint, made if it is missing."""
+def made(cache: Path, preset: str, rope: str) -> Path:
+    """Return the checkpoint of a preset, made if it is missing."""
+    model = cache / (preset if rope == "default" else f"{preset}-{rope}")
     if not (model / "config.json").exists():
-        command(str(OURS), str(RUNNERS / "make_model.py"), str(model), "--preset", preset)
+        scaled = ["--yarn"] if rope == "yarn" else []
+        command(str(OURS), str(RUNNERS / "make_model.py"), str(model), "--preset", preset, *scaled)
     return model
 
 
@@ -472,6 +487,7 @@ def flags() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, default=ROOT / ".race", help="where checkpoints are made and kept")
     parser.add_argument("--venvs", type=Path, help="the peers' environments; default: in the cache")
     parser.add_argument("--model", type=Path, help="a checkpoint in bfloat16; default: `perf`, in the cache")
+    parser.add_argument("--rope", default="yarn", choices=("yarn", "default"), help="how the models made here rotate")
     parser.add_argument("--no-install", action="store_true", help="only report the peers that are missing")
     parser.add_argument("--check", action="store_true", help="only compare logits, on `tiny`")
     parser.add_argument("--reps", default="3", help="samples of a prefill in a run")
@@ -491,15 +507,15 @@ def main() -> None:
     settings = [
         Setting(clock=clock, flags=samples, timeout_s=arguments.timeout) for clock in arguments.clocks.split(",")
     ]
-    for line in check(settings[0], rivals, made(arguments.cache / "tiny", "tiny")):
-        print(json.dumps(line), flush=True)
+    for line in check(settings[0], rivals, made(arguments.cache, "tiny", arguments.rope)):
+        show(line)
     if arguments.check:
         return
-    model = made(arguments.model or arguments.cache / "perf", "perf")
+    model = arguments.model or made(arguments.cache, "perf", arguments.rope)
     found = []
     for setting in settings:
         for line in Race(setting, rivals, model, arguments.dtype, arguments.rounds).lines(arguments.cases.split(",")):
-            print(json.dumps(line), flush=True)
+            show({**line, "model": model.name})
             found.append(line)
     print()
     print("\n".join(table(found)))

@@ -1,12 +1,15 @@
-"""Writes the page of results from what `goodput.py` printed: `python benchmarks/report.py` (needs matplotlib).
+"""Writes the page of results, and the tables of README.md, from what benchmarks printed: `python benchmarks/report.py`.
 
-It reads every `benchmarks/results/*-goodput.jsonl`, the newest last: where two lines tell of the same thing, the
-newer one counts. The page is docs/results.md with its plots in docs/plots; `--check` says if it is up to date.
+It reads every `*-goodput.jsonl` and `*-cpu-race*.jsonl` of benchmarks/results, the newest last: where two lines tell of
+the same thing, the newer one counts. The page is docs/results.md with its plots in docs/plots, which need matplotlib
+(`--no-plots` leaves them). `--check` says if both pages are up to date. The race has a table for each make of CPU: its
+vendor, and those of its flags that decide how fast products are.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGE, PLOTS = ROOT / "docs" / "results.md", ROOT / "docs" / "plots"
+PAGE, PLOTS, README = ROOT / "docs" / "results.md", ROOT / "docs" / "plots", ROOT / "README.md"
 Line = dict[str, Any]
+Make = tuple[str, ...]
+"""Vendor and flags of a CPU."""
 Panels = dict[str, list[tuple[str, float]]]
 """The bars of each panel of a plot: a name and a height."""
 
@@ -33,7 +38,23 @@ NAMED_BY = {
 MAX_US = {("2P2D", 1000): 40, ("16P32D", 1000): 150, ("16P32D", 32_768): 250}
 MAX_SIMULATED_S = 4.0
 
-HEAD = """# Results of routing and simulation
+CPUS = {
+    "2026-11-21-cpu-race.jsonl": {"name": "AMD EPYC", "flags": ["avx2", "avx512f", "avx512_bf16", "avx512_vnni"]},
+}
+"""Where the files of before lines named their CPU come from."""
+RACED = ("prefill", "decode", "mixed", "poisson", "memory", "split", "host_us")
+IN_WORDS = {
+    "mixed": "many requests at once",
+    "poisson": "requests at a Poisson rate",
+    "total": "until all are done",
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "p50": "median",
+    "p99": "99th percentile",
+}
+MARKS = "<!-- race -->", "<!-- /race -->"
+
+HEAD = """# Results
 
 Made by `python benchmarks/report.py` from benchmarks/results, whose [README](../benchmarks/results/README.md) has the
 commands and the machines. Times are those of two slow virtual cores, and scatter; simulated goodput varies with its
@@ -198,7 +219,119 @@ CASES: dict[str, tuple[str, Callable[[list[Line]], str], str, Callable[[list[Lin
 """Title, table, and the axis and the bars of the plot."""
 
 
-def page(found: dict[str, list[Line]]) -> str:
+# -- the race on CPUs ---
+
+
+def races(folder: Path) -> dict[Make, list[Line]]:
+    """Return the lines of the race by make of CPU, the newest of each case, clock and peer."""
+    newest: dict[tuple[Any, ...], Line] = {}
+    for path in sorted(folder.glob("*-cpu-race*.jsonl")):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if line.get("bench") != "cpu_race" or "ratio" not in line:
+                continue  # of a runner, of the check, or of a run that did not take place
+            cpu = line.get("cpu") or CPUS[path.name]
+            make = (re.findall(r"\w+", cpu["name"].lower())[0], *cpu["flags"])
+            key = (make, *(line[name] for name in ("clock", "threads", "dtype", "case", "baseline")))
+            newest[key] = {**line, "cpu": cpu, "date": path.name[:10]}
+    found: dict[Make, list[Line]] = {}
+    for make, *_ in sorted(newest):
+        found[make] = sorted((line for key, line in newest.items() if key[0] == make), key=_place)
+    return found
+
+
+def _place(line: Line) -> tuple[Any, ...]:
+    """Where a line stands in the table of its make."""
+    case = line["case"]
+    kind, numbers = re.split("[:/]", case)[0], [*map(int, re.findall(r"\d+", case))]
+    return line["clock"], RACED.index(kind), "total" not in case, "itl" in case, numbers, line["ratio"]
+
+
+def closest(lines: list[Line]) -> list[Line]:
+    """Return the line of each case and clock with the lowest ratio. Medians that are ahead, and limits of our own, are
+    left to the whole table."""
+    best: dict[tuple[str, str], Line] = {}
+    for line in lines:
+        if line["baseline"] != "limit" and ("p50" not in line["case"] or line["ratio"] < 1):
+            key = line["clock"], line["case"]
+            best[key] = min(best.get(key, line), line, key=lambda each: float(each["ratio"]))
+    return [*best.values()]
+
+
+def _named(case: str) -> str:
+    """A case in words."""
+    kind, *rest = re.split("[:@/_]", case)
+    if kind == "prefill":
+        return f"prefill of {rest[0]} tokens"
+    if kind == "decode":
+        plural = "s" if rest[0] != "1" else ""
+        return f"decode, {rest[0]} sequence{plural} of {rest[1] if rest[1:] else 512} tokens"
+    if kind in ("mixed", "poisson"):
+        return f"{IN_WORDS[kind]}: {', '.join(IN_WORDS[word] for word in rest)}"
+    return {"memory": "peak memory", "split": "TTFT, prefill and decode in two processes"}[kind]
+
+
+def _ratio(line: Line) -> str:
+    ratio = f"{line['ratio']:.2f}"
+    ratio = f"**{ratio}**" if line["ratio"] < 1 else ratio
+    return ratio if line["runs"] == 1 else f"{ratio} ({line['ratio_low']:.2f} to {line['ratio_high']:.2f})"
+
+
+def _heading(lines: list[Line]) -> str:
+    cpu = lines[-1]["cpu"]
+    return f"{cpu['name']} ({', '.join(cpu['flags']) or 'no flags that matter'})"
+
+
+def summary(found: dict[Make, list[Line]]) -> str:
+    """Return the tables of the front page: the closest peer of each case."""
+    parts = []
+    for lines in found.values():
+        rows = [
+            (
+                _named(line["case"]),
+                line["clock"],
+                f"{line['value']:g} {line['unit']}",
+                f"{line['baseline']} {line['baseline_value']:g}",
+                _ratio(line),
+            )
+            for line in closest(lines)
+        ]
+        heads = ("case", "clock", "pdinfer", "closest peer", "ratio")
+        parts.append(f"### {_heading(lines)}\n\n{table(heads, rows)}\n")
+    return "\n".join(parts)
+
+
+def whole(found: dict[Make, list[Line]]) -> str:
+    """Return the section of the page: every peer of each case."""
+    parts = ["## The race on CPUs\n\n`python benchmarks/cpu_race.py`. A ratio above 1 means that pdinfer is better.\n"]
+    for lines in found.values():
+        rows = [
+            (
+                f"`{line['case']}`",
+                f"{line['clock']}, {line['threads']}",
+                f"{line['value']:g} {line['unit']}",
+                f"{line['baseline']} {line['baseline_value']:g}",
+                _ratio(line),
+                line["runs"],
+                line["date"],
+            )
+            for line in lines
+        ]
+        heads = ("case", "clock, threads", "pdinfer", "compared with", "ratio", "rounds", "date")
+        parts.append(f"### {_heading(lines)}\n\n{table(heads, rows)}\n")
+    return "\n".join(parts)
+
+
+def front(text: str, found: dict[Make, list[Line]]) -> str:
+    """Return the text of README.md with the tables between the marks."""
+    before, _, rest = text.partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    return f"{before}{MARKS[0]}\n\n{summary(found)}\n{MARKS[1]}{after}"
+
+
+# -- the page ---
+
+
+def page(found: dict[str, list[Line]], raced: dict[Make, list[Line]]) -> str:
     """Return the whole page."""
     parts = [HEAD]
     for case, (title, rows, _, _) in CASES.items():
@@ -207,7 +340,7 @@ def page(found: dict[str, list[Line]]) -> str:
             parts.append(f"## {title}\n\n`python benchmarks/goodput.py {case}`, {dates}.\n")
             parts.append(f"![{title}](plots/{case}.svg)\n")
             parts.append(rows(found[case]) + "\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, whole(raced)] if raced else parts)
 
 
 def draw(case: str, title: str, axis: str, panels: Panels) -> None:
@@ -232,14 +365,19 @@ def draw(case: str, title: str, axis: str, panels: Panels) -> None:
 
 
 def main() -> None:
-    """Write the page, or check it."""
-    found = read(ROOT / "benchmarks" / "results")
-    text = page(found)
+    """Write the pages, or check them."""
+    folder = ROOT / "benchmarks" / "results"
+    found, raced = read(folder), races(folder)
+    texts = {PAGE: page(found, raced), README: front(README.read_text(), raced)}
     if "--check" in sys.argv[1:]:
-        if not PAGE.exists() or PAGE.read_text() != text:
-            sys.exit("docs/results.md does not say what the results say: run python benchmarks/report.py")
+        for path, text in texts.items():
+            if not path.exists() or path.read_text() != text:
+                sys.exit(f"{path.name} does not say what the results say: run python benchmarks/report.py")
         return
-    PAGE.write_text(text)
+    for path, text in texts.items():
+        path.write_text(text)
+    if "--no-plots" in sys.argv[1:]:
+        return
     PLOTS.mkdir(exist_ok=True)
     for case, (title, _, axis, bars) in CASES.items():
         if case in found:

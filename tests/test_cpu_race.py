@@ -1,5 +1,6 @@
 """The arithmetic of the CPU race: the direction of a ratio, the traffic, and how latencies are read off it."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from benchmarks import cpu_race
 
 sys.path.append(str(Path(cpu_race.__file__).parent / "cpu_race"))
 import common
+import machine
 
 
 def line(**fields: object) -> cpu_race.Line:
@@ -38,6 +40,16 @@ def test_the_best_peer_is_the_fastest_or_the_smallest():
         "b"
     ]
     assert [one["baseline"] for one in cpu_race.marked(lines, memory) if "best_peer" in one] == ["a"]
+
+
+def test_a_line_names_the_cpu_and_the_flags_that_matter(capsys: pytest.CaptureFixture[str]):
+    cpuinfo = "processor\t: 0\nmodel name\t: Some Xeon\nflags\t\t: fpu avx2 avx512f amx_bf16 sse\n"
+    assert machine.cpu_of(cpuinfo, 2) == {"name": "Some Xeon", "flags": ["avx2", "avx512f", "amx_bf16"], "cores": 2}
+    assert machine.cpu_of("", 1)["flags"] == []
+    cpu_race.missing("decode:8", "peer", "it is not there")
+    common.emit(case="decode:8")
+    for printed in capsys.readouterr().out.splitlines():
+        assert json.loads(printed)["cpu"] == machine.cpu_here()
 
 
 def test_log_probabilities_are_compared_by_their_distance_from_the_best():

@@ -1,4 +1,4 @@
-"""The page of results says what the results files say."""
+"""The page of results and the front page say what the results files say."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ def report() -> Any:
     return module
 
 
-def test_the_page_says_what_the_results_say(report: Any) -> None:
-    text = report.page(report.read(ROOT / "benchmarks" / "results"))
+def test_the_pages_say_what_the_results_say(report: Any) -> None:
+    results = ROOT / "benchmarks" / "results"
+    text, raced = report.page(report.read(results), report.races(results)), report.races(results)
     assert report.PAGE.read_text("utf-8") == text, "run python benchmarks/report.py"
+    readme = report.README.read_text("utf-8")
+    assert all(readme.count(mark) == 1 for mark in report.MARKS)
+    assert report.front(readme, raced) == readme, "run python benchmarks/report.py"
     plots = re.findall(r"\((plots/\w+\.svg)\)", text)
     assert plots
     assert all((report.PAGE.parent / plot).is_file() for plot in plots)
@@ -39,7 +43,7 @@ def test_the_newest_line_of_a_name_counts(report: Any, tmp_path: Path) -> None:
     (tmp_path / "2026-01-01-goodput.jsonl").write_text(line("a", 1.0) + line("b", 2.0))
     (tmp_path / "2026-01-02-goodput.jsonl").write_text(line("a", 3.0))
     (tmp_path / "2026-01-03-other.jsonl").write_text("{}")
-    text = report.page(report.read(tmp_path))
+    text = report.page(report.read(tmp_path), {})
     assert "| a | 5 | 3 | 9 |" in text
     assert "| b | 5 | 2 | 9 |" in text
     assert "| a | 5 | 1 |" not in text
@@ -50,3 +54,39 @@ def test_every_case_of_the_benchmark_is_on_the_page(report: Any) -> None:
     cases = re.search(r"^CASES = \((.*?)\)", told, re.MULTILINE | re.DOTALL)
     assert cases is not None
     assert set(re.findall(r'"(\w+)"', cases[1])) == set(report.CASES) == set(report.NAMED_BY)
+
+
+def raced(case: str, peer: str, ratio: float, flags: tuple[str, ...] = ("avx2",), name: str = "AMD EPYC") -> str:
+    """A line of the race, in which the peer gave 10."""
+    told = {"case": case, "baseline": peer, "value": 10 * ratio, "baseline_value": 10, "unit": "tok/s", "runs": 3}
+    told |= {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.1, "clock": "cpu", "threads": 1}
+    return json.dumps({"bench": "cpu_race", **told, "dtype": "bfloat16", "cpu": {"name": name, "flags": flags}}) + "\n"
+
+
+def test_each_make_of_cpu_has_its_table_and_the_newest_line_of_a_peer_counts(report: Any, tmp_path: Path) -> None:
+    amx = ("avx2", "amx_bf16")
+    old = raced("decode:8", "a", 0.5) + raced("decode:8", "b", 3.0) + raced("decode:8", "a", 0.9, amx, "INTEL(R) XEON")
+    (tmp_path / "2026-01-01-cpu-race.jsonl").write_text(old)
+    missing = json.dumps({"bench": "cpu_race", "case": "decode:8", "baseline": "c", "missing": "why"}) + "\n"
+    new = raced("decode:8", "a", 2.0) + raced("decode:32", "a", 1.5) + missing
+    (tmp_path / "2026-01-02-cpu-race.jsonl").write_text(new)
+    found = report.races(tmp_path)
+    assert [*found] == [("amd", "avx2"), ("intel", *amx)]
+    assert [(line["case"], line["baseline"], line["ratio"]) for line in found["amd", "avx2"]] == [
+        ("decode:8", "a", 2.0),
+        ("decode:8", "b", 3.0),
+        ("decode:32", "a", 1.5),
+    ]
+    front = report.summary(found)
+    assert re.findall(r"### (.*)", front) == ["AMD EPYC (avx2)", "INTEL(R) XEON (avx2, amx_bf16)"]
+    assert "| decode, 8 sequences of 512 tokens | cpu | 20 tok/s | a 10 | 2.00 (1.90 to 2.10) |" in front
+    assert "b 10" not in front
+    assert "b 10" in report.whole(found)
+
+
+def test_where_we_are_behind_is_in_the_table_of_the_front_page(report: Any, tmp_path: Path) -> None:
+    lines = [raced("mixed/itl_p50", "a", 0.9), raced("mixed/itl_p50", "b", 1.2), raced("mixed/ttft_p50", "a", 2.0)]
+    (tmp_path / "2026-01-01-cpu-race.jsonl").write_text("".join(lines))
+    front = report.summary(report.races(tmp_path))
+    assert "| many requests at once: ITL, median | cpu | 9 tok/s | a 10 | **0.90** (0.80 to 1.00) |" in front
+    assert "TTFT, median" not in front

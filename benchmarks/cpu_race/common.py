@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from machine import cpu_here
+
 CLOCK = os.environ.get("BENCH_CLOCK", "wall")
 CLEAN = 0.02
 """The largest share of a sample that a clean process may have waited for a core."""
@@ -248,7 +250,7 @@ def peak_bytes() -> int:
 
 
 def emit(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
+    print(json.dumps({**fields, "cpu": cpu_here()}), flush=True)
 
 
 def sampled(case: Case, found: Samples, name: str) -> dict[str, object]:

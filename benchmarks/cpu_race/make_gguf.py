@@ -107,6 +107,12 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_rope_dimension_count(rope)
+    if (scaling := config["rope_scaling"]) is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+        # llama.cpp scales scores by the square of 1 + this times ln(factor), DeepSeek's code with 0.1 * mscale_all_dim
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling["mscale_all_dim"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_leading_dense_block_count(config["first_k_dense_replace"])
     writer.add_q_lora_rank(config["q_lora_rank"])

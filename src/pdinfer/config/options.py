@@ -21,6 +21,8 @@ MAX_REQUESTS = 1 << 20
 MAX_STEP_TOKENS = 1 << 24
 MAX_TOTAL_TOKENS = 1 << 40
 MAX_DEADLINE_S = 30 * 24 * 3600
+TARGET_ITL_S: float | None = 2.0
+"""The prefill of a large model on a CPU costs a tenth more so, and half as much again at 1 s: docs/decisions/0043."""
 
 
 def _fraction(_instance: Any, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -96,7 +98,10 @@ class EngineConfig:
     """The limits of one engine.
 
     `chunked_prefill_size` is the most prompt tokens of a prefill step. -1 runs every prompt in one piece, and then
-    `max_prefill_tokens` caps the tokens that one step admits across prompts. `max_total_tokens` caps the tokens that
+    `max_prefill_tokens` caps the tokens that one step admits across prompts. While sequences decode in the thread that
+    steps a prefill, as in `Pairing.local`, it makes its chunks so small that a running sequence has its next token
+    within about `target_itl_s`, by what steps have taken so far: see `PrefillEngine.take_turns`. None keeps the chunks
+    as they are. `max_total_tokens` caps the tokens that
     fit in the pages in use, those of running and of granted requests; None lets them fill the pool. `growth_watermark`
     is the least fraction of pages kept free for running sequences to grow into; after retractions it is higher for a
     while. `max_attempts` counts tries of one request, the first included. Prefill starts no prompt for a decode to
@@ -123,6 +128,11 @@ class EngineConfig:
     max_running_requests: int = attrs.field(default=256, validator=int_in(1, MAX_REQUESTS))
     max_queued_requests: int = attrs.field(default=4096, validator=int_in(1, MAX_REQUESTS))
     chunked_prefill_size: int = attrs.field(default=4096, validator=_chunk)
+    target_itl_s: float | None = attrs.field(
+        default=TARGET_ITL_S,
+        converter=attrs.converters.optional(as_float),
+        validator=attrs.validators.optional(float_in(0, 3600)),
+    )
     max_prefill_tokens: int = attrs.field(default=16384, validator=int_in(1, MAX_STEP_TOKENS))
     max_total_tokens: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(int_in(1, MAX_TOTAL_TOKENS))

@@ -25,7 +25,7 @@ from pdinfer.errors import Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.execution.drafting import DraftCounts, check_drafter
 from pdinfer.execution.graphs import DecodeGraphs
 from pdinfer.execution.runner import ModelRunner, graphs_of
-from pdinfer.execution.sampling import Drawn, LogitsProcessorFactory
+from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessorFactory
 from pdinfer.execution.warm_up import WarmUpRun, WarmUpStep
 from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.channel.rooms import by_room, first_error
@@ -140,6 +140,15 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
             cost=DecodeCost(step_s=step_s, sequence_s=sequence_s, token_s=token_s),
             **attrs.asdict(self._drafted),
         )
+
+    def next_step_s(self) -> float | None:
+        """Return how many seconds the next step takes, as far as those before it tell (0 when they do not), or None
+        when no sequence runs."""
+        if not self._running:
+            return None
+        step_s, sequence_s, token_s = self._costs.weights
+        context = sum(sequence.num_tokens for sequence in self._running)
+        return step_s + len(self._running) * sequence_s + context * token_s
 
     def snapshot(self) -> DecodeSnapshot:
         """Return what this engine holds at this moment, for finding faults."""
@@ -349,10 +358,11 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
 
     def _decode(self) -> None:
         num_running = len(self._running)
-        grown = [sequence for sequence in list(self._running) if sequence in self._running and self._grow(sequence)]
+        running = SequenceState.RUNNING  # one that another's growth has retracted is not
+        grown = [sequence for sequence in list(self._running) if sequence.state is running and self._grow(sequence)]
         self._tables.learn(num_retracted=num_running - len(self._running))
         # growing a later sequence may have retracted an earlier one of lower priority
-        batch = [sequence for sequence in grown if sequence.state is SequenceState.RUNNING]
+        batch = [sequence for sequence in grown if sequence.state is running]
         self._stalled = not batch
         if not batch:
             self._runner.idle()
@@ -378,8 +388,14 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
         for sequence in batch:
             sequence.draft.num_tokens = self._tables.extend_for_drafts(sequence)
         rows = [Row(sequence.output[-1:], sequence.num_tokens - 1, sequence.pages) for sequence in batch]
-        draws = [self._draw(s.request.sampling, s.prompt, s.output, s.processor) for s in batch]
+        draws = [s.next_draw or self._remember_draw(s) for s in batch]
         return self._runner.decode(rows, draws, [sequence.draft for sequence in batch])
+
+    def _remember_draw(self, sequence: Sequence) -> Draw:
+        """Make what the tokens of a sequence depend on. It stays the same object, whose `output` grows."""
+        draw = self._draw(sequence.request.sampling, sequence.prompt, sequence.output, sequence.processor)
+        sequence.next_draw = draw
+        return draw
 
     def _take_tokens(self, sequence: Sequence, drawn: Seq[Drawn]) -> None:
         """Emit what one step gave a sequence, up to the token that ends it."""
@@ -388,7 +404,7 @@ class DecodeEngine(Engine[SubmitDecode | ChangeWriters]):
                 counts.add(sequence.draft.num_tokens, num_accepted=len(drawn) - 1)
         if drawn[0].error is None and (sequence.draft.num_newest or not self.config.num_draft_tokens):
             self._tables.keep(sequence)
-        if all(self._append(sequence, new) for new in drawn):
+        if all(self._append(sequence, new) for new in drawn) and sequence.draft.num_tokens:
             self._tables.trim(sequence)
 
     def _append(self, sequence: Sequence, new: Drawn) -> bool:

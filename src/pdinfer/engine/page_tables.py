@@ -121,8 +121,10 @@ class PageTables:
         """Let other sequences find the pages that are full. Call it when the model has run all tokens of the sequence
         and its logits were finite: then nobody writes these pages any more, and their contents are good. With an MTP
         layer a page is full one token later, since the layer's entry for a token needs the token after it."""
+        if not self._pool.prefix_cache:
+            return
         full = sequence.chain.num_full(sequence.num_tokens)
-        if self._pool.prefix_cache and full and not self._pool.is_kept(sequence.pages[full - 1]):
+        if full and not self._pool.is_kept(sequence.pages[full - 1]):
             sequence.extend_chain()
             kept = self._pool.keep(sequence.chain.keys[:full], sequence.pages[:full], sequence.all_tokens)
             if [*kept] != sequence.pages[:full]:  # a new list tells the runner that pages behind the newest changed

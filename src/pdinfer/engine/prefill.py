@@ -17,7 +17,7 @@ from pdinfer.engine.commands import Cancel, SubmitPrefill
 from pdinfer.engine.costs import StepCosts
 from pdinfer.engine.engine import Engine
 from pdinfer.engine.ranks.leader import empty_prefill
-from pdinfer.engine.schedule import by_age, plan_step
+from pdinfer.engine.schedule import by_age, chunk_beside, plan_step
 from pdinfer.engine.sequence import Prompt
 from pdinfer.engine.snapshot import PrefillSnapshot, PromptSnapshot
 from pdinfer.engine.tracks import show_prompt, show_sent
@@ -65,6 +65,7 @@ class PrefillEngine(Engine[SubmitPrefill]):
         self._num_starts = 0
         self._num_chunks = 0
         self._costs = StepCosts(2)
+        self._decoding_s: Callable[[], float | None] | None = None
         self.pool.hold(self._held)
 
     @property
@@ -81,6 +82,13 @@ class PrefillEngine(Engine[SubmitPrefill]):
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Queue a prompt for which decode has granted pages."""
         self._put(SubmitPrefill(request, grant))
+
+    @typed
+    def take_turns(self, decoding_s: Callable[[], float | None] | None) -> None:
+        """Say what the thread that steps this engine decodes between its steps: `decoding_s` returns how many seconds
+        that will take, or None when nothing is to decode, and is asked before each chunk. Then chunks keep to
+        `EngineConfig.target_itl_s`. A Pairing says this of the engines in its process. None takes it back."""
+        self._decoding_s = decoding_s
 
     def _step(self) -> None:
         """Take what came, run one chunk, and hand off what it finished. No events come of it (see `DecodeEngine`)."""
@@ -258,11 +266,23 @@ class PrefillEngine(Engine[SubmitPrefill]):
             num_steps=self._num_chunks,
             now=self._clock(),
             tokens_per_s=self._best_tokens_per_s,
-            chunk_size=self.config.chunked_prefill_size,
+            chunk_size=self._chunk_size(),
             max_tokens=self.config.max_prefill_tokens,
         )
         self._num_chunks += bool(self._active)
         return chunk
+
+    def _chunk_size(self) -> int:
+        """Return the most tokens of this step, so that what decodes in the same thread is not held up too long."""
+        size, target_itl_s = self.config.chunked_prefill_size, self.config.target_itl_s
+        decoding_s = self._decoding_s() if self._decoding_s and self._active else None
+        if decoding_s is None or target_itl_s is None or size == -1:
+            return size
+        step_s, token_s = self._costs.weights
+        if not (step_s or token_s) and self._num_tokens:
+            token_s = self._busy_s / self._num_tokens
+        costs, best = (step_s, token_s), self._best_tokens_per_s
+        return chunk_beside(decoding_s, target_itl_s=target_itl_s, chunk_size=size, costs=costs, tokens_per_s=best)
 
     def _run(self, prompts: Sequence[Prompt], counts: Sequence[int]) -> None:
         """Run one chunk through the model. An exception ends the prompts in it and nothing else."""

@@ -40,6 +40,9 @@ RESUME_TOKENS = 128
 end). Its prompt and output are computed and sent again, so it should not lose them at once."""
 FIRST = (False, -math.inf, False)
 """Sorts before every class of prompts, which is (is late, minus the priority, has given no token)."""
+WORTH_A_STEP = 4.0
+"""The tokens of a prefill step take at least so many times as long as the step does without them, however little time
+it has. In smaller chunks prompts would mostly wait for what every step costs."""
 GROWTH_RAISE = 0.1
 GROWTH_DECAY = 1 / 512
 
@@ -106,6 +109,25 @@ def plan_step(
         max_tokens=max_tokens,
     )
     return [(prompt, count) for prompt, count in zip(prompts, counts, strict=True) if count]
+
+
+def chunk_beside(
+    decoding_s: float, *, target_itl_s: float, chunk_size: int, costs: tuple[float, float], tokens_per_s: float
+) -> int:
+    """Return the most tokens, from 1 to `chunk_size`, of a prefill step that takes turns with decode steps of
+    `decoding_s`.
+
+    Both together shall take `target_itl_s`, but prefill gets as much time as decode in any case, and as much as makes
+    its step worth the while (WORTH_A_STEP). `costs` are the seconds of a step and of each token in it, zeros when they
+    are not known. No token is thought to be faster than at `tokens_per_s`, the best speed so far: without it (0) nobody
+    knows how long a step takes, and it keeps its size.
+    """
+    step_s, token_s = costs
+    if not tokens_per_s:
+        return chunk_size
+    token_s = max(token_s, 1 / tokens_per_s)
+    seconds = max(target_itl_s - decoding_s, decoding_s) - step_s
+    return max(1, min(chunk_size, int(max(seconds, WORTH_A_STEP * step_s) / token_s)))
 
 
 def plan_chunk(remaining: Sequence[int], classes: Sequence[Hashable], *, chunk_size: int, max_tokens: int) -> list[int]:

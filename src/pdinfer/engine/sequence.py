@@ -18,7 +18,7 @@ from pdinfer.engine.commands import DecodeCommand, SubmitDecode
 from pdinfer.engine.schedule import by_age, due_at, tokens_to_find, tokens_to_reserve
 from pdinfer.errors import PDInferError, TransferError
 from pdinfer.execution.drafting import Draft, DraftCounts
-from pdinfer.execution.sampling import Drawn, LogitsProcessor
+from pdinfer.execution.sampling import Draw, Drawn, LogitsProcessor
 from pdinfer.kv.prefix import PrefixChain
 from pdinfer.types import (
     Event,
@@ -72,6 +72,7 @@ class Sequence:
     grant: PageGrant | None = None
     pages: list[int] = attrs.field(factory=list)
     spare: list[int] = attrs.field(factory=list)
+    next_draw: Draw | None = None
     draft: Draft = attrs.field(factory=Draft)
     drafted: DraftCounts = attrs.field(factory=DraftCounts)
     attempts: int = 0

@@ -278,8 +278,9 @@ class DecodeRows:
             if num_live_B is not None and live_T is not None:
                 live_T = ((steps_Q < num_live_B[:, None]) & live_T[:, None]).view(-1)
         page_of_T = positions_T // self._page_size
-        pages_BQ = table_BM.gather(1, page_of_T.view(num_rows, num_queries))
-        slots_T = pages_BQ.view(-1).long() * self._page_size + positions_T % self._page_size
+        pages_T = table_BM.gather(1, page_of_T.view(num_rows, num_queries)).view(-1)
+        # page * page_size + offset, in two ops: a decode step on a CPU is made of what launching them takes
+        slots_T = torch.add(positions_T, pages_T - page_of_T, alpha=self._page_size)
         context_lens_B = first_B + num_queries
         return Batch(
             tokens_T=tokens_T,

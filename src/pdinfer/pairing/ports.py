@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import attrs
 
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
 from pdinfer.errors import ConfigError, TransferError
 from pdinfer.kv.prefix import KeyScheme
 from pdinfer.pairing.found import CachingPort, CachingPorts
@@ -156,6 +158,8 @@ class Ports:
             if port.role == "prefill":
                 down: list[tuple[Port, Port]] = [(port, other) for other in others]
                 self.prefills = {**self.prefills, port.address: cast(PrefillPort, port)}
+                if isinstance(port, PrefillEngine):
+                    port.take_turns(self._decoding_s)
             else:
                 down = [(other, port) for other in others]
                 self.decodes = {**self.decodes, port.address: cast(DecodePort, port)}
@@ -170,6 +174,8 @@ class Ports:
         """Remove a port and its links."""
         with self._changing:
             keys = set(map(peer_key, self._ranks_of(address)))
+            if isinstance(left := self.prefills.get(address), PrefillEngine):
+                left.take_turns(None)
             self.leaving.discard(address)
             self._longest = _without(self._longest, address)
             self.caching = self.caching[0].minus(address), self.caching[1].minus(address)
@@ -190,6 +196,13 @@ class Ports:
         tell = self._tell
         prefills = {address: cast(PrefillLoad, tell[address]()) for address in self.prefills}
         return prefills, {address: cast(DecodeLoad, tell[address]()) for address in self.decodes}
+
+    def _decoding_s(self) -> float | None:
+        """Return how many seconds the decodes in this process compute in their next steps together, or None when
+        nothing runs in them. Clients of engines in other processes compute there."""
+        steps = [port.next_step_s() for port in self.decodes.values() if isinstance(port, DecodeEngine)]
+        running = [step_s for step_s in steps if step_s is not None]
+        return sum(running) if running else None
 
     @property
     def key_schemes(self) -> set[KeyScheme]:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from pdinfer.engine.schedule import (
     PATIENCE_S,
+    WORTH_A_STEP,
     choose_victim,
+    chunk_beside,
     due_at,
     is_late,
     learn_growth,
@@ -187,3 +189,38 @@ def test_the_slowest_stage_tells_how_long_a_line_takes() -> None:
     assert queueing_s((100, 50.0), (30, 10.0)) == 3.0
     assert queueing_s((100, 50.0), (0, 0.0)) == 2.0
     assert queueing_s((100, 50.0), (1, 0.0)) is None
+
+
+# -- chunks beside decode ---------------------------------------------------------------------------------------------
+
+COSTS = (0.05, 0.002)
+
+
+def beside(decoding_s: float, target_itl_s: float, **other: object) -> int:
+    known = {"chunk_size": 4096, "costs": COSTS, "tokens_per_s": 500.0, **other}
+    return chunk_beside(decoding_s, target_itl_s=target_itl_s, **known)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("decoding_s", "target_itl_s", "num_tokens"),
+    [
+        (0.25, 2.0, 850),  # 1.75 s are left, less 0.05 s
+        (0.0, 1.0, 475),  # what decode takes is not known yet
+        (1.5, 2.0, 725),  # prefill has as much time as decode
+        (0.1, 0.01, int(WORTH_A_STEP * 25)),  # and as much as makes a step worth the while
+        (0.1, 100.0, 4096),
+    ],
+)
+def test_a_chunk_beside_decode_fits_its_time(decoding_s: float, target_itl_s: float, num_tokens: int) -> None:
+    assert abs(beside(decoding_s, target_itl_s) - num_tokens) <= 1
+
+
+def test_a_chunk_beside_decode_is_whole_until_a_step_was_measured_and_never_empty() -> None:
+    assert beside(0.1, 0.5, tokens_per_s=0.0) == 4096
+    assert beside(0.1, 0.5, chunk_size=16) == 16
+    assert beside(0.0, 1e-9, costs=(0.0, 0.0)) == 1
+
+
+def test_a_chunk_beside_decode_is_no_larger_than_the_best_speed_allows() -> None:
+    """Steps of one size do not tell what a token costs."""
+    assert beside(0.0, 1.0, costs=(0.1, 0.0)) == 450
