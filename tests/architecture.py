@@ -139,6 +139,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("copies",),
         ("memory", "prefix", "memfd", "digests"),
         ("layout",),
+        ("shapes",),
     ),
     "kv.channel": (
         ("channel",),
