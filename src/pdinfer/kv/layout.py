@@ -142,6 +142,11 @@ class KVLayout:
         return None if self.shape is None else self.shape.heads
 
     @property
+    def by_token(self) -> bool:
+        """Whether payloads out of these pages hold token by token all heads, and not head by head all tokens."""
+        return self.shape is not None and self.shape.order.by_token
+
+    @property
     def lookahead(self) -> int:
         """Number of tokens after a token that its cached values also depend on: 1 with an MTP layer, otherwise 0."""
         return int(any(component.name.startswith(MTP_PREFIX) for component in self.components))
@@ -150,14 +155,26 @@ class KVLayout:
         """Return the number of pages for `num_tokens` tokens when the first one starts a page."""
         return -(-num_tokens // self.page_size)
 
-    def check_whole(self, tokens: range, first_token: int = 0) -> None:
-        """Raise ConfigError when pages are packed and `tokens` are not those of whole pages, of which the first one
-        begins with `first_token`."""
-        ends = tokens.start - first_token, tokens.stop - first_token
-        if self.shape is not None and self.shape.packed and any(end % self.page_size for end in ends):
-            raise ConfigError(
-                f"tokens {_text(tokens)} are not whole pages of {self.page_size} tokens, and packed pages move whole"
-            )
+    def part(self, tokens: range, heads: range | None = None, first_token: int = 0) -> range | None:
+        """Return the heads that move when `heads` are asked for: all of this rank's by default, None without a head
+        axis. Raise ConfigError for heads that this rank does not hold, and for parts of packed pages, of which the
+        first one begins with `first_token`."""
+        if self.shape is None:
+            if heads is not None:
+                raise ConfigError(f"heads {_text(heads)} are asked for, and these pages have no heads")
+            return None
+        held, size = self.shape.heads, self.page_size
+        asked = held if heads is None else heads
+        if common(asked, held) != asked:
+            raise ConfigError(f"heads {_text(asked)} are asked for, and these pages hold {_text(held)}")
+        if self.shape.packed:
+            if asked != held:
+                raise ConfigError(f"heads {_text(asked)} are asked for, and packed pages hold {_text(held)} as a whole")
+            if (tokens.start - first_token) % size or (tokens.stop - first_token) % size:
+                raise ConfigError(
+                    f"tokens {_text(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
+                )
+        return asked
 
     def region_offset(self, name: str, layer: int, num_pages: int) -> int:
         """Return the first byte of (component, layer) in a pool of `num_pages` pages."""
@@ -194,6 +211,7 @@ class KVLayout:
         held = range(first_token, first_token + len(pages) * self.page_size)
         if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
             raise ConfigError(f"tokens {tokens} are asked for, but the pages hold {held}")
+        heads = self.part(tokens, heads, first_token)
         runs = list(self._runs(tokens, pages, first_token))
         if any(start < 0 or start + count > num_pages * self.page_size for start, count in runs):
             raise ConfigError(f"one of the pages {list(pages)[:8]} … is not in a pool of {num_pages}")
@@ -201,13 +219,11 @@ class KVLayout:
         region = 0
         for component in self.components:
             size = component.token_bytes
-            if component.shape is UNSET:
+            if heads is None:
                 within = [(start * size, count * size) for start, count in runs]
             else:
-                self.check_whole(tokens, first_token)
                 slots = slots_of(tokens, pages, first_token, self.page_size)
-                asked = component.shape.heads if heads is None else heads
-                within = joined(*self._rows(component, num_pages, slots, asked, by_token))
+                within = joined(*self._rows(component, num_pages, slots, heads, by_token))
             stride = component.strides(self.page_size, num_pages).layer
             for index in component.part_of(layers):
                 first = region + index * stride
@@ -227,11 +243,7 @@ class KVLayout:
         assert component.shape is not UNSET
         strides, held = component.strides(self.page_size, num_pages), component.shape.heads
         page, within = slots
-        if not (held.start <= heads.start and heads.stop <= held.stop):
-            raise ConfigError(f"heads {_text(heads)} are asked for, and these pages hold {_text(held)}")
         if component.shape.packed:
-            if heads != held:
-                raise ConfigError(f"heads {_text(heads)} are asked for, and packed pages hold {_text(held)} as a whole")
             return page[:: self.page_size] * strides.page, self._page_bytes(component)
         tokens_T = page * strides.page + within * strides.token
         heads_H = (np.arange(heads.start, heads.stop) - held.start) * strides.head
@@ -290,6 +302,12 @@ class KVLayout:
                 yield f"{prefix}.num_heads", str(component.shape.num_heads)
                 yield f"{prefix}.packed", str(component.shape.packed)
                 yield f"{prefix}.order", component.shape.order.value
+
+
+def common(left: range, right: range) -> range:
+    """Return what two ranges have in common, which may be nothing."""
+    start = max(left.start, right.start)
+    return range(start, max(start, min(left.stop, right.stop)))
 
 
 def _text(span: range) -> str:
