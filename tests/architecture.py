@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker", "scheduler"),
         ("receiving", "sending"),
         ("dialling", "memory", "messages", "settings", "counts"),
+        ("heads",),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 CHANNEL = "tests/unit/kv/channel/test_heads.py::"
+VLLM = "tests/unit/adapters/test_vllm_heads.py::"
 SHAPES = "tests/unit/kv/test_shapes.py::"
 
 MUTANTS = [
@@ -49,5 +50,20 @@ MUTANTS = [
         "peer.version < wire.HEADS_SINCE",
         "False",
         CHANNEL + "test_a_peer_that_knows_no_heads_is_refused_by_name",
+    ),
+    # -- inside vLLM
+    Mutant(
+        "a packed block leaves before it is full, and not again",
+        "src/pdinfer/adapters/vllm/sending.py",
+        "border(save.stop, up=save.whole)",
+        "border(save.stop, up=True)",
+        VLLM + "test_packed_blocks_land_whole",
+    ),
+    Mutant(
+        "blocks that another instruction set packs are taken",
+        "src/pdinfer/adapters/vllm/heads.py",
+        "cpu_attn {isa} ",
+        "cpu_attn ",
+        VLLM + "test_blocks_of_another_form_are_refused_by_name",
     ),
 ]

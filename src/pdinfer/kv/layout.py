@@ -155,6 +155,13 @@ class KVLayout:
         """Return the number of pages for `num_tokens` tokens when the first one starts a page."""
         return -(-num_tokens // self.page_size)
 
+    def border(self, stop: int, *, up: bool) -> int:
+        """Return up to which token pages move when `stop` is asked for: up to `stop`, or where pages are packed to the
+        border of pages at or below it, with `up` at or above it."""
+        if self.shape is None or not self.shape.packed:
+            return stop
+        return (stop + (self.page_size - 1 if up else 0)) // self.page_size * self.page_size
+
     def part(self, tokens: range, heads: range | None = None, first_token: int = 0) -> range | None:
         """Return the heads that move when `heads` are asked for: all of this rank's by default, None without a head
         axis. Raise ConfigError for heads that this rank does not hold, and for parts of packed pages, of which the
