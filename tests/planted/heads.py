@@ -33,8 +33,8 @@ MUTANTS = [
     Mutant(
         "of several heads only the first is noted as announced",
         "src/pdinfer/kv/channel/rooms.py",
-        "in itertools.product(layers, heads):",
-        "in itertools.product(layers, heads[:1]):",
+        "for layer in layers for head in heads]",
+        "for layer in layers for head in heads[:1]]",
         CHANNEL + "test_a_head_that_two_writers_send_costs_the_second_its_link",
     ),
     Mutant(

@@ -15,7 +15,6 @@ tombstone, so that a request which comes later is refused.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect
 from collections import OrderedDict
@@ -104,7 +103,7 @@ class Coverage:
     tokens: range
     max_pieces: float = math.inf
     heads: range = NO_HEADS
-    _announced: dict[tuple[int, int], list[range]] = attrs.field(factory=dict)
+    _announced: dict[int, list[range]] = attrs.field(factory=dict)
     _num_missing: int = 0
 
     def __attrs_post_init__(self) -> None:
@@ -117,7 +116,7 @@ class Coverage:
 
     def pieces(self, layer: int, head: int = 0) -> tuple[range, ...]:
         """Return the announced ranges of a layer's head, in order."""
-        return tuple(self._announced.get((layer, head), ()))
+        return tuple(self._announced.get(self._row(layer, head), ()))
 
     @property
     def complete(self) -> bool:
@@ -132,14 +131,15 @@ class Coverage:
             asked, granted = (layers, tokens, heads), (self.layers, self.tokens, self.heads)
             raise TransferError(f"{self._block(*asked)} is outside the grant's {self._block(*granted)}")
         places = []
-        for layer, head in itertools.product(layers, heads):
-            ranges = self._announced.setdefault((layer, head), [])
+        rows = layers if heads is NO_HEADS else [self._row(layer, head) for layer in layers for head in heads]
+        for row in rows:
+            ranges = self._announced.setdefault(row, [])
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
-                raise TransferError(f"tokens {_text(tokens)} of {self._row(layer, head)} were announced twice")
+                raise TransferError(f"tokens {_text(tokens)} of {self._named(row)} were announced twice")
             if len(ranges) >= self.max_pieces:
                 raise TransferError(
-                    f"{self._row(layer, head)} was announced in more than {self.max_pieces} pieces with gaps between "
+                    f"{self._named(row)} was announced in more than {self.max_pieces} pieces with gaps between "
                     f"them; tokens are sent in order"
                 )
             places.append((ranges, at))
@@ -154,7 +154,12 @@ class Coverage:
         of_heads = "" if self.heads is NO_HEADS else f" x heads {_text(heads)}"
         return f"layers {_text(layers)} x tokens {_text(tokens)}{of_heads}"
 
-    def _row(self, layer: int, head: int) -> str:
+    def _row(self, layer: int, head: int) -> int:
+        """Return the number of a head of a layer: without heads that of the layer."""
+        return layer * self.heads.stop + head
+
+    def _named(self, row: int) -> str:
+        layer, head = divmod(row, self.heads.stop)
         return f"layer {layer}" if self.heads is NO_HEADS else f"head {head} of layer {layer}"
 
 
