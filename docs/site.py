@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()[^)#\s]+")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", ".jsonl": "json", ".c": "c", ".md": "markdown"}
-UNDERSTAND = ("reading", "architecture", "protocol", "shapes", "kernels", "results", "claims")
+UNDERSTAND = ("reading", "architecture", "protocol", "layouts", "shapes", "kernels", "results", "claims")
 PROJECT = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md"}
 
 

@@ -48,6 +48,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("worker", "scheduler"),
         ("receiving", "sending"),
         ("dialling", "memory", "messages", "settings", "counts"),
+        ("heads",),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (
@@ -139,6 +140,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("copies",),
         ("memory", "prefix", "memfd", "digests"),
         ("layout",),
+        ("shapes",),
     ),
     "kv.channel": (
         ("channel",),

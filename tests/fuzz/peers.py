@@ -55,8 +55,8 @@ class Deaf:
 class Stranger:
     """A peer that talks to one channel over a new link each time."""
 
-    def __init__(self) -> None:
-        pool = pd.PagePool(random_model(), pd.CacheConfig(page_size=4, num_pages=16))
+    def __init__(self, pool: pd.PagePool | None = None) -> None:
+        pool = pool or pd.PagePool(random_model(), pd.CacheConfig(page_size=4, num_pages=16))
         self.channel = pd.KVChannel(pool, Deaf(), random_bytes=bytes)
         self.layout = pool.layout
         self._rooms = itertools.count()
@@ -108,7 +108,7 @@ class Stranger:
             message = wire.decode(frame)
             num_bytes = 0
             if isinstance(message, wire.Data):
-                num_bytes = self.layout.payload_bytes(message.layers, message.tokens)
+                num_bytes = self.layout.payload_bytes(message.layers, message.tokens, message.heads)
             spans = self.channel.place(link, tagged, num_bytes)
             if spans is not None:
                 assert sum(length for _, length in spans) == num_bytes

@@ -18,7 +18,7 @@ from pathlib import Path
 
 NAMES = (
     *("frame", "packed", "command", "report", "stream_header", "config", "generation", "tensors"),
-    *("session", "stream", "mapped", "ring"),
+    *("session", "heads", "stream", "mapped", "ring"),
 )
 MAX_INPUT_BYTES = 8192
 MAX_GROWTH_BYTES = 64 << 20

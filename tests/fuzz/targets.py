@@ -22,6 +22,7 @@ from pdinfer.files import parse_json
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.wire import NONCE_BYTES
 from pdinfer.kv.layout import Spans
+from pdinfer.kv.shapes import PageShape
 from pdinfer.kv.transports.base import MAX_FRAME_BYTES
 from pdinfer.kv.transports.one_sided.ring import Credit, Landed, Signal
 from pdinfer.kv.transports.shm.sender import COUNT, SPAN_BYTES, packed_spans
@@ -31,6 +32,7 @@ from pdinfer.testing import tiny_config_dict
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerAddress, Request
 from tests.fuzz import ends
 from tests.fuzz.peers import Stranger
+from tests.unit.kv.channel.heads import pool_of
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny"
 
@@ -101,10 +103,22 @@ def _stranger() -> Stranger:
     return Stranger()
 
 
+@cache
+def _strangers_with_heads() -> tuple[Stranger, Stranger]:
+    return Stranger(pool_of(heads=range(2, 6))), Stranger(pool_of(packed=True))
+
+
 def session(data: bytes) -> None:
     """Any sequence of frames, each with its tag, on a link that is open: each is u16 length, u8 write?, frame."""
     with ends.no_logged_bugs():
         _stranger().talk(data)
+
+
+def heads(data: bytes) -> None:
+    """The same to ends whose pages have heads, and packed ones."""
+    with ends.no_logged_bugs():
+        for stranger in _strangers_with_heads():
+            stranger.talk(data)
 
 
 def _grant(address: PeerAddress) -> PageGrant:
@@ -123,6 +137,8 @@ def _grant(address: PeerAddress) -> PageGrant:
 def _wire_seeds() -> tuple[bytes, ...]:
     address = PeerAddress(b"e" * 16, 7, 0, ("tcp://127.0.0.1:1",))
     layout = _stranger().layout
+    shape = PageShape(heads=range(2), num_heads=4)
+    with_heads = attrs.evolve(layout, components=(attrs.evolve(layout.components[0], shape=shape),))
     word = Handoff(room=b"r" * 16, writer=address, status=HandoffStatus.LANDED, token=3)
     return tuple(
         wire.encode(message)
@@ -131,7 +147,9 @@ def _wire_seeds() -> tuple[bytes, ...]:
             wire.Hello(address, layout),
             wire.Welcome(address, layout),
             wire.Reject(TransferError("no"), (("page_size", "1", "2"),)),
+            wire.Hello(address, with_heads),
             wire.Data(b"r" * 16, range(3), range(8)),
+            wire.Data(b"r" * 16, range(3), range(8), range(2)),
             wire.Finish(word),
             wire.Abort(b"r" * 16, TransferError("no")),
             wire.Beat(0.5),
@@ -164,6 +182,21 @@ def _tensor_seeds() -> tuple[bytes, ...]:
     header = {"__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
     text = json.dumps(header).encode()
     return (len(text).to_bytes(8, "little") + text + bytes(24),)
+
+
+def _data_seeds() -> tuple[tuple[wire.Data, ...], ...]:
+    """Return payloads that ends with heads, and with packed pages, take."""
+    room, layers, half, rest = b"r" * 16, range(4), range(8), range(8, 16)
+    return (
+        (wire.Data(room, layers, half, range(2, 4)), wire.Data(room, layers, range(16), range(4, 6))),
+        (wire.Data(room, layers, half, range(8)), wire.Data(room, layers, rest, range(8))),
+        (wire.Data(room, layers, range(6), range(2, 6)), wire.Data(room, range(2), rest)),
+    )
+
+
+def _written(message: wire.Data) -> bytes:
+    frame = wire.encode(message)
+    return len(frame).to_bytes(2, "little") + b"\1" + frame
 
 
 def _frame(body: bytes) -> bytes:
@@ -265,6 +298,7 @@ def targets() -> dict[str, Target]:
         "generation": Target(generation, (TINY.joinpath("generation_config.json").read_bytes(),)),
         "tensors": Target(tensors, _tensor_seeds()),
         "session": Target(session, (talk, *(len(f).to_bytes(2, "little") + b"\0" + f for f in frames))),
+        "heads": Target(heads, tuple(b"".join(map(_written, each)) for each in _data_seeds())),
         # A link that is trusted may announce a frame of MAX_FRAME_BYTES.
         "stream": Target(ends.stream, _stream_seeds(), slack_bytes=2 * MAX_FRAME_BYTES),
         "mapped": Target(ends.mapped, _mapped_seeds(), slack_bytes=2 * MAX_FRAME_BYTES),

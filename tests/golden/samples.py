@@ -13,6 +13,7 @@ from pdinfer.errors import LayoutMismatch, Overloaded, RequestError, TransferErr
 from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.prefix import KeyScheme
+from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.kv.transports.one_sided import ring
 from pdinfer.kv.transports.shm.sender import packed_spans
 from pdinfer.kv.transports.stream import framing
@@ -62,6 +63,22 @@ LAYOUT = KVLayout(
     components=(
         KVComponent(name="latent", format="mla.512+64", dtype="bfloat16", width=576, token_bytes=1152, layers=(0, 1)),
         KVComponent(name="index", format="dsa", dtype="uint8", width=132, token_bytes=132, layers=(1,)),
+    ),
+)
+HEADS = KVLayout(
+    model_id=b"m" * 32,
+    weights_id=b"w" * 32,
+    page_size=16,
+    components=(
+        KVComponent(
+            name="kv",
+            format="k|v.128",
+            dtype="bfloat16",
+            width=256,
+            token_bytes=512,
+            layers=(0, 1),
+            shape=PageShape(heads=range(4, 8), num_heads=8, order=AxisOrder.LBNHC),
+        ),
     ),
 )
 STATE = NamedState(name="mtp.hidden", version=1, dtype="float32", shape=(2,), data=b"\0\0\x80?\0\0\0@")
@@ -209,7 +226,9 @@ CHANNEL: dict[str, wire.Message] = {
     "hello": wire.Hello(PREFILL, LAYOUT, ("feature",)),
     "welcome": wire.Welcome(DECODE, LAYOUT),
     "reject": wire.Reject(LayoutMismatch("they differ"), DIFFERENCES, again=True),
+    "hello with heads": wire.Hello(PREFILL, HEADS, (wire.HEADS,)),
     "data": wire.Data(ROOM, range(2, 5), range(64, 200)),
+    "data of heads": wire.Data(ROOM, range(2, 5), range(64, 200), range(4, 6)),
     "finish": wire.Finish(LANDED),
     "finish aborted": wire.Finish(ABORTED),
     "abort": wire.Abort(ROOM, TransferError("not wanted – any more")),

@@ -43,15 +43,15 @@ MUTANTS = [
     Mutant(
         "bytes arrive as if a pool had no scratch page",
         "src/pdinfer/kv/channel/receiver.py",
-        "self._pool.memory_pages, layers",
-        "self._pool.num_pages, layers",
+        "self._pool.memory_pages,\n",
+        "self._pool.num_pages,\n",
         "tests/unit/kv/channel/test_channel.py",
     ),
     Mutant(
         "bytes are sent as if a pool had no scratch page",
         "src/pdinfer/kv/channel/sender.py",
-        "self._pool.memory_pages, layers",
-        "self._pool.num_pages, layers",
+        "self._pool.memory_pages,\n",
+        "self._pool.num_pages,\n",
         "tests/unit/kv/channel/test_channel.py",
     ),
     Mutant(

@@ -266,11 +266,11 @@ def pages_are_paired_by_position(patch: pytest.MonkeyPatch) -> None:
     spans = KVLayout.spans
 
     def by_position(
-        self: KVLayout, num_pages: int, *, layers: range, tokens: range, pages: Any, first_token: int
+        self: KVLayout, num_pages: int, *, layers: range, tokens: range, pages: Any, first_token: int, **more: Any
     ) -> Any:
         if first_token and tokens.start - first_token >= self.page_size:
             tokens = range(first_token, first_token + len(tokens))
-        return spans(self, num_pages, layers=layers, tokens=tokens, pages=pages, first_token=first_token)
+        return spans(self, num_pages, layers=layers, tokens=tokens, pages=pages, first_token=first_token, **more)
 
     patch.setattr(KVLayout, "spans", by_position)
 

@@ -65,9 +65,9 @@ def watch(worker: Any) -> None:
     def landed(entry: Any) -> None:
         load = entry.load
         if not set(load.blocks) & receiving._bad_blocks:
-            tokens = range(*load.tokens)
+            tokens = entry.grant.tokens
             digest = pages_digest(channel, tokens, load.blocks, tokens.start)
-            say(moved=load.room, digest=digest, tokens=load.tokens, side="decode")
+            say(moved=load.room, digest=digest, tokens=(tokens.start, tokens.stop), side="decode")
         finish(entry)
 
     blocks: dict[str, Any] = {}

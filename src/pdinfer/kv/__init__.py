@@ -2,6 +2,7 @@
 `pdinfer.kv.SocketTransport`.
 
     layout.py     what the bytes of a page mean
+    shapes.py     how heads lie in pages
     pool.py       who owns which page
     prefix.py     which cached page holds which tokens
     events.py     which pages can be found, told as vLLM tells it
@@ -25,6 +26,7 @@ from pdinfer.kv.events import KVEvents
 from pdinfer.kv.layout import KVComponent, KVLayout
 from pdinfer.kv.memory import Memory, Pages
 from pdinfer.kv.pool import PagePool
+from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.kv.transports.base import Link, Receiver, Transfer, Transport
 from pdinfer.kv.transports.loopback import LoopbackHub, LoopbackTransport
 from pdinfer.kv.transports.mooncake import MooncakeEngine, MooncakeTransport
@@ -35,6 +37,7 @@ from pdinfer.kv.view import KVView, PageMemory
 from pdinfer.stats import ChannelStats
 
 __all__ = [
+    "AxisOrder",
     "ChannelStats",
     "KVChannel",
     "KVComponent",
@@ -49,6 +52,7 @@ __all__ = [
     "MooncakeTransport",
     "PageMemory",
     "PagePool",
+    "PageShape",
     "Pages",
     "Receiver",
     "ShmTransport",

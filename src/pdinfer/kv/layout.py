@@ -5,6 +5,8 @@ A pool is one flat block of bytes. It is cut into regions, one per (component, l
 region, and a token's address needs no table but the page table:
 
     region(component, layer) + (page * page_size + token % page_size) * token_bytes
+
+A component with a `shape` has heads, and its axes may lie in another order; see `shapes`.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from functools import cached_property
 from typing import Annotated
 
 import attrs
-from msgspec import Meta
+import numpy as np
+from msgspec import UNSET, Meta, UnsetType
 
 from pdinfer.bounds import MANY, MAX_INDEX, SOME, Digest, Index, Name, PageSize
 from pdinfer.errors import ConfigError, LayoutMismatch
+from pdinfer.kv.shapes import Ints, PageShape, Strides, joined, slots_of
 from pdinfer.values import brief
 
 MTP_PREFIX = "mtp."
@@ -40,7 +44,8 @@ class Fit(enum.Enum):
 @attrs.frozen(kw_only=True)
 class KVComponent:
     """One kind of cached value. `format` names the dtype, the widths and the rope pairing, so equal text means equal
-    bytes. `layers` are global ids in ascending order."""
+    bytes. `layers` are global ids in ascending order. With a `shape` it has heads, and `width` and `token_bytes` are
+    those of one head; without one it has none, and no bytes of it in a frame."""
 
     __repr__ = brief
 
@@ -50,6 +55,26 @@ class KVComponent:
     width: Index
     token_bytes: Annotated[int, Meta(ge=1, le=MAX_INDEX)]
     layers: Annotated[tuple[Index, ...], MANY]
+    shape: PageShape | UnsetType = UNSET
+
+    @property
+    def num_heads(self) -> int:
+        """The number of heads that this rank holds: 1 without a head axis."""
+        return 1 if self.shape is UNSET else len(self.shape.heads)
+
+    def strides(self, page_size: int, num_pages: int) -> Strides:
+        """Return the strides of its axes in a pool of `num_pages` pages."""
+        if self.shape is UNSET:
+            page_bytes = page_size * self.token_bytes
+            return Strides(num_pages * page_bytes, page_bytes, 0, self.token_bytes)
+        return Strides.of(
+            self.shape.order,
+            layers=len(self.layers),
+            pages=num_pages,
+            heads=self.num_heads,
+            tokens=page_size,
+            row_bytes=self.token_bytes,
+        )
 
     def part_of(self, layers: range) -> range:
         """Return the positions of those of its layers that are in `layers`. They are adjacent, since the ids ascend."""
@@ -71,16 +96,28 @@ class KVLayout:
     page_size: PageSize
     components: Annotated[tuple[KVComponent, ...], SOME]
 
+    def __attrs_post_init__(self) -> None:
+        """Raise ValueError unless all components have the same heads, packed or not, or none has heads."""
+        for component in self.components[1:]:
+            first, shape = self.components[0].shape, component.shape
+            if shape is UNSET or first is UNSET:
+                are_alike = shape is first
+            else:
+                are_alike = attrs.evolve(shape, order=first.order) == first
+            if not are_alike:
+                raise ValueError(f"{component.name} and {self.components[0].name} do not have the same heads")
+
     @cached_property
     def layout_id(self) -> bytes:
-        """SHA-256 over every field. Each grant carries it."""
+        """SHA-256 over every field but the heads of this rank, so that the ranks of an engine have one. Each grant
+        carries it."""
         text = "\n".join(f"{name}={value}" for name, value in self._described())
         return hashlib.sha256(text.encode()).digest()
 
     @cached_property
     def token_bytes(self) -> int:
         """Bytes of one token over all components and layers."""
-        return sum(component.token_bytes * len(component.layers) for component in self.components)
+        return sum(part.token_bytes * part.num_heads * len(part.layers) for part in self.components)
 
     @property
     def page_bytes(self) -> int:
@@ -94,6 +131,22 @@ class KVLayout:
         return range(min(ids), max(ids) + 1)
 
     @property
+    def shape(self) -> PageShape | None:
+        """The heads of every component, None without a head axis. Orders may differ between components."""
+        shape = self.components[0].shape
+        return None if shape is UNSET else shape
+
+    @property
+    def heads(self) -> range | None:
+        """The global ids of the heads that this rank holds, None without a head axis."""
+        return None if self.shape is None else self.shape.heads
+
+    @property
+    def by_token(self) -> bool:
+        """Whether payloads out of these pages hold token by token all heads, and not head by head all tokens."""
+        return self.shape is not None and self.shape.order.by_token
+
+    @property
     def lookahead(self) -> int:
         """Number of tokens after a token that its cached values also depend on: 1 with an MTP layer, otherwise 0."""
         return int(any(component.name.startswith(MTP_PREFIX) for component in self.components))
@@ -102,28 +155,70 @@ class KVLayout:
         """Return the number of pages for `num_tokens` tokens when the first one starts a page."""
         return -(-num_tokens // self.page_size)
 
+    def border(self, stop: int, *, up: bool) -> int:
+        """Return up to which token pages move when `stop` is asked for: up to `stop`, or where pages are packed to the
+        border of pages at or below it, with `up` at or above it."""
+        if self.shape is None or not self.shape.packed:
+            return stop
+        return (stop + (self.page_size - 1 if up else 0)) // self.page_size * self.page_size
+
+    def part(self, tokens: range, heads: range | None = None, first_token: int = 0) -> range | None:
+        """Return the heads that move when `heads` are asked for: all of this rank's by default, None without a head
+        axis. Raise ConfigError for heads that this rank does not hold, and for parts of packed pages, of which the
+        first one begins with `first_token`."""
+        if self.shape is None:
+            if heads is not None:
+                raise ConfigError(f"heads {_text(heads)} are asked for, and these pages have no heads")
+            return None
+        held, size = self.shape.heads, self.page_size
+        asked = held if heads is None else heads
+        if common(asked, held) != asked:
+            raise ConfigError(f"heads {_text(asked)} are asked for, and these pages hold {_text(held)}")
+        if self.shape.packed:
+            if asked != held:
+                raise ConfigError(f"heads {_text(asked)} are asked for, and packed pages hold {_text(held)} as a whole")
+            if (tokens.start - first_token) % size or (tokens.stop - first_token) % size:
+                raise ConfigError(
+                    f"tokens {_text(tokens)} are not whole pages of {size} tokens, and packed pages move whole"
+                )
+        return asked
+
     def region_offset(self, name: str, layer: int, num_pages: int) -> int:
         """Return the first byte of (component, layer) in a pool of `num_pages` pages."""
         offset = 0
         for component in self.components:
-            region_bytes = num_pages * self.page_size * component.token_bytes
             if component.name == name:
-                return offset + component.layers.index(layer) * region_bytes
-            offset += region_bytes * len(component.layers)
+                at = component.layers.index(layer)
+                return offset + at * component.strides(self.page_size, num_pages).layer
+            offset += num_pages * self._page_bytes(component) * len(component.layers)
         raise ConfigError(f"layout has no component {name!r}; it has {[c.name for c in self.components]}")
 
-    def payload_bytes(self, layers: range, tokens: range) -> int:
-        """Return the bytes of `tokens` in `layers` over all components."""
+    def payload_bytes(self, layers: range, tokens: range, heads: range | None = None) -> int:
+        """Return the bytes of `tokens` in `layers` over all components, of `heads` where there are some."""
         per_token = sum(component.token_bytes * len(component.part_of(layers)) for component in self.components)
-        return per_token * len(tokens)
+        return per_token * len(tokens) * (1 if heads is None else len(heads))
 
-    def spans(self, num_pages: int, *, layers: range, tokens: range, pages: Sequence[int], first_token: int) -> Spans:
+    def spans(
+        self,
+        num_pages: int,
+        *,
+        layers: range,
+        tokens: range,
+        pages: Sequence[int],
+        first_token: int,
+        heads: range | None = None,
+        by_token: bool = False,
+    ) -> Spans:
         """Return where `tokens` of `layers` lie in a pool of `num_pages` pages. `pages[i]` holds the tokens from
         `first_token + i * page_size`. The order is component, layer, token: that of every payload, whatever the page
-        size of either end. Raise ConfigError when `pages` do not hold the tokens or are not in the pool."""
+        size of either end. Where there are heads, `heads` are those asked for, and the order is component, layer, head,
+        token, or with `by_token` component, layer, token, head, whatever the order in memory; packed pages follow each
+        other whole. Raise ConfigError when `pages` do not hold the tokens or are not in the pool, and for parts of
+        packed pages."""
         held = range(first_token, first_token + len(pages) * self.page_size)
         if tokens and not (held.start <= tokens.start and tokens.stop <= held.stop):
             raise ConfigError(f"tokens {tokens} are asked for, but the pages hold {held}")
+        heads = self.part(tokens, heads, first_token)
         runs = list(self._runs(tokens, pages, first_token))
         if any(start < 0 or start + count > num_pages * self.page_size for start, count in runs):
             raise ConfigError(f"one of the pages {list(pages)[:8]} … is not in a pool of {num_pages}")
@@ -131,12 +226,36 @@ class KVLayout:
         region = 0
         for component in self.components:
             size = component.token_bytes
-            region_bytes = num_pages * self.page_size * size
+            if heads is None:
+                within = [(start * size, count * size) for start, count in runs]
+            else:
+                slots = slots_of(tokens, pages, first_token, self.page_size)
+                within = joined(*self._rows(component, num_pages, slots, heads, by_token))
+            stride = component.strides(self.page_size, num_pages).layer
             for index in component.part_of(layers):
-                first = region + index * region_bytes
-                spans.extend((first + start * size, count * size) for start, count in runs)
-            region += region_bytes * len(component.layers)
+                first = region + index * stride
+                spans.extend((first + start, length) for start, length in within)
+            region += num_pages * self._page_bytes(component) * len(component.layers)
         return spans
+
+    def _page_bytes(self, component: KVComponent) -> int:
+        """Return the bytes of a page of one layer."""
+        return self.page_size * component.num_heads * component.token_bytes
+
+    def _rows(
+        self, component: KVComponent, num_pages: int, slots: tuple[Ints, Ints], heads: range, by_token: bool
+    ) -> tuple[Ints, int]:
+        """Return the offsets, behind the first byte of a layer, of the smallest units in the order of a payload, and
+        their bytes: those of a token of one head, or of a page when pages are packed."""
+        assert component.shape is not UNSET
+        strides, held = component.strides(self.page_size, num_pages), component.shape.heads
+        page, within = slots
+        if component.shape.packed:
+            return page[:: self.page_size] * strides.page, self._page_bytes(component)
+        tokens_T = page * strides.page + within * strides.token
+        heads_H = (np.arange(heads.start, heads.stop) - held.start) * strides.head
+        rows = tokens_T[:, None] + heads_H if by_token else heads_H[:, None] + tokens_T
+        return rows.ravel(), component.token_bytes
 
     def _runs(self, tokens: range, pages: Sequence[int], first_token: int) -> Iterator[tuple[int, int]]:
         """Yield (token slot, count) of runs of adjacent slots. Runs that are neighbours in the pool are joined."""
@@ -157,17 +276,23 @@ class KVLayout:
             yield start, count
 
     def compatible_with(self, other: KVLayout) -> Fit:
-        """Return how pages move between `self` (ours) and `other` (theirs). Only the page size may differ: raise
-        LayoutMismatch with every other field that differs."""
+        """Return how pages move between `self` (ours) and `other` (theirs). Only the page size, the heads of a rank and
+        the order of the axes may differ, and with packed pages none of them: raise LayoutMismatch with every other
+        field that differs."""
         ours, theirs = dict(self._described()), dict(other._described())
+        if self.shape is not None and self.shape.packed:
+            may_differ: set[str] = set()
+            ours["heads"], theirs["heads"] = _text(self.shape.heads), _text(other.heads or range(0))
+        else:
+            may_differ = {"page_size", *(f"components.{part.name}.order" for part in self.components)}
         pairs = [(name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in {**ours, **theirs}]
-        fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] != "page_size")
+        fields = tuple(pair for pair in pairs if pair[1] != pair[2] and pair[0] not in may_differ)
         if fields:
             raise LayoutMismatch.of(fields)
         return Fit.IDENTICAL if self.page_size == other.page_size else Fit.REPAGE
 
     def _described(self) -> Iterator[tuple[str, str]]:
-        """Yield every field as (name, text), for comparing and hashing."""
+        """Yield every field but the heads of this rank as (name, text), for comparing and hashing."""
         yield "model_id", self.model_id.hex()[:16]
         yield "weights_id", self.weights_id.hex()[:16]
         yield "page_size", str(self.page_size)
@@ -180,3 +305,17 @@ class KVLayout:
             yield f"{prefix}.width", str(component.width)
             yield f"{prefix}.token_bytes", str(component.token_bytes)
             yield f"{prefix}.layers", ",".join(map(str, component.layers))
+            if component.shape is not UNSET:
+                yield f"{prefix}.num_heads", str(component.shape.num_heads)
+                yield f"{prefix}.packed", str(component.shape.packed)
+                yield f"{prefix}.order", component.shape.order.value
+
+
+def common(left: range, right: range) -> range:
+    """Return what two ranges have in common, which may be nothing."""
+    start = max(left.start, right.start)
+    return range(start, max(start, min(left.stop, right.stop)))
+
+
+def _text(span: range) -> str:
+    return f"[{span.start}, {span.stop})"

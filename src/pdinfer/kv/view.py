@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import attrs
 import torch
+from msgspec import UNSET
 from torch import Tensor
 
 from pdinfer.errors import ConfigError
@@ -69,9 +70,16 @@ class PageMemory:
         return self.num_pages - 1
 
     def pages(self, name: str, layer: int) -> Tensor:
-        """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype."""
+        """Return the [num_pages, page_size, width] view of one component of one layer, in its own dtype. A component
+        with heads is [num_pages, heads, page_size, width], whatever the order in memory."""
         component = next(c for c in self.layout.components if c.name == name)
         start = self.layout.region_offset(name, layer, self.num_pages)
+        if component.shape is not UNSET:
+            rows = self.buffer.view(PAGE_DTYPES[component.dtype])
+            value_bytes, strides = rows.itemsize, component.strides(self.layout.page_size, self.num_pages)
+            shape = self.num_pages, component.num_heads, self.layout.page_size, component.width
+            steps = (strides.page, strides.head, strides.token)
+            return rows.as_strided(shape, (*(step // value_bytes for step in steps), 1), start // value_bytes)
         size = self.num_pages * self.layout.page_size * component.token_bytes
         flat = self.buffer[start : start + size].view(PAGE_DTYPES[component.dtype])
         return flat.view(self.num_pages, self.layout.page_size, component.width)

@@ -99,6 +99,7 @@ class FakeEngine:
     policy: str = "recompute"
     model: str = "examples/tiny"
     dtype: torch.dtype = torch.float32
+    num_heads: int = 1
     base: type = FakeBase
     config_more: dict[str, Any] = attrs.field(factory=dict)
     requests: dict[str, FakeRequest] = attrs.field(factory=dict)
@@ -121,7 +122,7 @@ class FakeEngine:
         else:
             with context:
                 whole = torch.zeros(size * LAYERS, dtype=torch.int8)
-        shape = (self.num_blocks, 1, self.block_size, WIDTH)
+        shape = (self.num_blocks, self.num_heads, self.block_size, WIDTH // self.num_heads)
         parts = [whole[at * size : (at + 1) * size] for at in range(LAYERS)]
         self.caches = {
             f"model.layers.{at}.self_attn.attn": part.view(self.dtype).view(shape) for at, part in enumerate(parts)

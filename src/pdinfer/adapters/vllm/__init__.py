@@ -8,6 +8,7 @@
     sending.py     prefill: blocks that peers get
     dialling.py    links to prefills, made in threads of their own
     memory.py      vLLM's cache tensors as the pages of a channel
+    heads.py       the layout of caches with keys and values per head
     settings.py    what the host and each request ask for, and what is refused
     messages.py    what the two halves tell each other
     counts.py      what vLLM's logger is told

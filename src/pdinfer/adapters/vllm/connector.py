@@ -17,14 +17,16 @@ from pdinfer.adapters.vllm.worker import WorkerHalf
 
 class Hooks:
     """The hooks, to be joined with vLLM's base class (`loading`). vLLM makes one object per role, and calls on each the
-    hooks of its role only. What is not here is as the base class has it."""
+    hooks of its role only. What is not here is as the base class has it. `vllm_version` is that of the base class."""
+
+    vllm_version = ""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)  # type: ignore[call-arg]  # vLLM's base is the next one
         check_setup(vllm_config, kv_cache_config)
         settings = Settings.of(vllm_config.kv_transfer_config)
         if role.name == "WORKER":
-            self._worker = WorkerHalf(vllm_config, settings)
+            self._worker = WorkerHalf(vllm_config, settings, self.vllm_version)
         else:
             self._scheduler = SchedulerHalf(int(vllm_config.cache_config.block_size), settings)
         self._is_worker = role.name == "WORKER"

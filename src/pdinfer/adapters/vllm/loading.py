@@ -44,9 +44,8 @@ def connector_on(base: type, version: str) -> type:
     if unknown:
         _log.warning("vLLM %s asks for %s, which PDInferConnector leaves empty", version, ", ".join(unknown))
     empty = {name: _nothing(name) for name in unknown}
-    return type(
-        "PDInferConnector", (Hooks, base), {"__doc__": Hooks.__doc__, "__module__": "pdinfer.adapters.vllm", **empty}
-    )
+    names = {"__doc__": Hooks.__doc__, "__module__": "pdinfer.adapters.vllm", "vllm_version": version}
+    return type("PDInferConnector", (Hooks, base), {**names, **empty})
 
 
 def _nothing(name: str) -> Callable[..., Any]:

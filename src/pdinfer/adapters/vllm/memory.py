@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pdinfer.adapters.vllm.heads import has_heads, packed_layout
 from pdinfer.checkpoint.reader import Checkpoint
 from pdinfer.config import CacheConfig, ModelConfig
 from pdinfer.errors import ConfigError
@@ -109,10 +110,12 @@ def layer_of(name: str) -> int:
     return numbers[0]
 
 
-def engine_pages(model: str, kv_caches: Mapping[str, torch.Tensor], block_size: int, shared: object) -> EnginePages:
+def engine_pages(
+    model: str, kv_caches: Mapping[str, torch.Tensor], block_size: int, shared: object, form: str = ""
+) -> EnginePages:
     """Return vLLM's caches as pages. `model` is the folder of the checkpoint, which gives the layout its ids; `shared`
-    is the context in which the caches were allocated. Raises ConfigError for caches that are not those of an MLA model
-    in the host's memory, one tensor per layer."""
+    is the context in which the caches were allocated; `form` names how blocks with heads are packed. Raises ConfigError
+    for caches that are not in the host's memory, one tensor per layer, or not those of the model."""
     named = sorted(kv_caches.items(), key=lambda item: layer_of(item[0]))
     tensors, layers = [tensor for _, tensor in named], [layer_of(name) for name, _ in named]
     if not tensors or layers != list(range(len(layers))):
@@ -124,7 +127,10 @@ def engine_pages(model: str, kv_caches: Mapping[str, torch.Tensor], block_size: 
         raise ConfigError("PDInferConnector serves models whose layers have caches of one shape")
     if not all(tensor.is_contiguous() for tensor in tensors):
         raise ConfigError("PDInferConnector serves caches of one piece per layer, and these are interleaved")
+    memory = LayerTensors(tensors, shared.memfd if isinstance(shared, SharedCache) else None)
     num_blocks, width = first.shape[0], first.shape[-1]
+    if has_heads(model):
+        return EnginePages(packed_layout(model, first, len(layers), block_size, form), memory, num_blocks)
     layout = _layout(model, first.dtype, block_size)
     (latent, *others) = layout.components
     is_mla = latent.width == width and first.numel() == num_blocks * block_size * width
@@ -134,8 +140,7 @@ def engine_pages(model: str, kv_caches: Mapping[str, torch.Tensor], block_size: 
             f"PDInferConnector serves MLA models, and vLLM has {shapes} for one whose blocks of {block_size} tokens "
             f"hold latents of {latent.width}"
         )
-    memfd = shared.memfd if isinstance(shared, SharedCache) else None
-    return EnginePages(layout, LayerTensors(tensors, memfd), num_blocks)
+    return EnginePages(layout, memory, num_blocks)
 
 
 def _layout(model: str, dtype: torch.dtype, block_size: int) -> KVLayout:

@@ -119,7 +119,7 @@ class Receiving:
             request_id=load.proof,
             writers=(prefill,),
             destinations=(self._channel.address,),
-            tokens=range(*load.tokens),
+            tokens=range(load.tokens[0], layout.border(load.tokens[1], up=True)),
             pages=load.blocks,
             generations=self._pages.generations(load.blocks),
             layout_id=layout.layout_id,

@@ -85,7 +85,7 @@ class Sending:
                 self._kept[save.req_id] = save
             elif out is not None and out.transfer is None:
                 self._push(out, save, range(out.next_layer, self._layers.stop))
-                out.sent, out.next_layer = max(out.sent, save.stop), 0
+                out.sent, out.next_layer = max(out.sent, self._reach(save)), 0
                 if save.whole and out.transfer is None:
                     self._finish(out)
 
@@ -169,8 +169,12 @@ class Sending:
                     self._abort(out, "prompt", TransferError("decode's prompt has other tokens than this one"))
         return self._out.get(save.req_id)
 
+    def _reach(self, save: Save) -> int:
+        """Return up to which token the blocks of a save may leave: packed ones leave whole."""
+        return self._channel.pool.layout.border(save.stop, up=save.whole)
+
     def _push(self, out: Outgoing, save: Save, layers: range) -> None:
-        tokens = range(out.sent, min(save.stop, out.grant.tokens.stop))
+        tokens = range(out.sent, min(self._reach(save), out.grant.tokens.stop))
         if not tokens or not layers:
             return
         try:

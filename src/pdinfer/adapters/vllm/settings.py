@@ -139,8 +139,11 @@ def check_setup(config: Any, kv_cache_config: Any) -> None:
     if dtype.startswith(("fp8", "int8", "nvfp4")):
         raise ConfigError(f"PDInferConnector hands over caches in the model's dtype, and kv_cache_dtype is {dtype}")
     groups = getattr(kv_cache_config, "kv_cache_groups", ())
+    kinds = {type(group.kv_cache_spec).__name__ for group in groups if group is not None}
     if len(groups) > 1:
         raise ConfigError(
             f"PDInferConnector serves models with one group of KV caches, and this one has {len(groups)}: models with "
             "Mamba layers or sliding windows are not served"
         )
+    if other := sorted(kinds - {"FullAttentionSpec", "MLAAttentionSpec"}):
+        raise ConfigError(f"PDInferConnector serves caches of all tokens of a prompt, and this model has {other[0]}")

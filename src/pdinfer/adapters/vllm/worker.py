@@ -11,6 +11,7 @@ import torch
 
 from pdinfer.adapters.vllm.counts import TransferCounts
 from pdinfer.adapters.vllm.dialling import Doors
+from pdinfer.adapters.vllm.heads import form_of
 from pdinfer.adapters.vllm.memory import cache_context, engine_pages, layer_of
 from pdinfer.adapters.vllm.messages import Arrivals, Orders
 from pdinfer.adapters.vllm.receiving import Receiving
@@ -31,7 +32,8 @@ class WorkerHalf:
 
     channel: KVChannel
 
-    def __init__(self, config: Any, settings: Settings) -> None:
+    def __init__(self, config: Any, settings: Settings, version: str = "") -> None:
+        self._config, self._version = config, version
         self._model = str(config.model_config.model)
         self._block_size = int(config.cache_config.block_size)
         self._settings = settings
@@ -52,7 +54,8 @@ class WorkerHalf:
         if self._is_open:
             raise ConfigError("PDInferConnector was given KV caches twice")
         settings = self._settings
-        pages = engine_pages(self._model, kv_caches, self._block_size, self._context)
+        form = form_of(self._config, next(iter(kv_caches), ""), self._version)
+        pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form)
         self.channel = KVChannel(pages, settings.transport(), key=self._key, takes_offers=settings.sends)
         self.channel.notify(self._news.set)
         doors = Doors(self.channel, self._news.set)

@@ -15,6 +15,7 @@ from pdinfer.kv.channel.complaints import Complaints
 from pdinfer.kv.channel.peer import Ledger, Occupied, Peer, PeerCounters, Wanted
 from pdinfer.kv.channel.snapshot import LinkSnapshot
 from pdinfer.kv.channel.wire import NONCE_BYTES
+from pdinfer.kv.layout import KVLayout
 from pdinfer.kv.transports.base import Link, Transport
 from pdinfer.stats import PeerStats
 from pdinfer.types import PeerAddress, PeerKey, peer_key
@@ -99,12 +100,12 @@ class LinkBook:
 
     # -- links that open and close ----------------------------------------------------------------------------------
 
-    def admit(self, peer: Peer, address: PeerAddress, layout_id: bytes) -> Peer | None:
+    def admit(self, peer: Peer, address: PeerAddress, layout: KVLayout) -> Peer | None:
         """Note that the link is open. Return the guest that has to give way for it, if there is one."""
         with self.changed:
             key = peer_key(address)
             peer.address = address
-            peer.layout_id = layout_id
+            peer.layout = layout
             peer.link.trusted = True
             self._links[key] = peer.link
             self._ledger.meet(address)

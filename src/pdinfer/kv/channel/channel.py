@@ -173,12 +173,14 @@ class KVChannel(OfOneProcess):
         tokens: range,
         pages: Sequence[int],
         ready: Callable[[], None] | None = None,
+        heads: range | None = None,
     ) -> Transfer:
-        """Send `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Never blocks. The
+        """Send `tokens` of `layers` out of our `pages` (page i holds tokens from i * page_size). Each destination gets
+        those of `heads`, by default all that this rank holds, that it holds too. Never blocks. The
         transport calls `ready` in the thread that reads the pages, before it does. The pages must not change until the
         Transfer is done. Raises TransferError when the room is not open, ConfigError for pages without those
-        tokens."""
-        return self._sender.push(grant, layers, tokens, pages, ready)
+        tokens or heads, and for parts of packed pages."""
+        return self._sender.push(grant, layers, tokens, pages, ready, heads)
 
     @typed
     def finish(self, grant: PageGrant, handoff: Handoff) -> Transfer:

@@ -57,6 +57,8 @@ def check_greeting(peer: Peer, message: wire.Hello | wire.Welcome, us: PeerAddre
     asked = None if peer.asked_for is None or peer.asked_for.engine_id == ANYONE else peer_key(peer.asked_for)
     if asked is not None and asked != peer_key(message.address):
         raise TransferError(f"{peer.link.endpoint} answers as another engine: the peer asked for was restarted")
+    if layout.shape is not None and peer.version < wire.HEADS_SINCE:
+        raise TransferError(f"the peer speaks protocol {peer.speaks}, which has no pages with heads; this end has")
     layout.compatible_with(message.layout)
 
 
@@ -85,7 +87,8 @@ class Handshake:
 
     def introduce(self, peer: Peer) -> None:
         """Send who dialled."""
-        peer.post(wire.encode(wire.Hello(self._book.us, self._layout)))
+        required = () if self._layout.shape is None else (wire.HEADS,)
+        peer.post(wire.encode(wire.Hello(self._book.us, self._layout, required)))
 
     def read(self, peer: Peer, frame: bytes) -> None:
         """Read a frame on a link that is not open. Raises TransferError when it was sent after a refusal."""
@@ -149,7 +152,7 @@ class Handshake:
                 if self._book.is_dialling(key) and peer_key(self._book.us) < key:
                     raise Occupied("both ends dial, and it is the other one's link that stays")
                 peer.queue(wire.encode(wire.Welcome(self._book.us, self._layout)))
-            return self._book.admit(peer, message.address, message.layout.layout_id)
+            return self._book.admit(peer, message.address, message.layout)
 
     def _reject(self, peer: Peer, error: PDInferError) -> None:
         """Refuse the link. An end that dialled is told why and closes it; if it goes on instead, this end closes it."""

@@ -13,7 +13,7 @@ from pdinfer.errors import PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.complaints import Complaints
 from pdinfer.kv.channel.wire import FrameMac
-from pdinfer.kv.layout import Spans
+from pdinfer.kv.layout import KVLayout, Spans
 from pdinfer.kv.transports.base import Link, Transfer, Transport
 from pdinfer.process.locks import new_lock
 from pdinfer.process.silence import LINKS, SilenceWatch
@@ -166,7 +166,7 @@ class Peer:
         init=False, default=attrs.Factory(lambda peer: SilenceWatch(LINKS, peer.since), takes_self=True)
     )
     address: PeerAddress | None = None
-    layout_id: bytes = b""
+    layout: KVLayout | None = None
     version: tuple[int, int] = (wire.MAJOR, 0)
     refusal: PDInferError | None = None
     asked_for: PeerAddress | None = None
@@ -184,6 +184,16 @@ class Peer:
     def has_session(self) -> bool:
         """Whether the peer's first frame has come, so that every later frame carries a tag."""
         return self._theirs is not None
+
+    @property
+    def speaks(self) -> str:
+        """The version of the protocol that the peer speaks, as text."""
+        return ".".join(map(str, self.version))
+
+    @property
+    def heads(self) -> range:
+        """The heads that its pages hold, none where they have no head axis."""
+        return (self.layout and self.layout.heads) or range(0)
 
     @property
     def key(self) -> PeerKey | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 
-from pdinfer.errors import PDInferError, TransferError
+from pdinfer.errors import ConfigError, PDInferError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.channel.book import LinkBook
 from pdinfer.kv.channel.peer import Arriving, Peer, Totals
-from pdinfer.kv.channel.rooms import ReceiverRooms, StaleFrame
+from pdinfer.kv.channel.rooms import NO_HEADS, ReceiverRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import ExpectedRoom
 from pdinfer.kv.layout import Spans
 from pdinfer.kv.memory import Pages
@@ -36,13 +36,14 @@ class HandoffReceiver:
         self._changed = changed
         self._totals = totals
         self._notify = notify
-        self._rooms = ReceiverRooms(pool.layout.layers)
+        self._rooms = self._no_rooms()
 
     # -- what a host asks for ---------------------------------------------------------------------------------------
 
     def expect(self, grant: PageGrant, now: float) -> None:
         """Expect a room; see `KVChannel.expect`."""
         error = TransferError("the writer is not connected to this decode")
+        self._pool.layout.part(grant.tokens)
         with self._changed:
             self._rooms.expect(grant, now)
             there = self._book.granted(grant.writers)
@@ -60,8 +61,9 @@ class HandoffReceiver:
             peers = [peer for peer in self._book.granted(grant.writers) if peer is not None]
         for peer in peers:
             if peer.version < wire.OFFERS_SINCE:
-                version = ".".join(map(str, peer.version))
-                raise TransferError(f"{peer.link.endpoint} speaks protocol {version}, which has no grants over links")
+                raise TransferError(
+                    f"{peer.link.endpoint} speaks protocol {peer.speaks}, which has no grants over links"
+                )
         for peer in peers:
             peer.post(frame)
 
@@ -88,26 +90,34 @@ class HandoffReceiver:
         layout, key = self._pool.layout, peer_key(peer.address)
         with self._changed:
             try:
-                grant = self._rooms.place(key, message.room, message.layers, message.tokens, now)
+                grant = self._rooms.place(key, message.room, message.layers, message.tokens, now, self._heads(message))
             except StaleFrame:
                 self._count_dropped(key)
                 return None
             peer.arriving[frame] = Arriving(message, num_bytes, now)
-        if num_bytes != layout.payload_bytes(message.layers, message.tokens):
+        if num_bytes != layout.payload_bytes(message.layers, message.tokens, message.heads):
             raise TransferError(f"a payload of {num_bytes} bytes does not hold the tokens it announces")
         if grant.generations != self._pool.generations(grant.pages):
             raise TransferError("granted pages changed hands while their room was open")
-        first, pages = grant.tokens.start, grant.pages
-        return layout.spans(
-            self._pool.memory_pages, layers=message.layers, tokens=message.tokens, pages=pages, first_token=first
-        )
+        try:
+            return layout.spans(
+                self._pool.memory_pages,
+                layers=message.layers,
+                tokens=message.tokens,
+                pages=grant.pages,
+                first_token=grant.tokens.start,
+                heads=message.heads,
+                by_token=peer.layout is not None and peer.layout.by_token,
+            )
+        except ConfigError as error:
+            raise TransferError(f"a payload cannot be placed: {error}") from error
 
     def placed(self, peer: Peer, frame: bytes, error: TransferError | None, now: float) -> None:
         """Note that a placed payload has arrived whole, or did not verify because of `error`."""
         assert peer.address is not None
         with self._changed:
             arrived = peer.arriving.pop(frame)
-            room, receive_s = arrived.data.room, now - arrived.since
+            data, receive_s = arrived.data, now - arrived.since
             self._totals.writes_received += 1
             self._totals.bytes_received += arrived.num_bytes
             self._totals.receive_s += receive_s
@@ -115,9 +125,9 @@ class HandoffReceiver:
             if (counters := self._book.counters(peer_key(peer.address))) is not None:
                 counters.bytes_received += arrived.num_bytes
                 counters.receive_s += receive_s
-            writers = self._rooms.placed(room, arrived.data.layers, arrived.data.tokens, error, now)
+            writers = self._rooms.placed(data.room, data.layers, data.tokens, error, now, self._heads(data))
         if error is not None:
-            self.tell_to_stop({room: writers}, error)
+            self.tell_to_stop({data.room: writers}, error)
 
     def finished(self, key: PeerKey, handoff: Handoff) -> None:
         """Note that a writer has finished a room."""
@@ -151,7 +161,7 @@ class HandoffReceiver:
 
     def forget(self) -> None:
         """Forget all rooms."""
-        self._rooms = ReceiverRooms(self._pool.layout.layers)
+        self._rooms = self._no_rooms()
 
     @property
     def num_settled(self) -> int:
@@ -163,6 +173,20 @@ class HandoffReceiver:
         """Return the rooms that have not settled."""
         with self._changed:
             return self._rooms.snapshot()
+
+    def _no_rooms(self) -> ReceiverRooms:
+        layout = self._pool.layout
+        return ReceiverRooms(layout.layers, NO_HEADS if layout.heads is None else layout.heads)
+
+    def _heads(self, data: wire.Data) -> range:
+        """Return the heads that a frame names. Raises TransferError when it names some and our pages have none, or the
+        other way round."""
+        if (data.heads is None) != (self._pool.layout.heads is None):
+            these = (
+                "heads, and these pages have none" if data.heads is not None else "no heads, and these pages have some"
+            )
+            raise TransferError(f"a payload names {these}")
+        return NO_HEADS if data.heads is None else data.heads
 
     def _count_dropped(self, key: PeerKey) -> None:
         """Count a frame that was not acted upon. The lock must be held."""

@@ -42,6 +42,8 @@ MAX_PIECES = 64
 since they send in the order of the tokens."""
 MAX_STATE_BYTES = 16 << 20
 """The most state that hand-offs may bring beside KV, over all rooms that have not been taken."""
+NO_HEADS = range(1)
+"""The heads of pages without a head axis, for counting."""
 
 
 @attrs.define
@@ -91,61 +93,74 @@ class Tombstones:
 
 @attrs.define
 class Coverage:
-    """The tokens of each layer that a room's writers have announced, and how many have not yet arrived and verified.
+    """The tokens of each head of each layer that a room's writers have announced, and how many have not yet arrived and
+    verified.
 
-    The announced tokens of a layer are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined.
+    The announced tokens of a head are sorted, disjoint ranges, at most `max_pieces` of them. Neighbours are joined.
     """
 
     layers: range
     tokens: range
     max_pieces: float = math.inf
+    heads: range = NO_HEADS
     _announced: dict[int, list[range]] = attrs.field(factory=dict)
     _num_missing: int = 0
 
     def __attrs_post_init__(self) -> None:
-        self._num_missing = len(self.layers) * len(self.tokens)
+        self._num_missing = len(self.layers) * len(self.tokens) * len(self.heads)
 
     @property
     def num_pieces(self) -> int:
-        """The number of announced ranges, over all layers."""
-        return sum(len(self.pieces(layer)) for layer in self.layers)
+        """The number of announced ranges, over all layers and heads."""
+        return sum(map(len, self._announced.values()))
 
-    def pieces(self, layer: int) -> tuple[range, ...]:
-        """Return the announced ranges of a layer, in order."""
-        return tuple(self._announced.get(layer, ()))
+    def pieces(self, layer: int, head: int = 0) -> tuple[range, ...]:
+        """Return the announced ranges of a layer's head, in order."""
+        return tuple(self._announced.get(self._row(layer, head), ()))
 
     @property
     def complete(self) -> bool:
-        """Whether every token of every layer has arrived."""
+        """Whether every token of every head of every layer has arrived."""
         return self._num_missing == 0
 
-    def announce(self, layers: range, tokens: range) -> None:
-        """Note that a rectangle is about to arrive. Raises TransferError when it leaves the grant or overlaps an
-        earlier one."""
-        inside = within(layers, self.layers) and within(tokens, self.tokens)
-        if not inside or not layers or not tokens:
-            raise TransferError(
-                f"layers {_text(layers)} x tokens {_text(tokens)} is outside the grant's layers {_text(self.layers)} "
-                f"x tokens {_text(self.tokens)}"
-            )
+    def announce(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
+        """Note that a block is about to arrive. Raises TransferError when it leaves the grant or overlaps an earlier
+        one."""
+        inside = within(layers, self.layers) and within(tokens, self.tokens) and within(heads, self.heads)
+        if not (inside and layers and tokens and heads):
+            asked, granted = (layers, tokens, heads), (self.layers, self.tokens, self.heads)
+            raise TransferError(f"{self._block(*asked)} is outside the grant's {self._block(*granted)}")
         places = []
-        for layer in layers:
-            ranges = self._announced.setdefault(layer, [])
+        rows = layers if heads is NO_HEADS else [self._row(layer, head) for layer in layers for head in heads]
+        for row in rows:
+            ranges = self._announced.setdefault(row, [])
             at = bisect(ranges, tokens.start, key=lambda span: span.start)
             if (at and ranges[at - 1].stop > tokens.start) or (at < len(ranges) and ranges[at].start < tokens.stop):
-                raise TransferError(f"tokens {_text(tokens)} of layer {layer} were announced twice")
+                raise TransferError(f"tokens {_text(tokens)} of {self._named(row)} were announced twice")
             if len(ranges) >= self.max_pieces:
                 raise TransferError(
-                    f"layer {layer} was announced in more than {self.max_pieces} pieces with gaps between them; "
-                    f"tokens are sent in order"
+                    f"{self._named(row)} was announced in more than {self.max_pieces} pieces with gaps between "
+                    f"them; tokens are sent in order"
                 )
             places.append((ranges, at))
         for ranges, at in places:
             _insert(ranges, at, tokens)
 
-    def arrive(self, layers: range, tokens: range) -> None:
-        """Note that an announced rectangle has arrived and verified."""
-        self._num_missing -= len(layers) * len(tokens)
+    def arrive(self, layers: range, tokens: range, heads: range = NO_HEADS) -> None:
+        """Note that an announced block has arrived and verified."""
+        self._num_missing -= len(layers) * len(tokens) * len(heads)
+
+    def _block(self, layers: range, tokens: range, heads: range) -> str:
+        of_heads = "" if self.heads is NO_HEADS else f" x heads {_text(heads)}"
+        return f"layers {_text(layers)} x tokens {_text(tokens)}{of_heads}"
+
+    def _row(self, layer: int, head: int) -> int:
+        """Return the number of a head of a layer: without heads that of the layer."""
+        return layer * self.heads.stop + head
+
+    def _named(self, row: int) -> str:
+        layer, head = divmod(row, self.heads.stop)
+        return f"layer {layer}" if self.heads is NO_HEADS else f"head {head} of layer {layer}"
 
 
 def _insert(ranges: list[range], at: int, tokens: range) -> None:
@@ -200,6 +215,7 @@ class ReceiverRooms:
     """Decode's side: the rooms that it has granted. Methods return the writers that have to be told to stop."""
 
     layers: range
+    heads: range = NO_HEADS
     _rooms: dict[bytes, _Room] = attrs.field(factory=dict)
     _settled: list[Handoff] = attrs.field(factory=list)
     _state_bytes: int = 0
@@ -211,22 +227,30 @@ class ReceiverRooms:
         if not grant.writers:
             raise TransferError(f"room {grant.room.hex()} has no writer, so it could never settle")
         writers = {peer_key(writer): writer for writer in grant.writers}
-        coverage = Coverage(self.layers, grant.tokens, MAX_PIECES * len(writers))
+        coverage = Coverage(self.layers, grant.tokens, MAX_PIECES * len(writers), self.heads)
         self._rooms[grant.room] = _Room(grant, writers, coverage, now)
 
-    def place(self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float) -> PageGrant:
+    def place(
+        self, peer: PeerKey, room: bytes, layers: range, tokens: range, now: float, heads: range = NO_HEADS
+    ) -> PageGrant:
         """Announce a payload from a writer. Return the grant that tells where it goes. Raises StaleFrame when the peer
         may not write it."""
         state = self._rooms.get(room)
         if state is None or peer not in state.writers or peer in state.handoffs:
             raise StaleFrame(f"a write for room {room.hex()} that this peer may not write")
-        state.coverage.announce(layers, tokens)
+        state.coverage.announce(layers, tokens, heads)
         if state.first_byte_at is None:
             state.first_byte_at = now
         return state.grant
 
     def placed(
-        self, room: bytes, layers: range, tokens: range, error: TransferError | None, now: float
+        self,
+        room: bytes,
+        layers: range,
+        tokens: range,
+        error: TransferError | None,
+        now: float,
+        heads: range = NO_HEADS,
     ) -> list[PeerKey]:
         """Note that an announced payload has arrived. With an `error` it did not verify, and the room can only end
         ABORTED."""
@@ -234,7 +258,7 @@ class ReceiverRooms:
         if state is None:
             return []
         if error is None:
-            state.coverage.arrive(layers, tokens)
+            state.coverage.arrive(layers, tokens, heads)
             state.last_byte_at = now
             return []
         state.fault = state.fault or error

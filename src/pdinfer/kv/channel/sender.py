@@ -21,7 +21,7 @@ from pdinfer.kv.channel.offers import Offers
 from pdinfer.kv.channel.peer import Peer, Totals, Write
 from pdinfer.kv.channel.rooms import SenderRooms, StaleFrame
 from pdinfer.kv.channel.snapshot import AcceptedState
-from pdinfer.kv.layout import KVLayout, Spans
+from pdinfer.kv.layout import KVLayout, Spans, common
 from pdinfer.kv.memory import Pages
 from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
@@ -32,20 +32,28 @@ GROUP_BYTES = 4 << 20
 
 @attrs.define(eq=False)
 class Group:
-    """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination."""
+    """Pushes of one room with the same tokens and consecutive layers, which become one write to each destination.
+    `heads` are those pushed, None where pages have none. `shares` are those of them that a destination holds."""
 
     grant: PageGrant
     layers: range
     tokens: range
+    heads: range | None
+    shares: Mapping[PeerKey, range]
     pages: tuple[int, ...]
     transfer: Transfer
     ready: list[Callable[[], None]] = attrs.field(factory=list)
     num_writes: int = 0
     error: TransferError | None = None
 
-    def joins(self, layers: range, tokens: range, pages: Sequence[int]) -> bool:
+    def joins(self, layers: range, tokens: range, heads: range | None, pages: Sequence[int]) -> bool:
         """Return whether these layers continue the group."""
-        return self.layers.stop == layers.start and self.tokens == tokens and self.pages == tuple(pages)
+        alike = self.tokens == tokens and self.heads == heads and self.pages == tuple(pages)
+        return alike and self.layers.stop == layers.start
+
+    def share(self, destination: PeerKey) -> range | None:
+        """Return the heads that go to a destination."""
+        return self.shares.get(destination, self.heads)
 
     def wait_ready(self) -> None:
         """Wait until the pages may be read."""
@@ -66,23 +74,29 @@ class Pushes:
         self._inflight: Counter[PeerKey] = Counter()
 
     def add(
-        self, grant: PageGrant, layers: range, tokens: range, pages: Sequence[int], ready: Callable[[], None] | None
+        self,
+        grant: PageGrant,
+        layers: range,
+        tokens: range,
+        pages: Sequence[int],
+        ready: Callable[[], None] | None,
+        heads: range | None,
+        shares: Mapping[PeerKey, range],
     ) -> tuple[Transfer, list[Group]]:
         """Add a push. Return its Transfer and the groups that have to be written now, in order."""
         full: list[Group] = []
         with self._changed:
             group = self._open.get(grant.room)
-            if group is not None and not group.joins(layers, tokens, pages):
+            if group is not None and not group.joins(layers, tokens, heads, pages):
                 full.append(self._take(group))
                 group = None
             if group is None:
-                group = self._open[grant.room] = Group(grant, layers, tokens, tuple(pages), Transfer(0))
+                group = self._open[grant.room] = Group(grant, layers, tokens, heads, shares, tuple(pages), Transfer(0))
                 self._unsent.add(group.transfer)
             group.layers = range(group.layers.start, layers.stop)
-            added = self._layout.payload_bytes(group.layers, tokens) - group.transfer.num_bytes
-            group.transfer.num_bytes += added
-            for destination in grant.destinations:
-                self._inflight[peer_key(destination)] += added
+            group.transfer.num_bytes = self._layout.payload_bytes(group.layers, tokens, heads)
+            for key in map(peer_key, grant.destinations):
+                self._inflight[key] += self._layout.payload_bytes(layers, tokens, group.share(key))
             if ready is not None:
                 group.ready.append(ready)
             if group.transfer.num_bytes >= GROUP_BYTES or layers.stop == self._layout.layers.stop:
@@ -116,9 +130,8 @@ class Pushes:
             if group.num_writes:
                 return
             self._unsent.discard(group.transfer)
-            for destination in group.grant.destinations:
-                key = peer_key(destination)
-                self._inflight[key] -= group.transfer.num_bytes
+            for key in map(peer_key, group.grant.destinations):
+                self._inflight[key] -= self._layout.payload_bytes(group.layers, group.tokens, group.share(key))
                 if not self._inflight[key]:
                     del self._inflight[key]
             group.transfer.complete(group.error)
@@ -191,7 +204,7 @@ class HandoffSender:
                 peers = self._book.granted(grant.destinations)
                 if None in peers or not peers:
                     raise StaleFrame("the grant's decode is not connected to this prefill")
-                if any(peer.layout_id != grant.layout_id for peer in peers if peer is not None):
+                if any(peer.layout is None or peer.layout.layout_id != grant.layout_id for peer in filter(None, peers)):
                     raise StaleFrame(f"the grant of {grant.room.hex()} was made for another layout than its decode's")
                 self._rooms.accept(grant)
         except StaleFrame:
@@ -208,8 +221,10 @@ class HandoffSender:
         tokens: range,
         pages: Sequence[int],
         ready: Callable[[], None] | None,
+        heads: range | None = None,
     ) -> Transfer:
         """Send tokens of some layers; see `KVChannel.push`."""
+        heads = self._pool.layout.part(tokens, heads)
         with self._changed:
             if not self._rooms.writable(grant.room):
                 raise TransferError(f"room {grant.room.hex()} is not open for writing")
@@ -219,7 +234,7 @@ class HandoffSender:
             read = pages[tokens.start // size : -(-tokens.stop // size)]
             if read and not 0 <= min(read) <= max(read) < self._pool.num_pages:
                 raise ConfigError(f"page {max(read)} or {min(read)} is not in a pool of {self._pool.num_pages}")
-        transfer, groups = self._pushes.add(grant, layers, tokens, pages, ready)
+        transfer, groups = self._pushes.add(grant, layers, tokens, pages, ready, heads, self._shares(grant, heads))
         self._write(groups)
         return transfer
 
@@ -338,30 +353,48 @@ class HandoffSender:
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
+    def _shares(self, grant: PageGrant, heads: range | None) -> dict[PeerKey, range]:
+        """Return those of `heads` that each linked destination of a grant holds."""
+        if heads is None:
+            return {}
+        peers = {key: self._book.peer_at(key) for key in map(peer_key, grant.destinations)}
+        return {key: common(heads, peer.heads) for key, peer in peers.items() if peer is not None}
+
     def _write(self, groups: Iterable[Group]) -> None:
         """Hand joined pushes to the transport, one write per destination."""
+        layout = self._pool.layout
         for group in groups:
-            source = self._pool.layout.spans(
-                self._pool.memory_pages, layers=group.layers, tokens=group.tokens, pages=group.pages, first_token=0
-            )
+            sources: dict[range | None, Spans] = {}
             with self._changed:
                 self._totals.writes_sent += 1
                 self._totals.bytes_sent += group.transfer.num_bytes
-            for destination in group.grant.destinations:
-                self._write_to(peer_key(destination), group, source)
+            for key in map(peer_key, group.grant.destinations):
+                heads = group.share(key)
+                if heads not in sources:
+                    sources[heads] = layout.spans(
+                        self._pool.memory_pages,
+                        layers=group.layers,
+                        tokens=group.tokens,
+                        pages=group.pages,
+                        first_token=0,
+                        heads=heads,
+                        by_token=layout.by_token,
+                    )
+                self._write_to(key, group, heads, sources[heads])
 
-    def _write_to(self, key: PeerKey, group: Group, source: Spans) -> None:
-        pushes, num_bytes = self._pushes, group.transfer.num_bytes
+    def _write_to(self, key: PeerKey, group: Group, heads: range | None, source: Spans) -> None:
+        pushes, num_bytes = self._pushes, self._pool.layout.payload_bytes(group.layers, group.tokens, heads)
 
         def sent(write: Transfer) -> None:
             pushes.written(group, write.error)
             self._notify()
 
         peer = self._book.peer_at(key)
-        if peer is None:
-            Transfer(num_bytes, sent).complete(TransferError("the destination is not connected"))
+        if peer is None or (heads is not None and not heads):  # lost, or a rank that holds none of our heads
+            lost = TransferError("the destination is not connected") if peer is None else None
+            Transfer(num_bytes, sent).complete(lost)
             return
         if (counters := self._book.counters(key)) is not None:
             counters.bytes_sent += num_bytes
-        frame = wire.encode(wire.Data(group.grant.room, group.layers, group.tokens))
+        frame = wire.encode(wire.Data(group.grant.room, group.layers, group.tokens, heads))
         peer.post(frame, Write(source, group.wait_ready if group.ready else None, sent))

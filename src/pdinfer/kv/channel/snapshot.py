@@ -43,7 +43,7 @@ class LinkSnapshot:
 @attrs.frozen(kw_only=True)
 class ExpectedRoom:
     """A room that decode granted and that has not settled. `handoffs` has one status per writer that has finished.
-    `num_pieces` is the number of announced ranges of tokens, over all layers."""
+    `num_pieces` is the number of announced ranges of tokens, over all layers and heads."""
 
     __repr__ = brief
 

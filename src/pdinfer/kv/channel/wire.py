@@ -51,10 +51,14 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 NONCE_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_TAG_BYTES = 32
-MAJOR, MINOR = 2, 1
+MAJOR, MINOR = 2, 2
 OFFERS_SINCE = (2, 1)
 """The first version that knows `Offer` frames."""
-FEATURES: frozenset[str] = frozenset()
+HEADS_SINCE = (2, 2)
+"""The first version that knows pages with heads."""
+HEADS = "kv.heads"
+"""The feature that an end requires of its peer when its pages have heads."""
+FEATURES = frozenset({HEADS})
 """Optional behaviours that this version understands. A peer that requires another one is refused."""
 MAX_REASON_BYTES = 320
 """How much of the reason for a refusal travels as text. Differences travel one by one, and the other end lists them."""
@@ -145,12 +149,14 @@ class Reject(msgspec.Struct, tag="reject"):
     again: bool = False
 
 
-class Data(msgspec.Struct, tag="data"):
-    """The announcement of a payload: these tokens of these layers, in the order of `KVLayout.spans`."""
+class Data(msgspec.Struct, tag="data", omit_defaults=True):
+    """The announcement of a payload: these tokens of these layers, in the order of `KVLayout.spans`, with `by_token` as
+    the writer's layout has it. `heads`, since 2.2, are named where the pages of both ends have heads."""
 
     room: Room
     layers: range
     tokens: range
+    heads: range | None = None
 
 
 class Finish(msgspec.Struct, tag="finish"):

@@ -77,7 +77,9 @@ class PushesMachine(RuleBasedStateMachine):
         before = sender.GROUP_BYTES
         sender.GROUP_BYTES = 1 if alone else before
         try:
-            transfer, groups = self.pushes.add(room.grant, range(layer, layer + 1), tokens, room.grant.pages, None)
+            transfer, groups = self.pushes.add(
+                room.grant, range(layer, layer + 1), tokens, room.grant.pages, None, None, {}
+            )
         finally:
             sender.GROUP_BYTES = before
         room.layer = (layer + 1) % LAYERS.stop

@@ -15,6 +15,7 @@ from pdinfer import bounds
 from pdinfer.errors import BY_CODE, LayoutMismatch, Overloaded, PDInferError, RequestError, TransferError
 from pdinfer.kv.channel import wire
 from pdinfer.kv.layout import KVComponent, KVLayout
+from pdinfer.kv.shapes import AxisOrder, PageShape
 from pdinfer.remote import messages
 from pdinfer.stats import ChannelStats, DecodeLoad, PrefillLoad
 from pdinfer.types import (
@@ -63,11 +64,22 @@ def values(kind: type, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[An
 
 
 addresses = values(PeerAddress, engine_id=blobs, epoch=st.integers(0, 2**64 - 1), rank=ids, endpoints=tuples(texts))
+shapes = st.just(msgspec.UNSET) | values(
+    PageShape,
+    heads=st.integers(0, 8).map(lambda start: range(start, start + 2)),
+    num_heads=st.integers(10, bounds.MAX_INDEX),
+    order=st.sampled_from([order for order in AxisOrder if order.keeps_pages_whole]),
+    packed=st.booleans(),
+)
 components = values(
     KVComponent, name=texts, format=texts, dtype=texts, width=ids, token_bytes=positives, layers=tuples(ids)
 )
-layouts = values(
-    KVLayout, model_id=blobs, weights_id=blobs, page_size=positives, components=tuples(components, least=1)
+layouts = st.builds(
+    lambda layout, shape: attrs.evolve(
+        layout, components=tuple(attrs.evolve(part, shape=shape) for part in layout.components)
+    ),
+    values(KVLayout, model_id=blobs, weights_id=blobs, page_size=positives, components=tuples(components, least=1)),
+    shapes,
 )
 states = values(NamedState, name=texts, version=ids, dtype=texts, shape=tuples(ids), data=blobs)
 tops = tuples(st.tuples(ids, logprobs))
@@ -107,7 +119,7 @@ wire_messages = st.one_of(
     values(wire.Hello, address=addresses, layout=layouts, required=tuples(texts)),
     values(wire.Welcome, address=addresses, layout=layouts),
     values(wire.Reject, error=errors, fields=fields),
-    values(wire.Data, room=blobs, layers=spans(), tokens=spans()),
+    values(wire.Data, room=blobs, layers=spans(), tokens=spans(), heads=st.none() | spans()),
     values(wire.Finish, handoff=handoffs),
     values(wire.Abort, room=blobs, error=errors),
     values(wire.Beat, step_age_s=seconds),
