@@ -43,11 +43,11 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "adapters": (("vllm",),),
     "adapters.vllm": (
-        ("loading",),
-        ("connector",),
+        ("loading", "prefill"),
+        ("connector", "probe"),
         ("worker", "scheduler"),
         ("receiving", "sending"),
-        ("dialling", "memory", "messages", "settings", "counts"),
+        ("dialling", "memory", "messages", "settings", "counts", "prompts"),
     ),
     "testing": (("models", "network"), ("links",), ("faults", "simulation")),
     "bench": (

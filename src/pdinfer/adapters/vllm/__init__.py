@@ -1,5 +1,9 @@
-"""vLLM's KV connector over a KVChannel: `kv_connector_module_path="pdinfer.adapters.vllm"`.
+"""vLLM's KV connector over a KVChannel (`kv_connector_module_path="pdinfer.adapters.vllm"`), and `connect`, which makes
+a vLLM with that connector a port of a Pairing.
 
+    prefill.py     prefill in vLLM, decode here: the port
+    probe.py       a prompt that both engines compute before they serve one
+    prompts.py     what vLLM is asked, and who waits for its answers
     loading.py     the class that vLLM makes, from its own base class; the only file that imports vLLM
     connector.py   every hook, and which half it goes to
     scheduler.py   the half in the scheduler: which requests load, wait or are sent
@@ -14,7 +18,9 @@
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 
-May import: checkpoint, config, kv, model, the ground.
+Only `prefill` and what it needs run outside of vLLM.
+
+May import: checkpoint, config, engine, kv, model, process, the ground.
 """
 
 from __future__ import annotations
@@ -23,8 +29,13 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that vLLM asks this module for. It is made at the first call, from the base class of the vLLM
-    that is installed. Raises ConfigError when there is none, or when something it needs is missing."""
+    """Return `connect`, or the class that vLLM asks this module for. That is made at the first call, from the base
+    class of the vLLM that is installed. Raises ConfigError when there is none, or when something it needs is
+    missing."""
+    if name == "connect":
+        from pdinfer.adapters.vllm.prefill import connect
+
+        return connect
     if name != "PDInferConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdinfer.adapters.vllm.loading import connector_class

@@ -147,7 +147,8 @@ class KVChannel(OfOneProcess):
 
     @typed
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
-        """Ask the grant's writers to stop. `poll` returns their ABORTED, or a LANDED that was on its way."""
+        """Ask the grant's writers to stop. `poll` returns their ABORTED, with `error`, or a LANDED that was on its
+        way."""
         self._receiver.abort(grant, error)
 
     def poll(self) -> list[Handoff]:
