@@ -298,9 +298,9 @@ class FakeEngine:
         for layer, name in enumerate(self.caches):
             for req_id, count in output.num_scheduled_tokens.items():
                 request = self.requests[req_id]
-                for position in range(request.num_computed, request.num_computed + count):
-                    block, slot = divmod(position, self.block_size)
-                    self.bytes[layer][request.blocks[block], slot] = self.compute(request.prompt)[layer, position]
+                new = range(request.num_computed, request.num_computed + count)
+                slots = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in new]
+                self.bytes[layer].flatten(0, 1)[slots] = self.compute(request.prompt)[layer, new.start : new.stop]
             self.worker.wait_for_layer_load(name)
             self.worker.save_kv_layer(name, self.caches[name], None)
 

@@ -13,6 +13,7 @@ import torch
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.prefill import VLLMPrefill
+from pdinfer.adapters.vllm.probe import Probe
 from pdinfer.kv.view import KVView
 from pdinfer.model.batch import Batch, Row
 from tests.unit.adapters.fake_vllm import LAYERS, FakeEngine, FakeRequest
@@ -63,10 +64,10 @@ class FakeVLLM:
         self.refuse: Exception | None = None
         self.start()
 
-    def start(self, listen: str = "tcp://127.0.0.1:0") -> None:
+    def start(self, listen: str = "tcp://127.0.0.1:0", **extra: Any) -> None:
         network = self.network
         self.engine = FakeEngine(
-            "kv_producer", {"listen": listen}, compute=network.compute, draw=network.draw, **self.more
+            "kv_producer", {"listen": listen, **extra}, compute=network.compute, draw=network.draw, **self.more
         )
         self.lock, self.stopped = threading.Lock(), threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
@@ -133,6 +134,9 @@ class Cross:
 
     def check_rest(self) -> None:
         self.vllm.wait_for_rest()
+        ends = time.monotonic() + 10
+        while self.decode.num_unfinished and time.monotonic() < ends:
+            self.pairing.step()
         assert (self.decode.pool.num_owned, self.decode.pool.num_granted) == (0, 0)
         assert self.decode.num_unfinished == 0
 
@@ -151,7 +155,7 @@ def cross(model: pd.Model) -> Iterator[Cross]:
     vllm = FakeVLLM(Network(model))
     decode = decode_of(model)
     port = pd.adapters.vllm.connect(decode, kv=vllm.kv, server=vllm.complete)
-    with pd.Pairing(port, decode) as pairing:
+    with pd.Pairing(port, decode, config=pd.PairingConfig(port_wait_s=30)) as pairing:
         yield Cross(vllm, decode, port, pairing)
     vllm.kill()
 
@@ -176,3 +180,162 @@ def test_what_vllm_prefills_goes_on_here(cross: Cross, model: pd.Model) -> None:
         assert all(event.logprob is not None for event in events[1:])
     cross.check_rest()
     assert cross.vllm.engine.counts.data["sent"] == len(prompts) + 1  # and the probe
+
+
+def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt is computed and over when the grant comes: its blocks and its first token are held."""
+    channel, engine = cross.decode.channel, cross.vllm.engine
+    engine.scheduler._scheduler._settings = attrs.evolve(engine.scheduler._scheduler._settings, hold_s=0.0)
+    real = channel.offer
+
+    def later(grant: pd.PageGrant) -> None:
+        def offer() -> None:
+            while not (engine.requests and [*engine.requests.values()][-1].is_over and len(engine.requests) == 2):
+                time.sleep(0.001)
+            real(grant)
+
+        threading.Thread(target=offer, daemon=True).start()
+
+    monkeypatch.setattr(channel, "offer", later)
+    ((first, *_),) = cross.serve([prompt_of(40)])
+    assert first.token == alone(cross.decode.model, prompt_of(40), 1)[0]
+    cross.check_rest()
+
+
+def test_a_prompt_that_is_aborted_before_its_token_is_granted_again(cross: Cross) -> None:
+    engine, real = cross.vllm.engine, cross.vllm.complete
+    prompt = prompt_of(120)
+
+    def abort() -> None:
+        while "r1" not in engine.requests or not engine.requests["r1"].num_computed:
+            time.sleep(0.0001)
+        with cross.vllm.lock:
+            engine.abort("r1")
+
+    threading.Thread(target=abort, daemon=True).start()
+    ((*_, last),) = cross.serve([prompt])
+    assert last.usage is not None
+    assert last.usage.num_retries <= 1
+    assert cross.vllm.complete == real
+    cross.check_rest()
+
+
+def test_what_vllm_does_not_take_ends_at_once_with_its_reason(cross: Cross) -> None:
+    cross.vllm.refuse = pd.RequestError("vLLM at http://x answered 400: the prompt is too long")
+    ((event,),) = cross.serve([prompt_of(20)])
+    assert isinstance(event.error, pd.RequestError)
+    assert "the prompt is too long" in str(event.error)
+    assert len(cross.vllm.bodies) == 2  # the probe, and one attempt
+    cross.vllm.refuse = None
+    assert len(cross.serve([prompt_of(20)])[0]) == 6
+    cross.check_rest()
+
+
+def test_what_fails_at_vllm_is_tried_again(cross: Cross) -> None:
+    cross.vllm.refuse = OSError("reset")
+    ((event,),) = cross.serve([prompt_of(20)])
+    assert isinstance(event.error, pd.TransferError)
+    assert "OSError: reset" in str(event.error)
+    assert len(cross.vllm.bodies) == 1 + cross.decode.config.max_attempts
+    cross.check_rest()
+
+
+def test_a_cancelled_request_gives_everything_back(cross: Cross) -> None:
+    pairing, ends = cross.pairing, []
+    for at in range(4):
+        pairing.submit(pd.Request(prompt=prompt_of(200 + at), sampling=greedy(max_new_tokens=200), request_id=str(at)))
+        ends += pairing.step()
+        pairing.cancel(str(at))
+    assert pairing.drain(10)
+    ends += pairing.step()
+    assert [event.finish_reason for event in ends] == [pd.FinishReason.CANCELLED] * 4
+    cross.check_rest()
+
+
+def test_a_vllm_that_was_restarted_is_probed_and_used_again(cross: Cross) -> None:
+    prompt, listen = prompt_of(50), cross.vllm.kv
+    cross.serve([prompt])
+    old = cross.port.address
+    cross.vllm.kill()
+    cross.pairing.submit(pd.Request(prompt=prompt, sampling=greedy(), request_id="meanwhile"))
+    events = []
+    while not cross.pairing.stats.ports_away:
+        events += cross.pairing.step()
+        cross.pairing.wait(0.1)
+    cross.vllm.start(listen)
+    assert cross.pairing.drain(20)
+    events += cross.pairing.step()
+    assert [event.token for event in events] == alone(cross.decode.model, prompt)
+    assert cross.port.address != old
+    assert cross.pairing.stats.ports_lost[0].is_back
+    assert len(cross.vllm.bodies[-2]["prompt"]) == 272
+    cross.check_rest()
+
+
+def test_a_vllm_that_comes_back_wrong_is_refused(cross: Cross) -> None:
+    listen = cross.vllm.kv
+    cross.vllm.kill()
+    cross.vllm.network = Network(cross.decode.model, spoil=lambda latents: latents[0, :, 64:].mul_(-1))
+    cross.vllm.start(listen)
+    cross.pairing.submit(pd.Request(prompt=prompt_of(9), sampling=greedy(), deadline_s=5))
+    ends = time.monotonic() + 10
+    while cross.port in cross.pairing.ports or cross.pairing.stats.ports_away:
+        assert time.monotonic() < ends
+        cross.pairing.step()
+        cross.pairing.wait(0.05)
+    assert not cross.pairing.stats.ports_lost[0].is_back
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda latents: latents[0, :, 64:].mul_(-1), r"from layer 0 on, in the rotated keys \(rope\).*100%"),
+        (lambda latents: latents[2, 8:, :64].add_(1), r"from layer 2 on, in component 'latent': 97% of the tokens"),
+        (lambda latents: latents[0, -1:, :64].fill_(torch.nan), "from layer 0 on, in component 'latent': 0%"),
+    ],
+)
+def test_a_vllm_that_computes_something_else_is_refused(
+    model: pd.Model, spoil: Callable[[torch.Tensor], object], says: str
+) -> None:
+    vllm, decode = FakeVLLM(Network(model, spoil)), decode_of(model)
+    try:
+        with pytest.raises(pd.LayoutMismatch, match=says):
+            pd.adapters.vllm.connect(decode, kv=vllm.kv, server=vllm.complete)
+    finally:
+        decode.close()
+        vllm.kill()
+
+
+def test_a_few_tokens_with_other_experts_are_no_difference(model: pd.Model) -> None:
+    """Behind a router a near tie may go the other way; layer 0 has none."""
+    vllm, decode = FakeVLLM(Network(model, lambda latents: latents[1:, 100:104].mul_(-1))), decode_of(model)
+    try:
+        pd.adapters.vllm.connect(decode, kv=vllm.kv, server=vllm.complete).close()
+    finally:
+        decode.close()
+        vllm.kill()
+
+
+def test_what_cannot_be_paired_is_refused_by_name(model: pd.Model) -> None:
+    vllm = FakeVLLM(Network(model))
+    fine, other = decode_of(model), decode_of(model)
+    connect: Any = pd.adapters.vllm.connect
+    layout = fine.pool.layout
+    (latent,) = layout.components
+    try:
+        with pytest.raises(pd.ConfigError, match="this pool has them in uint8"):
+            Probe.of(model, attrs.evolve(layout, components=(attrs.evolve(latent, dtype="uint8"),)), 512)
+        with pytest.raises(pd.ConfigError, match="needs a decode engine"):
+            connect([], kv=vllm.kv, server=vllm.complete)
+        with pytest.raises(pd.ConfigError, match="has a URL such as"):
+            connect(fine, kv=vllm.kv, server="127.0.0.1:8100")
+        with pytest.raises(pd.TransferError, match="key"):
+            connect(fine, kv=vllm.kv, server=vllm.complete, key=b"k" * 32)
+        port = connect(fine, kv=vllm.kv, server=vllm.complete)
+        with pytest.raises(pd.TransferError, match="was not given to"):
+            port.connect(other.address)
+        port.close()
+    finally:
+        for decode in (fine, other):
+            decode.close()
+        vllm.kill()

@@ -21,11 +21,13 @@ from pdinfer.engine.decode import DecodeEngine
 from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
 from pdinfer.inbox import Inbox
 from pdinfer.process.forked import OfOneProcess
-from pdinfer.stats import PrefillLoad, QueuedSizes
+from pdinfer.stats import ChannelStats, PeerStats, PrefillLoad, QueuedSizes
 from pdinfer.types import Event, PageGrant, PeerAddress, Request, RequestLimits, peer_key
 
 LINK_S = 10.0
-"""How long a decode's first link to vLLM may take before the port counts as lost."""
+"""How long dialling a vLLM that was lost may take."""
+GONE_S = 1.0
+"""How long no decode may have a link before the port counts as lost. A link that broke is dialled again meanwhile."""
 AGAIN_S = 0.25
 """The pause between two attempts to reach a vLLM that was lost."""
 MAX_CONCURRENT = 64
@@ -66,8 +68,7 @@ class VLLMPrefill(OfOneProcess):
         self._prompts = Prompts(complete, max_concurrent, self._inbox.put)
         self._open: dict[bytes, tuple[str, PageGrant]] = {}
         self._num_tokens = 0
-        self._since = clock()
-        self._had_link = False
+        self._missing_since: float | None = None
         self._returning: threading.Thread | None = None
         self._returned: PeerAddress | PDInferError | None = None
         self._closed = threading.Event()
@@ -103,9 +104,6 @@ class VLLMPrefill(OfOneProcess):
             raise TransferError(f"{peer} was not given to pd.adapters.vllm.connect: give it all decodes of the Pairing")
         return decode
 
-    def _is_linked(self) -> bool:
-        return any(decode.channel.connected(self.address) for decode in self._decodes.values())
-
     # -- requests ---------------------------------------------------------------------------------------------------
 
     @typed
@@ -137,9 +135,12 @@ class VLLMPrefill(OfOneProcess):
             _, grant = self._open.pop(answer.room, ("", None))
             if grant is not None and answer.error is not None:
                 self._decode_at(grant.destinations[0]).channel.abort(grant, answer.error)
-        if self._is_linked():
-            self._had_link = True
-        elif self._had_link or self._clock() - self._since > LINK_S:
+        if any(decode.channel.connected(self.address) for decode in self._decodes.values()):
+            self._missing_since = None
+            return []
+        now = self._clock()
+        self._missing_since = now if self._missing_since is None else self._missing_since
+        if now - self._missing_since > GONE_S:
             self._forget()
             raise TransferError(f"the vLLM at {self._kv} is gone: no decode has a link to it")
         return []
@@ -148,6 +149,10 @@ class VLLMPrefill(OfOneProcess):
         """Return what vLLM was asked for and has not answered. Its pages are its own business."""
         sizes = [len(grant.tokens) for _, grant in list(self._open.values())]
         layout = self._probe.layout
+        peers = tuple(
+            PeerStats(address=decode.address, connected=decode.channel.connected(self.address))
+            for decode in self._decodes.values()
+        )
         return PrefillLoad(
             address=self.address,
             num_free_pages=1,
@@ -158,6 +163,7 @@ class VLLMPrefill(OfOneProcess):
             num_queued_requests=len(sizes),
             num_queued_tokens=sum(sizes),
             queued=QueuedSizes.of(sizes),
+            kv=ChannelStats(peers=peers),
         )
 
     @typed
@@ -193,7 +199,7 @@ class VLLMPrefill(OfOneProcess):
             case PDInferError() as error:
                 raise error
             case peer:
-                self.address, self._had_link, self._returning = peer, True, None
+                self.address, self._missing_since, self._returning = peer, None, None
                 self._prompts = Prompts(self._complete, self._max_concurrent, self._inbox.put)
                 return True
 

@@ -89,7 +89,8 @@ class Probe:
                 f"vLLM hands over latents in {', '.join(TOLERANCES)}, and this pool has them in {dtype}: give it "
                 'kv_format="auto"'
             )
-        prompt = tuple((7919 * at + 13) % model.config.vocab_size for at in range(1, min(NUM_TOKENS, max_tokens - 1)))
+        length = min(NUM_TOKENS, max_tokens - 1)
+        prompt = tuple((7919 * at + 13) % model.config.vocab_size for at in range(length))
         memory = model.allocate_pages(layout, layout.num_pages(len(prompt)))
         row = Row(prompt, 0, range(memory.num_pages))
         batch = Batch.build([row], page_size=layout.page_size, device=model.device, decode=False, cp=model.groups.cp)
