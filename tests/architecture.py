@@ -43,9 +43,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "adapters": (("vllm",),),
     "adapters.vllm": (
-        ("loading", "prefill"),
-        ("connector", "probe"),
-        ("worker", "scheduler"),
+        ("loading", "prefill", "decode"),
+        ("connector", "port"),
+        ("worker", "scheduler", "probe"),
         ("receiving", "sending"),
         ("dialling", "memory", "messages", "settings", "counts", "prompts"),
     ),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.adapters.vllm.prompts import Complete
+from pdinfer.adapters.vllm.prompts import Complete, Piece, Stream
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import ROOT, Engine, ready, until
 
@@ -77,6 +77,40 @@ def test_prefill_in_vllm_and_decode_here(
         together = said(pairing, many)
         assert (decode.pool.num_owned, decode.pool.num_granted) == (0, 0)
     assert [at for at, pair in enumerate(zip(together, alone(ours, many), strict=True)) if pair[0] != pair[1]] == []
+    until(lambda: (stats := vllm.stats())["free"] == stats["all"], [vllm], 10)
+    assert vllm.stats()["bad_frees"] == 0
+
+
+def streamed(vllm: Engine) -> Stream:
+    """Return what has a child go on from a prompt, and says all of it at its end."""
+
+    def stream(body: Mapping[str, Any]) -> Iterator[Piece]:
+        name = uuid.uuid4().hex
+        vllm.say(add=name, prompt=body["prompt"], max_tokens=body["max_tokens"], params=body["kv_transfer_params"])
+        until(lambda: name in vllm.done, [vllm], 120)
+        done = vllm.done[name]
+        yield Piece(tuple(done["tokens"]), finish_reason=done["reason"])
+
+    return stream
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "shm://"])
+def test_prefill_here_and_decode_in_vllm(start: Callable[..., Engine], ours: pd.Model, listen: str) -> None:
+    vllm, one = start("decode", "kv_both", listen=listen, policy="fail"), start("alone")
+    ready(vllm, one)
+    transport = pd.kv.ShmTransport() if listen == "shm://" else pd.kv.SocketTransport()
+    pool = pd.PagePool(ours, pd.CacheConfig(num_pages=128))
+    prefill = pd.PrefillEngine(ours, pd.KVChannel(pool, transport, takes_offers=True))
+    port = pd.adapters.vllm.connect_decode(prefill, kv=vllm.address or "", server=streamed(vllm))
+    many = prompts(NUM_PROMPTS, seed=4)
+    with pd.Pairing(prefill, port) as pairing:
+        together = said(pairing, many)
+        assert prefill.pool.num_owned == 0
+    for at, prompt in enumerate(many):
+        one.say(add=str(at), prompt=prompt, max_tokens=NUM_TOKENS, params=None)
+    until(lambda: len(one.done) == NUM_PROMPTS, [one], 300)
+    assert len(vllm.moved) == NUM_PROMPTS + 1  # and the probe
+    assert [at for at, tokens in enumerate(together) if tokens != one.done[str(at)]["tokens"]] == []
     until(lambda: (stats := vllm.stats())["free"] == stats["all"], [vllm], 10)
     assert vllm.stats()["bad_frees"] == 0
 

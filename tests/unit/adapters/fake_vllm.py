@@ -103,6 +103,7 @@ class FakeEngine:
     base: type = FakeBase
     compute: Callable[[tuple[int, ...]], torch.Tensor] = latents
     draw: Callable[[tuple[int, ...]], int] = len
+    equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
     config_more: dict[str, Any] = attrs.field(factory=dict)
     requests: dict[str, FakeRequest] = attrs.field(factory=dict)
 
@@ -315,7 +316,7 @@ class FakeEngine:
             request.num_computed += count
             if request.num_computed == len(request.prompt):
                 whole = self.contents(request, len(request.prompt))
-                assert torch.equal(whole, self.compute(request.prompt)), f"{req_id} has a wrong cache"
+                assert self.equal(whole, self.compute(request.prompt)), f"{req_id} has a wrong cache"
                 request.output_token_ids.append(self.draw(request.prompt))
                 self._finish(request, Status.DONE, delay=False)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException, HTTPResponse
 from typing import Any
 
 import attrs
 
 from pdinfer.bounds import escaped
-from pdinfer.checks import clip, is_int
+from pdinfer.checks import clip, is_int, is_number
 from pdinfer.errors import ConfigError, PDInferError, RequestError, TransferError
 from pdinfer.process.locks import new_lock
 from pdinfer.types import Request
@@ -23,6 +25,7 @@ ANSWER_S = 600.0
 """How long a server may take to compute one prompt, the time in its queue included."""
 MODELS_S = 10.0
 MAX_MODELS_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 MAX_BIAS = 100.0
 _SEED_MASK = (1 << 63) - 1
 
@@ -31,22 +34,52 @@ Complete = Callable[[Mapping[str, Any]], object]
 several threads. It raises RequestError for a prompt that vLLM does not take, and anything else when it failed."""
 
 
-def body_of(request: Request, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what asks vLLM for the next token of a request, with these `kv_transfer_params`. Every sampling parameter
+@attrs.frozen
+class Piece:
+    """What vLLM says next to a request: tokens with their log-probabilities, and with the last of them how it ends:
+    "stop" or "length"."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+
+    @classmethod
+    def of(cls, chunk: Any) -> Piece:
+        """Read a chunk of a streamed completion. Raises TransferError for one that is an error, or is none at all."""
+        try:
+            (choice,) = chunk["choices"]
+            tokens = tuple(choice["token_ids"])
+            logprobs = tuple((choice.get("logprobs") or {}).get("token_logprobs") or ())
+            reason = choice.get("finish_reason")
+            is_good = all(map(is_int, tokens)) and all(map(is_number, logprobs)) and len(logprobs) in (0, len(tokens))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            is_good = False
+        if not is_good:
+            raise TransferError(f"vLLM said something else than tokens: {escaped(json.dumps(chunk)[:400])}")
+        return cls(tokens, logprobs, reason if isinstance(reason, str) else None)
+
+
+Stream = Callable[[Mapping[str, Any]], Iterator[Piece]]
+"""Gives vLLM the body of a POST to /v1/completions, and yields what it says. Closed before its end, it leaves vLLM.
+Called from several threads; it raises as Complete does."""
+
+
+def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1) -> dict[str, Any]:
+    """Return what asks vLLM for the next tokens of a request, with these `kv_transfer_params`. Every sampling parameter
     is there, since vLLM's defaults are those of the checkpoint. The output so far is a part of the prompt: what it adds
     to penalties goes into the biases. Raises RequestError for what vLLM does not have."""
     sampling, output = request.sampling, request.output
     if sampling.logits_processor is not None:
         raise RequestError(
-            f"logits processor {sampling.logits_processor!r} cannot draw the first token of a prompt that vLLM computes"
+            f"logits processor {sampling.logits_processor!r} cannot draw tokens in vLLM, where this one is drawn"
         )
     biases = Counter(dict(sampling.logit_bias))
     for token, count in Counter(output).items():
         biases[token] -= sampling.presence_penalty + count * sampling.frequency_penalty  # type: ignore[assignment]
     return {
         "prompt": list(request.tokens),
-        "max_tokens": 1,
-        "min_tokens": int(len(output) < sampling.min_new_tokens),
+        "max_tokens": max_tokens,
+        "min_tokens": min(max_tokens, max(0, sampling.min_new_tokens - len(output))),
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -59,7 +92,6 @@ def body_of(request: Request, params: Mapping[str, Any]) -> dict[str, Any]:
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "cache_salt": request.cache_salt.hex() or None,
-        "stream": False,
         "kv_transfer_params": dict(params),
     }
 
@@ -91,20 +123,43 @@ class Server:
     def __call__(self, body: Mapping[str, Any]) -> None:
         """Have the server compute a prompt. Raises RequestError when it does not take it, TransferError when it cannot
         be reached or fails."""
+        with self._posted({**body, "stream": False}) as answer:
+            while answer.read(1 << 16):
+                pass
+
+    def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield what the server says to a body. Raises as a call does, and TransferError when it breaks off."""
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
+        with self._posted({**body, **ids, "stream": True}) as answer:
+            while line := answer.readline(MAX_LINE_BYTES):
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield Piece.of(_json(data))
+
+    @contextlib.contextmanager
+    def _posted(self, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
         data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         post = urllib.request.Request(f"{self.url.rstrip('/')}/v1/completions", data, kind)  # noqa: S310 - checked above
         try:
             with urllib.request.urlopen(post, timeout=ANSWER_S) as answer:  # noqa: S310
-                while answer.read(1 << 16):
-                    pass
+                yield answer
         except urllib.error.HTTPError as refused:
             with refused:
                 why = escaped(refused.read(400).decode("utf-8", "replace"))
             is_theirs = 400 <= refused.code < 500 and refused.code not in (408, 429)
             kind_of_error = RequestError if is_theirs else TransferError
             raise kind_of_error(f"vLLM at {self.url} answered {refused.code}: {why}") from None
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise TransferError(f"vLLM at {self.url} did not answer: {error}") from None
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")
 
 
 @attrs.frozen
