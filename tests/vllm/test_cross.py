@@ -96,12 +96,12 @@ def streamed(vllm: Engine) -> Stream:
 
 @pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "shm://"])
 def test_prefill_here_and_decode_in_vllm(start: Callable[..., Engine], ours: pd.Model, listen: str) -> None:
-    vllm, one = start("decode", "kv_both", listen=listen, policy="fail"), start("alone")
+    vllm, one = start("decode", "kv_both", listen=listen, policy="fail", lease_s=300), start("alone")
     ready(vllm, one)
     transport = pd.kv.ShmTransport() if listen == "shm://" else pd.kv.SocketTransport()
     pool = pd.PagePool(ours, pd.CacheConfig(num_pages=128))
     prefill = pd.PrefillEngine(ours, pd.KVChannel(pool, transport, takes_offers=True))
-    port = pd.adapters.vllm.connect_decode(prefill, kv=vllm.address or "", server=streamed(vllm))
+    port = pd.adapters.vllm.connect_decode(prefill, kv=vllm.address or "", server=streamed(vllm), max_concurrent=16)
     many = prompts(NUM_PROMPTS, seed=4)
     with pd.Pairing(prefill, port) as pairing:
         together = said(pairing, many)

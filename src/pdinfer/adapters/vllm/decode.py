@@ -249,6 +249,10 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
             self._events.append(known.event(now, token, logprob, reason))
             if reason is not None:
                 del self._open[room]
+                return
+        if piece.finish_reason is not None:
+            why = f"vLLM ended the request with {piece.finish_reason!r}; its log says more"
+            self._end(room, FinishReason.FAILED, TransferError(why))
 
     def _end(self, room: bytes, reason: FinishReason, error: PDInferError | None = None) -> None:
         """End a request here. vLLM is told when it says the next token, or by its prefill when it still waits."""
