@@ -265,7 +265,8 @@ class ReceiverRooms:
         state = self._rooms.get(room)
         if state is None or state.stopped:
             return []
-        state.stopped, state.given_up = True, error
+        state.given_up = error
+        state.stopped = True
         return state.owing()
 
     def unanswered(self, now: float, patience_s: float) -> list[PeerKey]:
