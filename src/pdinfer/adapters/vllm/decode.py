@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from pdinfer.adapters.vllm.messages import proof_of
 from pdinfer.adapters.vllm.port import Reached, VLLMPort
 from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, Stream, body_of
 from pdinfer.checks import typed
@@ -231,8 +232,13 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
     def _grant(self, grant: PageGrant) -> None:
         """Have a grant written, or turned away when its request has ended meanwhile."""
         known = self._open.get(grant.room) or self._left[grant.room]
+        means_it = grant.request_id == proof_of(known.request.tokens[:-1])
         known.grant = attrs.evolve(grant, request_id=known.request_id, writers=(known.engine.address,))
-        if grant.room in self._open:
+        if not means_it and grant.room in self._open:
+            self._end(
+                grant.room, FinishReason.FAILED, TransferError("vLLM's grant is for other tokens than its request")
+            )
+        elif grant.room in self._open:
             self._events.append(Granted(grant=known.grant, request=known.for_prefill()))
         else:
             _turn_away(known.engine, known.grant)

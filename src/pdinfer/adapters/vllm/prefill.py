@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
+from pdinfer.adapters.vllm.messages import proof_of
 from pdinfer.adapters.vllm.port import Reached, VLLMPort
 from pdinfer.adapters.vllm.prompts import Answer, Complete, Prompts, Server, body_of
 from pdinfer.checks import typed
@@ -45,7 +48,7 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
         sends = {"do_remote_decode": True, "room": grant.room.hex(), "first_token": True}
         try:
             body = body_of(request, sends)
-            channel.offer(grant)
+            channel.offer(attrs.evolve(grant, request_id=proof_of(request.tokens)))
         except PDInferError as error:
             channel.abort(grant, error)
             return

@@ -15,6 +15,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from pdinfer.adapters.vllm.messages import proof_of
 from pdinfer.adapters.vllm.prompts import Complete, body_of
 from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
 from pdinfer.kv.channel.channel import KVChannel
@@ -145,7 +146,7 @@ class Probe:
         pages, room = range(channel.pool.num_pages), os.urandom(16)
         grant = PageGrant(
             room=room,
-            request_id=room.hex(),
+            request_id=proof_of(self.prompt),
             writers=(peer,),
             destinations=(channel.address,),
             tokens=range(len(self.prompt)),
