@@ -39,6 +39,7 @@ class Cross:
         while self.decode.num_unfinished or not self.vllm.engine.is_at_rest:
             assert time.monotonic() < ends, "something is held for ever"
             self.pairing.step()
+            time.sleep(0.001)
         self.vllm.check_free_blocks()
         assert (self.decode.pool.num_owned, self.decode.pool.num_granted) == (0, 0)
         assert self.decode.num_unfinished == 0
@@ -72,7 +73,7 @@ def test_what_vllm_prefills_goes_on_here(cross: Cross) -> None:
 def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is computed and over when the grant comes: its blocks and its first token are held."""
     channel, engine = cross.decode.channel, cross.vllm.engine
-    engine.scheduler._scheduler._settings = attrs.evolve(engine.scheduler._scheduler._settings, hold_s=0.0)
+    cross.vllm.wait_at_most(hold_s=0.0, lease_s=30.0)
     real = channel.offer
 
     def later(grant: pd.PageGrant) -> None:
@@ -84,8 +85,10 @@ def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monke
         threading.Thread(target=offer, daemon=True).start()
 
     monkeypatch.setattr(channel, "offer", later)
-    ((first, *_),) = cross.serve([prompt_of(40)])
-    assert first.token == cross.vllm.network.alone(prompt_of(40), 1)[0]
+    (events,) = cross.serve([prompt_of(40)])
+    assert [event.token for event in events] == cross.vllm.network.alone(prompt_of(40))
+    assert events[-1].usage is not None
+    assert events[-1].usage.num_retries == 0
     cross.check_rest()
 
 
@@ -128,6 +131,8 @@ def test_what_fails_at_vllm_is_tried_again(cross: Cross) -> None:
 
 
 def test_a_cancelled_request_gives_everything_back(cross: Cross) -> None:
+    """A prompt at vLLM whose grant decode has taken back is computed, and held for a lease."""
+    cross.vllm.wait_at_most(hold_s=0.1, lease_s=0.5)
     pairing, ends = cross.pairing, []
     for at in range(4):
         pairing.submit(pd.Request(prompt=prompt_of(200 + at), sampling=greedy(max_new_tokens=200), request_id=str(at)))

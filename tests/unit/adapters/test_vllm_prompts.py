@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import pdinfer as pd
-from pdinfer.adapters.vllm.prompts import Answer, Prompts, Server, body_of
+from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
 
 
 def body(request: pd.Request) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Backend(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.answer(self.server.status, b'{"error": "too\nlong"}')
+        self.answer(self.server.status, self.server.said)
 
     def do_GET(self) -> None:
         self.answer(200, self.server.models)
@@ -70,7 +70,7 @@ class Backend(BaseHTTPRequestHandler):
 @pytest.fixture
 def backend() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Backend)
-    server.asked, server.status, server.models = [], 200, b"{}"
+    server.asked, server.status, server.models, server.said = [], 200, b"{}", b'{"error": "too\nlong"}'
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     yield server
@@ -81,7 +81,7 @@ def backend() -> Iterator[Any]:
 def test_a_server_is_asked_and_its_refusals_are_told_apart(backend: Any) -> None:
     server = Server(f"{backend.url}/")
     server({"prompt": [1]})
-    assert backend.asked == [{"prompt": [1]}]
+    assert backend.asked == [{"prompt": [1], "stream": False}]
     backend.status = 400
     with pytest.raises(pd.RequestError, match=r'answered 400: {"error": "too\\nlong"}'):
         server({})
@@ -91,6 +91,19 @@ def test_a_server_is_asked_and_its_refusals_are_told_apart(backend: Any) -> None
             server({})
     with pytest.raises(pd.TransferError, match="did not answer"):
         Server("http://127.0.0.1:9")({})
+
+
+def test_a_server_streams_tokens_until_it_is_done_or_says_something_else(backend: Any) -> None:
+    chunk = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.5, -2]}, "finish_reason": "length"}
+    lines = [json.dumps({"choices": [{"token_ids": [4]}]}), json.dumps({"choices": [chunk]}), "[DONE]"]
+    backend.said = "".join(f"data: {line}\n\n" for line in lines).encode()
+    said = list(Server(backend.url).stream({"prompt": [1]}))
+    assert said == [Piece((4,)), Piece((5, 6), (-1.5, -2), "length")]
+    assert backend.asked[-1]["stream"] is backend.asked[-1]["return_token_ids"] is True
+    for wrong in ('{"error": "the engine is dead"}', "no json", '{"choices": [{"token_ids": ["4"]}]}'):
+        backend.said = f"data: {wrong}\n\n".encode()
+        with pytest.raises(pd.TransferError, match="something else than tokens"):
+            list(Server(backend.url).stream({}))
 
 
 @pytest.mark.parametrize(
