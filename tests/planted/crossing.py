@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "vLLM waits for the prompt of a request that has ended here",
         "src/pdinfer/adapters/vllm/decode.py",
-        "            _turn_away(known.engine, known.grant)\n\n    def _hear",
-        "            pass\n\n    def _hear",
+        "        _turn_away(known.engine, known.grant)\n        if grant.room",
+        "        if grant.room",
         f"{DECODE}test_cancels_and_deadlines_end_once",
     ),
     Mutant(

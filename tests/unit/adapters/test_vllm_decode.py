@@ -33,8 +33,7 @@ class Cross:
     def check_rest(self) -> None:
         ends = time.monotonic() + 10
         while self.prefill.num_unfinished or not self.vllm.engine.is_at_rest:
-            held = self.prefill.num_unfinished, self.vllm.engine.requests, self.port._open, self.port._left
-            assert time.monotonic() < ends, f"something is held for ever: {held}"
+            assert time.monotonic() < ends, "something is held for ever"
             self.pairing.step()
             time.sleep(0.001)
         self.vllm.check_free_blocks()

@@ -234,14 +234,13 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         known = self._open.get(grant.room) or self._left[grant.room]
         means_it = grant.request_id == proof_of(known.request.tokens[:-1])
         known.grant = attrs.evolve(grant, request_id=known.request_id, writers=(known.engine.address,))
-        if not means_it and grant.room in self._open:
-            self._end(
-                grant.room, FinishReason.FAILED, TransferError("vLLM's grant is for other tokens than its request")
-            )
-        elif grant.room in self._open:
+        if means_it and grant.room in self._open:
             self._events.append(Granted(grant=known.grant, request=known.for_prefill()))
-        else:
-            _turn_away(known.engine, known.grant)
+            return
+        _turn_away(known.engine, known.grant)
+        if grant.room in self._open:
+            why = "vLLM's grant is for other tokens than its request"
+            self._end(grant.room, FinishReason.FAILED, TransferError(why))
 
     def _hear(self, room: bytes, piece: Piece) -> None:
         now, known = self._clock(), self._open[room]
@@ -266,7 +265,7 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
         known = self._left[room] = self._open.pop(room)
         self._events.append(known.event(self._clock(), reason=reason, error=error))
         if known.grant is not None and not known.tokens:
-            _turn_away(known.engine, known.grant)
+            known.engine.cancel(known.request_id)
 
     def _expire(self) -> None:
         now = self._clock()
@@ -276,12 +275,10 @@ class VLLMDecode(VLLMPort[PrefillEngine, Answer | Said | str]):
 
 
 def _turn_away(engine: PrefillEngine, grant: PageGrant) -> None:
-    """Have nobody write a grant: neither the engine, which may have it already or find it in its inbox, nor anybody
-    else. A second answer to a grant is dropped at the other end."""
-    engine.cancel(grant.request_id)
+    """Answer a grant that no engine has seen: nobody will write it."""
     try:
         engine.channel.accept(grant)
-    except TransferError:  # the engine has it and answers, or vLLM is gone
+    except TransferError:  # vLLM has taken it back, or is gone
         return
     error = RequestError("the request was ended")
     engine.channel.finish(
