@@ -7,6 +7,7 @@ import argparse
 import torch
 
 import pdinfer as pd
+from pdinfer.adapters import vllm
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="the folder of the checkpoint that vLLM serves")
@@ -22,10 +23,10 @@ channel = pd.KVChannel(pool, pd.kv.SocketTransport(), takes_offers=arguments.rev
 there = {"server": arguments.server, "kv": arguments.kv}
 if arguments.reverse:
     prefill = pd.PrefillEngine(model, channel)
-    decode = pd.adapters.vllm.connect_decode(prefill, **there)
+    decode = vllm.connect_decode(prefill, **there)
 else:
     decode = pd.DecodeEngine(model, channel)
-    prefill = pd.adapters.vllm.connect(decode, **there)
+    prefill = vllm.connect(decode, **there)
 sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=arguments.tokens, ignore_eos=True)
 with pd.Pairing(prefill, decode) as pairing:
     for event in pairing.generate(pd.Request(prompt=range(5, 105), sampling=sampling)):
