@@ -33,9 +33,9 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     """Start commands, which end with the test."""
     for name in TOKENIZER:
         shutil.copy(ROOT / "examples" / "tiny" / name, model)
-    named = tmp_path / "vllm-0.32.0.dist-info"  # what `vllm serve` looks for, and the build for CPUs does not have
+    named = tmp_path / "vllm-0.32.0+cpu.dist-info"  # what `vllm serve` looks for, and the build for CPUs does not have
     named.mkdir()
-    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
     environment = {
         **os.environ,
         **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
