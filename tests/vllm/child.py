@@ -34,7 +34,7 @@ def make() -> Any:
     return LLM(
         model=SETTINGS["model"],
         skip_tokenizer_init=True,
-        dtype="float32",
+        dtype=SETTINGS.get("dtype", "float32"),
         block_size=SETTINGS.get("block_size", 16),
         enforce_eager=True,
         max_model_len=512,
@@ -60,7 +60,7 @@ def pages_digest(channel: Any, tokens: range, pages: Any, first: int) -> str:
 def watch(worker: Any) -> None:
     """Tell of every room that leaves or lands: the digest of its bytes at this end."""
     channel, receiving, sending = worker.channel, worker._receiving, worker._sending
-    finish, finish_out = receiving._finish, sending._finish
+    finish, land_out = receiving._finish, sending._land
 
     def landed(entry: Any) -> None:
         load = entry.load
@@ -77,13 +77,13 @@ def watch(worker: Any) -> None:
         blocks[out.grant.room.hex()] = save.blocks
         push(out, save, layers)
 
-    def left(out: Any) -> None:
+    def left(out: Any, token: Any) -> None:
         room, tokens = out.grant.room.hex(), out.grant.tokens
         digest = pages_digest(channel, tokens, blocks[room], 0)
         say(moved=room, digest=digest, tokens=(tokens.start, tokens.stop), side="prefill")
-        finish_out(out)
+        land_out(out, token)
 
-    receiving._finish, sending._push, sending._finish = landed, pushed, left
+    receiving._finish, sending._push, sending._land = landed, pushed, left
 
 
 class HookTimes:

@@ -75,11 +75,11 @@ class Draw:
 
 @attrs.frozen(kw_only=True)
 class Drawn:
-    """A token, and the log-softmax of the raw logits at this token and at the best ones. With an `error` the token is
-    meaningless."""
+    """A token, and the log-softmax of the raw logits at this token and at the best ones; None for a token that another
+    engine drew and told without it. With an `error` the token is meaningless."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top_logprobs: TopLogprobs = ()
     error: PDInferError | None = None
 

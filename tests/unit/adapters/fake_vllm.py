@@ -71,6 +71,7 @@ class FakeRequest:
     status: Status = Status.WAITING
     num_computed: int = 0
     blocks: list[int] = attrs.field(factory=list)
+    output_token_ids: list[int] = attrs.field(factory=list)
     landed: torch.Tensor | None = None
     num_steps: int = 0
 
@@ -101,6 +102,9 @@ class FakeEngine:
     dtype: torch.dtype = torch.float32
     num_heads: int = 1
     base: type = FakeBase
+    compute: Callable[[tuple[int, ...]], torch.Tensor] = latents
+    draw: Callable[[tuple[int, ...]], int] = len
+    equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
     config_more: dict[str, Any] = attrs.field(factory=dict)
     requests: dict[str, FakeRequest] = attrs.field(factory=dict)
 
@@ -161,7 +165,7 @@ class FakeEngine:
             block = self.prefix[prompt[: (at + 1) * self.block_size]] = self.free.pop(0)
             for slot in range(self.block_size):
                 for layer in range(LAYERS):
-                    self.bytes[layer][block, slot] = latents(prompt)[layer, at * self.block_size + slot]
+                    self.bytes[layer][block, slot] = self.compute(prompt)[layer, at * self.block_size + slot]
 
     def abort(self, req_id: str) -> None:
         request = self.requests[req_id]
@@ -296,9 +300,9 @@ class FakeEngine:
         for layer, name in enumerate(self.caches):
             for req_id, count in output.num_scheduled_tokens.items():
                 request = self.requests[req_id]
-                for position in range(request.num_computed, request.num_computed + count):
-                    block, slot = divmod(position, self.block_size)
-                    self.bytes[layer][request.blocks[block], slot] = latents(request.prompt)[layer, position]
+                new = range(request.num_computed, request.num_computed + count)
+                slots = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in new]
+                self.bytes[layer].flatten(0, 1)[slots] = self.compute(request.prompt)[layer, new.start : new.stop]
             self.worker.wait_for_layer_load(name)
             self.worker.save_kv_layer(name, self.caches[name], None)
 
@@ -313,7 +317,8 @@ class FakeEngine:
             request.num_computed += count
             if request.num_computed == len(request.prompt):
                 whole = self.contents(request, len(request.prompt))
-                assert torch.equal(whole, latents(request.prompt)), f"{req_id} has a wrong cache"
+                assert self.equal(whole, self.compute(request.prompt)), f"{req_id} has a wrong cache"
+                request.output_token_ids.append(self.draw(request.prompt))
                 self._finish(request, Status.DONE, delay=False)
 
     def _finish(self, request: FakeRequest, status: Status, *, delay: bool) -> None:

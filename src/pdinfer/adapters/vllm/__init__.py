@@ -1,4 +1,15 @@
-"""vLLM's KV connector over a KVChannel: `kv_connector_module_path="pdinfer.adapters.vllm"`.
+"""vLLM's KV connector over a KVChannel (`kv_connector_module_path="pdinfer.adapters.vllm"`), and `connect` and
+`connect_decode`, which make a vLLM with that connector a port of a Pairing.
+
+Where the Pairing is:
+
+    prefill.py     prefill in vLLM, decode here
+    decode.py      prefill here, decode in vLLM
+    port.py        a vLLM as a port of a Pairing: its links, and what happens when it is lost
+    probe.py       a prompt that both engines compute before they serve one
+    prompts.py     what vLLM is asked, and who waits for its answers
+
+Inside vLLM:
 
     loading.py     the class that vLLM makes, from its own base class; the only file that imports vLLM
     connector.py   every hook, and which half it goes to
@@ -15,7 +26,7 @@
 
 Tested by tests/unit/adapters with a base class that stands in for vLLM's, and by tests/vllm.
 
-May import: checkpoint, config, kv, model, the ground.
+May import: checkpoint, config, engine, kv, model, process, the ground.
 """
 
 from __future__ import annotations
@@ -24,8 +35,17 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class that vLLM asks this module for. It is made at the first call, from the base class of the vLLM
-    that is installed. Raises ConfigError when there is none, or when something it needs is missing."""
+    """Return `connect` or `connect_decode`, or the class that vLLM asks this module for. That is made at the first
+    call, from the base class of the vLLM that is installed. Raises ConfigError when there is none, or when something it
+    needs is missing."""
+    if name == "connect":
+        from pdinfer.adapters.vllm.prefill import connect
+
+        return connect
+    if name == "connect_decode":
+        from pdinfer.adapters.vllm.decode import connect_decode
+
+        return connect_decode
     if name != "PDInferConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pdinfer.adapters.vllm.loading import connector_class

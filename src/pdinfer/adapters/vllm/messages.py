@@ -33,7 +33,7 @@ class Load:
 class Save:
     """A request of which this step computes tokens up to `stop`. `blocks` hold them from token 0. `whole` is set when
     they are all that its prompt has. `proofs` are of its prompt, and of its prompt without the last token: what decodes
-    ask for."""
+    ask for. With `first_token` its hand-off waits for the token that vLLM draws."""
 
     req_id: str
     room: str
@@ -41,19 +41,22 @@ class Save:
     stop: int
     blocks: tuple[int, ...]
     whole: bool
+    first_token: bool = False
 
 
 @attrs.frozen(kw_only=True)
 class Orders:
     """What a step means for the worker. `ended` are requests that have finished in vLLM and whose blocks are held until
     nothing reads them; `cancelled` are loads that nobody wants any more; `unwanted` are rooms of requests that ended
-    before they were scheduled. `waits` is set when the step computes nothing and a request waits for its grant."""
+    before they were scheduled. `drawn` has the first tokens of ended requests that asked for it. `waits` is set when
+    the step computes nothing and a request waits for its grant."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     ended: tuple[str, ...] = ()
     cancelled: tuple[str, ...] = ()
     unwanted: tuple[str, ...] = ()
+    drawn: tuple[tuple[str, int], ...] = ()
     preempted: tuple[str, ...] = ()
     is_idle: bool = False
     waits: bool = False

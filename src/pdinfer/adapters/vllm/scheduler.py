@@ -17,11 +17,13 @@ _log = logging.getLogger("vllm.pdinfer")
 
 @attrs.define(eq=False)
 class Sent:
-    """A request that is computed here for a decode. `num_tokens` are those of its prompt."""
+    """A request that is computed here for a decode. `num_tokens` are those of its prompt. A `first_token` goes with
+    it."""
 
     room: str
     proofs: tuple[str, ...]
     num_tokens: int
+    first_token: bool = False
     blocks: list[int] = attrs.field(factory=list)
     is_whole: bool = False
 
@@ -69,7 +71,8 @@ class SchedulerHalf:
         if not ask.loads:
             if not ask.problem and req_id not in self._sent:
                 tokens = request.prompt_token_ids
-                self._sent[req_id] = Sent(ask.room, (proof_of(tokens), proof_of(tokens[:-1])), len(tokens))
+                proofs = proof_of(tokens), proof_of(tokens[:-1])
+                self._sent[req_id] = Sent(ask.room, proofs, len(tokens), ask.first_token)
         elif num_external and req_id not in self._loaded:
             stop = int(request.num_prompt_tokens) - 1
             start, size = stop - num_external, self._block_size
@@ -115,10 +118,16 @@ class SchedulerHalf:
         if ask is None or ask.loads:
             return False
         self._grants.pop(ask.room, None)
-        if self._sent.pop(req_id, None) is None:
+        sent = self._sent.pop(req_id, None)
+        if sent is None:
             self._next = attrs.evolve(self._next, unwanted=(*self._next.unwanted, ask.room))
             return False
-        self._next = attrs.evolve(self._next, ended=(*self._next.ended, req_id))
+        drawn = tuple(map(int, request.output_token_ids[:1])) if sent.first_token else ()
+        self._next = attrs.evolve(
+            self._next,
+            ended=(*self._next.ended, req_id),
+            drawn=(*self._next.drawn, *((req_id, token) for token in drawn)),
+        )
         return True
 
     # -- inside -----------------------------------------------------------------------------------------------------
@@ -151,4 +160,4 @@ class SchedulerHalf:
         stop = min(num_computed + output.num_scheduled_tokens[req_id], sent.num_tokens)
         if not sent.is_whole:
             sent.is_whole = stop == sent.num_tokens
-            yield Save(req_id, sent.room, sent.proofs, stop, tuple(sent.blocks), sent.is_whole)
+            yield Save(req_id, sent.room, sent.proofs, stop, tuple(sent.blocks), sent.is_whole, sent.first_token)

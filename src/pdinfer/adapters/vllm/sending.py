@@ -4,6 +4,8 @@
     save, no grant yet ──► kept when the prompt is whole: sent at once when the grant comes, or dropped after a lease
     request ended ──► held by vLLM until no transfer reads its blocks: `take_finished`
 
+A prompt whose first token travels with it is finished a step later: vLLM draws it behind the last hook of a step.
+
 A grant is accepted when its request is computed and not when it comes: until then its decode may take it back at any
 moment, and the channel answers without a step of this engine.
 """
@@ -32,11 +34,13 @@ _log = logging.getLogger("vllm.pdinfer")
 @attrs.define(eq=False)
 class Outgoing:
     """A request that has a grant. Its tokens up to `sent` have left in every layer, and those of the step that is being
-    computed in the layers before `next_layer`. `transfer` is set when it is finished, well or not."""
+    computed in the layers before `next_layer`. `awaits_token` is set when nothing but its first token is missing, and
+    `transfer` when it is finished, well or not."""
 
     grant: PageGrant
     sent: int
     next_layer: int = 0
+    awaits_token: bool = False
     transfer: Transfer | None = None
 
 
@@ -63,6 +67,7 @@ class Sending:
         self._news: set[str] = set()
         self._out: dict[str, Outgoing] = {}
         self._kept: dict[str, Save] = {}
+        self._drawn: dict[str, int] = {}
         self._ended: dict[str, float] = {}
         self._finished: set[str] = set()
 
@@ -87,7 +92,14 @@ class Sending:
                 self._push(out, save, range(out.next_layer, self._layers.stop))
                 out.sent, out.next_layer = max(out.sent, self._reach(save)), 0
                 if save.whole and out.transfer is None:
-                    self._finish(out)
+                    self._finish(out, save)
+
+    def drawn(self, first_tokens: Iterable[tuple[str, int]]) -> None:
+        """Note the first tokens of requests that ended, and finish those that have waited for them."""
+        for req_id, token in first_tokens:
+            self._drawn[req_id] = token
+            if (out := self._out.get(req_id)) is not None and out.awaits_token and out.transfer is None:
+                self._land(out, token)
 
     def preempted(self, requests: Iterable[str]) -> None:
         """Wait until nothing reads the blocks of these requests, which vLLM is about to use again. A peer that takes
@@ -125,7 +137,7 @@ class Sending:
             if out.transfer is None:
                 self._push(out, save, self._layers)
             if out.transfer is None:
-                self._finish(out)
+                self._finish(out, save)
         stopped = dict(self._channel.poll_stops())
         for out in self._out.values():
             if out.grant.room in stopped and out.transfer is None:
@@ -183,8 +195,16 @@ class Sending:
         except PDInferError as error:
             self._abort(out, "push", error)
 
-    def _finish(self, out: Outgoing) -> None:
-        landed = Handoff(room=out.grant.room, writer=self._channel.address, status=HandoffStatus.LANDED)
+    def _finish(self, out: Outgoing, save: Save) -> None:
+        token = self._drawn.get(save.req_id)
+        if save.first_token and token is None:
+            out.awaits_token = True
+        else:
+            self._land(out, token)
+
+    def _land(self, out: Outgoing, token: int | None) -> None:
+        """Finish a room. vLLM tells no connector the token's log-probability, so the hand-off has none."""
+        landed = Handoff(room=out.grant.room, writer=self._channel.address, status=HandoffStatus.LANDED, token=token)
         out.transfer = self._channel.finish(out.grant, landed)
         self._counts.add("sent")
 
@@ -215,4 +235,5 @@ class Sending:
                     continue
                 del self._out[req_id]
             del self._ended[req_id]
+            self._drawn.pop(req_id, None)
             self._finished.add(req_id)

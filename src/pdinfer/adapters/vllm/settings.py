@@ -10,7 +10,7 @@ A host's settings are `kv_connector_extra_config`:
 
 A request's are `kv_transfer_params`, with a room of 16 random bytes in hexadecimal that is the same at both ends:
 
-    at prefill  {"do_remote_decode": true, "room": "…"}
+    at prefill  {"do_remote_decode": true, "room": "…"}, and "first_token": true for a decode that goes on from it
     at decode   {"do_remote_prefill": true, "room": "…", "prefill": "tcp://host:port"}
 """
 
@@ -91,12 +91,13 @@ class Settings:
 
 @attrs.frozen(kw_only=True)
 class Ask:
-    """What a request asks for: to be loaded from `prefill`, or to be sent to whoever grants its room. `problem` is why
-    that cannot be, in a sentence."""
+    """What a request asks for: to be loaded from `prefill`, or to be sent to whoever grants its room, there with its
+    first token or without. `problem` is why that cannot be, in a sentence."""
 
     loads: bool
     room: str
     prefill: str = ""
+    first_token: bool = False
     problem: str = ""
 
 
@@ -120,7 +121,8 @@ def asked(params: Mapping[str, Any] | None, settings: Settings) -> Ask | None:
         problem = "a request asks for do_remote_decode of an engine with kv_role kv_consumer; send it to a prefill"
     elif loads and not (isinstance(prefill, str) and "://" in prefill):
         problem = f'the prefill of a request must be an address such as "tcp://host:port", got {clip(prefill)}'
-    return Ask(loads=loads, room=str(room), prefill=str(prefill), problem=problem)
+    first_token = params.get("first_token") is True
+    return Ask(loads=loads, room=str(room), prefill=str(prefill), first_token=first_token, problem=problem)
 
 
 def check_setup(config: Any, kv_cache_config: Any) -> None:

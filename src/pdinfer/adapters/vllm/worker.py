@@ -69,6 +69,7 @@ class WorkerHalf:
         """Before anything of the step is computed: let nothing read the blocks that others get now."""
         self._orders = orders
         if self._is_open:
+            self._sending.drawn(orders.drawn)
             self._sending.preempted(orders.preempted)
 
     def layer(self, orders: Orders, name: str) -> None:

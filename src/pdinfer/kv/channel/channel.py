@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from pdinfer.checks import typed
 from pdinfer.errors import PDInferError, TransferError
@@ -63,6 +63,7 @@ class KVChannel(OfOneProcess):
     ) -> None:
         refuse(pool)
         self.authenticates = key is not None
+        self.takes_offers = takes_offers
         self.window_bytes = WINDOW_BYTES
         self.pool = pool
         self.transport = transport
@@ -147,7 +148,8 @@ class KVChannel(OfOneProcess):
 
     @typed
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
-        """Ask the grant's writers to stop. `poll` returns their ABORTED, or a LANDED that was on its way."""
+        """Ask the grant's writers to stop. `poll` returns their ABORTED, with `error`, or a LANDED that was on its
+        way."""
         self._receiver.abort(grant, error)
 
     def poll(self) -> list[Handoff]:
@@ -189,11 +191,11 @@ class KVChannel(OfOneProcess):
         hand-off's state is too long to travel; the room stays open then."""
         return self._sender.finish(grant, handoff)
 
-    def poll_offers(self) -> list[PageGrant]:
-        """Return the grants that came over links since the last call, in order. Each is to be accepted and finished,
-        with ABORTED if nobody will write it."""
+    def poll_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
+        """Return the grants that came over links since the last call, in order; with `rooms` only those for them, and
+        the others wait. Each is to be accepted and finished, with ABORTED if nobody will write it."""
         self._looked_at = self._clock()
-        return self._sender.take_offers()
+        return self._sender.take_offers(rooms)
 
     def poll_stops(self) -> list[tuple[bytes, TransferError]]:
         """Return the accepted rooms that decode gave up, or whose link was lost, since the last call, with the reasons.

@@ -6,6 +6,8 @@ offer ──► waiting ──take──► the host's, to accept or to refuse
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import attrs
 
 from pdinfer.errors import TransferError
@@ -59,11 +61,12 @@ class Offers:
         for room in [room for room, (owner, _) in self._waiting.items() if owner == peer]:
             self._drop(room)
 
-    def take(self) -> list[PageGrant]:
-        """Return the grants that wait, in the order in which they came, and forget them."""
-        waiting, self._waiting, self._num_bytes = self._waiting, {}, 0
-        return [packed.unpack() for _, packed in waiting.values()]
+    def take(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
+        """Return the grants that wait, of these rooms or of all, in the order in which they came, and forget them."""
+        wanted = [room for room in self._waiting if rooms is None or room in rooms]
+        return [self._drop(room).unpack() for room in wanted]
 
-    def _drop(self, room: bytes) -> None:
+    def _drop(self, room: bytes) -> PackedGrant:
         _, packed = self._waiting.pop(room)
         self._num_bytes -= _num_bytes(packed)
+        return packed

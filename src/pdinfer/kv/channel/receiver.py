@@ -70,7 +70,7 @@ class HandoffReceiver:
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the writers of a room to stop; see `KVChannel.abort`."""
         with self._changed:
-            writers = self._rooms.stop(grant.room)
+            writers = self._rooms.stop(grant.room, error)
         self.tell_to_stop({grant.room: writers}, error)
 
     def take_settled(self) -> list[Handoff]:

@@ -191,6 +191,7 @@ class _Room:
     last_byte_at: float | None = None
     handoffs: dict[PeerKey, Handoff] = attrs.field(factory=dict)
     fault: TransferError | None = None
+    given_up: PDInferError | None = None
     stopped: bool = False
     stopping_since: float | None = None
 
@@ -282,11 +283,13 @@ class ReceiverRooms:
             return self.stop(handoff.room)
         return []
 
-    def stop(self, room: bytes) -> list[PeerKey]:
-        """Stop a room that is not wanted any more. Return the writers that have not finished."""
+    def stop(self, room: bytes, error: PDInferError | None = None) -> list[PeerKey]:
+        """Stop a room that is not wanted any more, for the host's own reason if there is an `error`. Return the writers
+        that have not finished."""
         state = self._rooms.get(room)
         if state is None or state.stopped:
             return []
+        state.given_up = error
         state.stopped = True
         return state.owing()
 
@@ -308,6 +311,7 @@ class ReceiverRooms:
         to_stop: dict[bytes, list[PeerKey]] = {}
         for state in [state for state in self._rooms.values() if peer in state.owing()]:
             room, writer = state.grant.room, state.writers[peer]
+            state.given_up = None  # how its writers came to stop is the better reason
             to_stop[room] = self.finished(
                 peer, Handoff(room=room, writer=writer, status=HandoffStatus.ABORTED, error=error)
             )
@@ -339,12 +343,13 @@ class ReceiverRooms:
         )
         for key, writer in state.writers.items():
             handoff = state.handoffs[key]
+            aborted = handoff.status is HandoffStatus.ABORTED
             self._settled.append(
                 attrs.evolve(
                     handoff,
                     writer=writer,  # a hand-off speaks for its sender only, whichever writer it names
                     status=handoff.status if state.fault is None else HandoffStatus.ABORTED,
-                    error=handoff.error if state.fault is None else state.fault,
+                    error=state.fault or (state.given_up if aborted else None) or handoff.error,
                     first_byte_s=first_s,
                     last_byte_s=last_s,
                 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import attrs
 
@@ -257,10 +257,10 @@ class HandoffSender:
         with self._changed:
             return self._rooms.take_stops()
 
-    def take_offers(self) -> list[PageGrant]:
+    def take_offers(self, rooms: Collection[bytes] | None = None) -> list[PageGrant]:
         """Return the grants that came over links; see `KVChannel.poll_offers`."""
         with self._changed:
-            return self._offers.take()
+            return self._offers.take(rooms)
 
     # -- what happens to its rooms ----------------------------------------------------------------------------------
 

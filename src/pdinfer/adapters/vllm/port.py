@@ -1,0 +1,214 @@
+"""A vLLM as a port of a Pairing: what prefill and decode in vLLM have in common, whichever engines are here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import attrs
+
+from pdinfer.adapters.vllm.probe import Probe
+from pdinfer.adapters.vllm.prompts import Complete, Server
+from pdinfer.checks import typed
+from pdinfer.engine.decode import DecodeEngine
+from pdinfer.engine.prefill import PrefillEngine
+from pdinfer.errors import ConfigError, LayoutMismatch, PDInferError, TransferError
+from pdinfer.inbox import Inbox
+from pdinfer.process.forked import OfOneProcess
+from pdinfer.stats import ChannelStats, PeerStats
+from pdinfer.types import PeerAddress, PeerKey, RequestLimits, peer_key
+
+LINK_S = 10.0
+"""How long dialling a vLLM that was lost may take."""
+GONE_S = 1.0
+"""How long no engine may have a link before the port counts as lost. A link that broke is dialled again meanwhile."""
+AGAIN_S = 0.25
+"""The pause between two attempts to reach a vLLM that was lost."""
+
+AnyEngine = TypeVar("AnyEngine", PrefillEngine, DecodeEngine)
+Answer = TypeVar("Answer")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Reached(Generic[AnyEngine]):
+    """How a vLLM is reached: `kv` is where its connector listens, `engines` link to it, and `probe` was computed by
+    both. `complete` has it compute a prompt. `key` is that of the engines' channels."""
+
+    kv: str
+    engines: tuple[AnyEngine, ...]
+    complete: Complete
+    probe: Probe
+    key: bytes | None
+    limits: RequestLimits
+
+    @classmethod
+    def of(
+        cls,
+        engines: AnyEngine | Sequence[AnyEngine],
+        kv: str,
+        complete: Complete,
+        key: bytes | None,
+        max_model_len: int | None,
+    ) -> Reached[AnyEngine]:
+        """Compute the probe here. Raises ConfigError for engines that are not served."""
+        given = tuple(engines) if isinstance(engines, Sequence) else (engines,)
+        if not given:
+            raise ConfigError("a vLLM is connected with engines of this process, and none was given")
+        for engine in given:
+            if engine.model.topology.world_size > 1:
+                raise ConfigError(f"vLLM links to engines of one rank, and {engine} is one of several")
+        model, layout = given[0].model, given[0].pool.layout
+        if max_model_len is None and isinstance(complete, Server):
+            max_model_len = complete.max_model_len()
+        most = model.config.max_position_embeddings
+        max_tokens = most if max_model_len is None else min(max_model_len, most)
+        limits = RequestLimits(name="vllm", vocab_size=model.config.vocab_size, max_tokens=max_tokens)
+        probe = Probe.of(model, layout, max_tokens)
+        return cls(kv=kv, engines=given, complete=complete, probe=probe, key=key, limits=limits)
+
+    def check(self) -> PeerAddress:
+        """Have vLLM compute the probe, and return its address; see `Probe.check`."""
+        return self.probe.check(self.kv, self.complete, self.key)
+
+
+class VLLMPort(OfOneProcess, Generic[AnyEngine, Answer]):
+    """A vLLM that works with engines of this process. `cancel`, `load` and `notify` may be called from any thread,
+    everything else from the one that steps the Pairing.
+
+    When vLLM is lost, `step` raises TransferError, and `recover` returns whether one is back at the same address. A
+    vLLM that was restarted is probed as the first one was.
+    """
+
+    def __init__(self, reached: Reached[AnyEngine], clock: Callable[[], float] = time.monotonic) -> None:
+        self.address = reached.check()
+        self.limits = reached.limits
+        self._reached: Reached[AnyEngine] = reached
+        self._engines: dict[PeerKey, AnyEngine] = {peer_key(engine.address): engine for engine in reached.engines}
+        self._clock = clock
+        self._inbox: Inbox[Answer] = Inbox()
+        self._missing_since: float | None = None
+        self._returning: threading.Thread | None = None
+        self._returned: PeerAddress | PDInferError | None = None
+        self._closed = threading.Event()
+
+    @property
+    def addresses(self) -> tuple[PeerAddress, ...]:
+        """The one rank of vLLM."""
+        return (self.address,)
+
+    @typed
+    def connect(self, peer: PeerAddress, *, timeout_s: float = 10.0) -> None:
+        """Have the engine at `peer` dial vLLM. Raises TransferError when it cannot, when another vLLM answers by now,
+        or for an engine that this vLLM was not connected with."""
+        engine = self._engine_at(peer)
+        if timeout_s <= 0:
+            engine.connect(self.address, timeout_s=timeout_s)
+        elif peer_key(engine.channel.dial(self._reached.kv, timeout_s=timeout_s)) != peer_key(self.address):
+            raise TransferError(f"{self._reached.kv} answers as another engine: its vLLM was restarted")
+
+    @typed
+    def disconnect(self, peer: PeerAddress) -> None:
+        """Have the engine at `peer` close its link. What one end still owed the other settles as ABORTED."""
+        self._engine_at(peer).disconnect(self.address)
+
+    @typed
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Call `listener`, from any thread, whenever a step would do something."""
+        self._inbox.listen(listener)
+
+    @typed
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until a step would do something, at most `timeout_s`, and return whether it would."""
+        return self._inbox.wait(timeout_s)
+
+    def close(self) -> None:
+        """Close the links to vLLM, which goes on by itself."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._forget()
+            for engine in self._reached.engines:
+                engine.disconnect(self.address)
+
+    def recover(self) -> bool:
+        """Return whether vLLM is back. Raises LayoutMismatch when the one that is back has another model, or does not
+        compute as it should."""
+        if self._returning is None:
+            self._returned = None
+            self._returning = threading.Thread(target=self._reach_again, name="pdinfer-vllm-return", daemon=True)
+            self._returning.start()
+        match self._returned:
+            case None:
+                return False
+            case PDInferError() as error:
+                raise error
+            case peer:
+                self.address, self._missing_since, self._returning = peer, None, None
+                self._begin()
+                return True
+
+    # -- for the two ports ------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Be ready for requests."""
+
+    def _forget(self) -> None:
+        """Forget the requests of a vLLM that is lost or left alone. The engines here learn of it by their links."""
+
+    def _engine_at(self, peer: PeerAddress) -> AnyEngine:
+        engine = self._engines.get(peer_key(peer))
+        if engine is None:
+            raise TransferError(f"this vLLM was not connected with {peer}: give all engines of the Pairing")
+        return engine
+
+    def _check_links(self) -> None:
+        """Raise TransferError when no engine has had a link to vLLM for GONE_S."""
+        if any(engine.channel.connected(self.address) for engine in self._reached.engines):
+            self._missing_since = None
+            return
+        now = self._clock()
+        self._missing_since = now if self._missing_since is None else self._missing_since
+        if now - self._missing_since > GONE_S:
+            self._forget()
+            raise TransferError(f"the vLLM at {self._reached.kv} is gone: nothing here has a link to it")
+
+    def _kv_stats(self) -> ChannelStats:
+        """Return which links there are, as a load tells it."""
+        return ChannelStats(
+            peers=tuple(
+                PeerStats(address=engine.address, connected=engine.channel.connected(self.address))
+                for engine in self._reached.engines
+            )
+        )
+
+    # -- a vLLM that was lost ---------------------------------------------------------------------------------------
+
+    def _reach_again(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._returned = self._reach()
+            except LayoutMismatch as error:
+                self._returned = error
+            except PDInferError:
+                self._closed.wait(AGAIN_S)
+                continue
+            self._inbox.wake()
+            return
+
+    def _reach(self) -> PeerAddress:
+        """Link every engine to vLLM, and return who it is. One that was restarted is probed."""
+        reached = self._reached
+        first, *others = reached.engines
+        peer = first.channel.dial(reached.kv, timeout_s=LINK_S)
+        try:
+            probed = peer if peer_key(peer) == peer_key(self.address) else reached.check()
+            for other in others:
+                other.channel.dial(reached.kv, timeout_s=LINK_S)
+            if peer_key(probed) != peer_key(peer):
+                raise TransferError(f"the vLLM at {reached.kv} was restarted again")
+        except PDInferError:
+            for engine in reached.engines:
+                engine.disconnect(peer)
+            raise
+        return peer

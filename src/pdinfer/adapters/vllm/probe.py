@@ -1,0 +1,199 @@
+"""A prompt that both engines compute before they serve one, so that a kernel which is wrong in one of them is found.
+
+Layouts say that both engines mean the same bytes. Only the bytes show that they compute the same: the prompt's latents
+come from vLLM's prefill over a link of their own, and are compared with those of the model here, layer by layer, the
+latent and its rotated key apart.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from pdinfer.adapters.vllm.messages import proof_of
+from pdinfer.adapters.vllm.prompts import Complete, body_of
+from pdinfer.errors import ConfigError, LayoutMismatch, TransferError
+from pdinfer.kv.channel.channel import KVChannel
+from pdinfer.kv.channel.rooms import first_error
+from pdinfer.kv.layout import KVLayout
+from pdinfer.kv.transports.base import Transport
+from pdinfer.kv.transports.shm.transport import SCHEME, ShmTransport
+from pdinfer.kv.transports.socket import SocketTransport
+from pdinfer.kv.view import KVView, PageMemory
+from pdinfer.model.batch import Batch, Row
+from pdinfer.model.model import Model
+from pdinfer.types import HandoffStatus, PageGrant, PeerAddress, Request, SamplingParams
+
+NUM_TOKENS = 272
+"""More than two of vLLM's largest pages on a CPU, so that a wrong page table is seen too."""
+PROBE_S = 120.0
+"""How long vLLM may take to compute the prompt: the first one may compile kernels."""
+LATENT, ROPE = "latent", "rope"
+
+
+@attrs.frozen
+class Tolerance:
+    """How far a token's vector may be off, as a share of its length, and how many tokens of a layer may be off further:
+    a near tie of the router gives a token other experts. The first layer is behind no router."""
+
+    error: float
+    strays: float
+
+
+TOLERANCES = {
+    "float32": Tolerance(0.005, 0.02),
+    "float16": Tolerance(0.05, 0.15),
+    "bfloat16": Tolerance(0.15, 0.25),
+}
+"""By the dtype of the cache. Engines that are right are 3e-6 apart in float32 and 0.03 in bfloat16, keys that are
+rotated wrongly 0.5 and more."""
+
+
+@attrs.frozen
+class ProbePages:
+    """Pages for one prompt, which nobody else uses; see `pdinfer.kv.Pages`."""
+
+    layout: KVLayout
+    memory: PageMemory
+
+    @property
+    def num_pages(self) -> int:
+        return self.memory.num_pages
+
+    memory_pages = num_pages
+
+    def generations(self, pages: Sequence[int]) -> tuple[int, ...]:
+        return (0,) * len(pages)
+
+
+@attrs.frozen(eq=False)
+class Probe:
+    """A prompt, and its latents as `model` computes them in pages of `layout`."""
+
+    model: Model
+    layout: KVLayout
+    prompt: tuple[int, ...]
+    expected: PageMemory
+
+    @classmethod
+    def of(cls, model: Model, layout: KVLayout, max_tokens: int) -> Probe:
+        """Compute the prompt, of at most `max_tokens` tokens. Raises ConfigError for pages whose dtype has no
+        tolerance."""
+        dtype = layout.components[0].dtype
+        if dtype not in TOLERANCES:
+            raise ConfigError(
+                f"vLLM hands over latents in {', '.join(TOLERANCES)}, and this pool has them in {dtype}: give it "
+                'kv_format="auto"'
+            )
+        length = min(NUM_TOKENS, max_tokens - 1)
+        prompt = tuple((7919 * at + 13) % model.config.vocab_size for at in range(length))
+        memory = model.allocate_pages(layout, layout.num_pages(len(prompt)))
+        row = Row(prompt, 0, range(memory.num_pages))
+        batch = Batch.build([row], page_size=layout.page_size, device=model.device, decode=False, cp=model.groups.cp)
+        for _ in model.stream_layers(batch, KVView.of(memory)):
+            pass
+        return cls(model, layout, prompt, memory)
+
+    def check(self, kv: str, complete: Complete, key: bytes | None) -> PeerAddress:
+        """Have the vLLM whose connector listens at `kv` compute the prompt, compare, and return its address. Raises
+        LayoutMismatch, which names the layer and the component, when its latents are not those of the model here;
+        TransferError when it cannot be reached or does not compute the prompt in PROBE_S."""
+        pages = ProbePages(self.layout, self.model.allocate_pages(self.layout, self.expected.num_pages))
+        with_key = KVChannel(pages, _transport(kv), key=key)
+        try:
+            peer = with_key.dial(kv)
+            self._fetch(with_key, peer, complete)
+        finally:
+            with_key.close()
+        if (found := self.difference(pages.memory)) is not None:
+            raise found.error(kv)
+        return peer
+
+    def difference(self, there: PageMemory) -> Difference | None:
+        """Return the first layer and component in which the latents are other ones than expected, or None."""
+        first_layer, tolerance = self.layout.layers.start, TOLERANCES[self.layout.components[0].dtype]
+        for layer, name, ours, theirs in self._parts(there):
+            errors = (ours - theirs).norm(dim=1) / ours.norm(dim=1).clamp_min(1e-9)
+            strays = float((~(errors <= tolerance.error)).double().mean())  # what is not finite is none
+            if strays > (tolerance.strays if layer > first_layer else 0.0):
+                return Difference(layer, name, strays, float(errors.nan_to_num(torch.inf).max()), tolerance.error)
+        return None
+
+    def _parts(self, there: PageMemory) -> Iterator[tuple[int, str, Tensor, Tensor]]:
+        """Yield (layer, component, our rows, their rows), float32 [tokens, width], layer by layer."""
+        count, rank = len(self.prompt), self.model.config.kv_lora_rank
+        for layer in self.layout.layers:
+            for component in self.layout.components:
+                if layer not in component.layers:
+                    continue
+                ours, theirs = (
+                    memory.pages(component.name, layer).flatten(0, 1)[:count].float()
+                    for memory in (self.expected, there)
+                )
+                if component.name == LATENT:
+                    yield layer, LATENT, ours[:, :rank], theirs[:, :rank]
+                    yield layer, ROPE, ours[:, rank:], theirs[:, rank:]
+                else:
+                    yield layer, component.name, ours, theirs
+
+    def _fetch(self, channel: KVChannel, peer: PeerAddress, complete: Complete) -> None:
+        """Fill the pages of a channel with what a peer computes."""
+        pages, room = range(channel.pool.num_pages), os.urandom(16)
+        grant = PageGrant(
+            room=room,
+            request_id=proof_of(self.prompt),
+            writers=(peer,),
+            destinations=(channel.address,),
+            tokens=range(len(self.prompt)),
+            pages=tuple(pages),
+            generations=channel.pool.generations(pages),
+            layout_id=self.layout.layout_id,
+        )
+        channel.expect(grant)
+        channel.offer(grant)
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=1)
+        sends = {"do_remote_decode": True, "room": room.hex()}
+        complete(body_of(Request(prompt=self.prompt, sampling=greedy), sends))
+        ends = time.monotonic() + PROBE_S
+        while not (handoffs := channel.poll()):
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise TransferError(f"vLLM did not hand the first prompt over within {PROBE_S:g} s")
+            channel.wait(left)
+        if any(handoff.status is not HandoffStatus.LANDED for handoff in handoffs):
+            raise TransferError(f"vLLM did not hand the first prompt over: {first_error(handoffs)}")
+
+
+@attrs.frozen
+class Difference:
+    """Where two engines part: `strays` of the tokens are off by more than `tolerance`, one of them by `most`."""
+
+    layer: int
+    name: str
+    strays: float
+    most: float
+    tolerance: float
+
+    def error(self, kv: str) -> LayoutMismatch:
+        """Return what refuses the pair."""
+        what = "the rotated keys (rope)" if self.name == ROPE else f"component {self.name!r}"
+        advice = (
+            "; vLLM 0.32 on a CPU rotates wrongly for MLA models without rope_scaling (tests/vllm/rope_report.md)"
+            if self.name == ROPE
+            else ""
+        )
+        return LayoutMismatch(
+            f"the vLLM at {kv} computes another KV than the model here, from layer {self.layer} on, in {what}: "
+            f"{self.strays:.0%} of the tokens are off by more than {self.tolerance:.1%} of their length, one by "
+            f"{self.most:.0%}, so the two are not paired{advice}",
+            fields=((f"layer {self.layer} {self.name}", f"off by up to {self.tolerance:.1%}", f"{self.most:.0%}"),),
+        )
+
+
+def _transport(kv: str) -> Transport:
+    return ShmTransport() if kv.startswith(SCHEME) else SocketTransport()

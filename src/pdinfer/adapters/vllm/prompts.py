@@ -1,0 +1,229 @@
+"""What vLLM is asked when it is to compute a prompt, and the threads that wait for its answers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import threading
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from http.client import HTTPException, HTTPResponse
+from typing import Any
+
+import attrs
+
+from pdinfer.bounds import escaped
+from pdinfer.checks import clip, is_int, is_number
+from pdinfer.errors import ConfigError, PDInferError, RequestError, TransferError
+from pdinfer.process.locks import new_lock
+from pdinfer.types import Request
+
+ANSWER_S = 600.0
+"""How long a server may take to compute one prompt, the time in its queue included."""
+MODELS_S = 10.0
+MAX_MODELS_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
+MAX_BIAS = 100.0
+_SEED_MASK = (1 << 63) - 1
+
+Complete = Callable[[Mapping[str, Any]], object]
+"""Has vLLM compute one prompt, described as the body of a POST to /v1/completions, and returns when it has. Called from
+several threads. It raises RequestError for a prompt that vLLM does not take, and anything else when it failed."""
+
+
+@attrs.frozen
+class Piece:
+    """What vLLM says next to a request: tokens with their log-probabilities, and with the last of them how it ends:
+    "stop" or "length"."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
+    finish_reason: str | None = None
+
+    @classmethod
+    def of(cls, chunk: Any) -> Piece:
+        """Read a chunk of a streamed completion. Raises TransferError for one that is an error, or is none at all."""
+        try:
+            (choice,) = chunk["choices"]
+            tokens = tuple(choice["token_ids"])
+            logprobs = tuple((choice.get("logprobs") or {}).get("token_logprobs") or ())
+            reason = choice.get("finish_reason")
+            is_good = all(map(is_int, tokens)) and all(map(is_number, logprobs)) and len(logprobs) in (0, len(tokens))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            is_good = False
+        if not is_good:
+            raise TransferError(f"vLLM said something else than tokens: {escaped(json.dumps(chunk)[:400])}")
+        return cls(tokens, logprobs, reason if isinstance(reason, str) else None)
+
+
+Stream = Callable[[Mapping[str, Any]], Iterator[Piece]]
+"""Gives vLLM the body of a POST to /v1/completions, and yields what it says. Closed before its end, it leaves vLLM.
+Called from several threads; it raises as Complete does."""
+
+
+def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1) -> dict[str, Any]:
+    """Return what asks vLLM for the next tokens of a request, with these `kv_transfer_params`. Every sampling parameter
+    is there, since vLLM's defaults are those of the checkpoint. The output so far is a part of the prompt: what it adds
+    to penalties goes into the biases. Raises RequestError for what vLLM does not have."""
+    sampling, output = request.sampling, request.output
+    if sampling.logits_processor is not None:
+        raise RequestError(
+            f"logits processor {sampling.logits_processor!r} cannot draw tokens in vLLM, where this one is drawn"
+        )
+    biases = Counter(dict(sampling.logit_bias))
+    for token, count in Counter(output).items():
+        biases[token] -= sampling.presence_penalty + count * sampling.frequency_penalty  # type: ignore[assignment]
+    return {
+        "prompt": list(request.tokens),
+        "max_tokens": max_tokens,
+        "min_tokens": min(max_tokens, max(0, sampling.min_new_tokens - len(output))),
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": {str(token): min(MAX_BIAS, max(-MAX_BIAS, bias)) for token, bias in biases.items() if bias},
+        "seed": None if sampling.seed is None else (sampling.seed + len(output)) & _SEED_MASK,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "cache_salt": request.cache_salt.hex() or None,
+        "kv_transfer_params": dict(params),
+    }
+
+
+@attrs.frozen
+class Server:
+    """A server of vLLM at `url`, such as "http://127.0.0.1:8100"."""
+
+    url: str = attrs.field()
+
+    @url.validator
+    def _check_url(self, _: object, value: object) -> None:
+        if not isinstance(value, str) or not value.startswith(("http://", "https://")):
+            raise ConfigError(f'a server of vLLM has a URL such as "http://127.0.0.1:8100", got {clip(value)}')
+
+    def max_model_len(self) -> int | None:
+        """Return the most tokens of a prompt and its output, None when the server does not say. Raises TransferError
+        when it cannot be reached."""
+        try:
+            with urllib.request.urlopen(f"{self.url.rstrip('/')}/v1/models", timeout=MODELS_S) as answer:  # noqa: S310
+                told = json.loads(answer.read(MAX_MODELS_BYTES))
+            length = told["data"][0].get("max_model_len")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+        except OSError as error:
+            raise TransferError(f"vLLM at {self.url} did not say which models it has: {error}") from None
+        return length if is_int(length) and length > 1 else None
+
+    def __call__(self, body: Mapping[str, Any]) -> None:
+        """Have the server compute a prompt. Raises RequestError when it does not take it, TransferError when it cannot
+        be reached or fails."""
+        with self._posted({**body, "stream": False}) as answer:
+            while answer.read(1 << 16):
+                pass
+
+    def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield what the server says to a body. Raises as a call does, and TransferError when it breaks off."""
+        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
+        with self._posted({**body, **ids, "stream": True}) as answer:
+            while line := answer.readline(MAX_LINE_BYTES):
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if data:
+                    yield Piece.of(_json(data))
+
+    @contextlib.contextmanager
+    def _posted(self, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        post = urllib.request.Request(f"{self.url.rstrip('/')}/v1/completions", data, kind)  # noqa: S310 - checked above
+        try:
+            with urllib.request.urlopen(post, timeout=ANSWER_S) as answer:  # noqa: S310
+                yield answer
+        except urllib.error.HTTPError as refused:
+            with refused:
+                why = escaped(refused.read(400).decode("utf-8", "replace"))
+            is_theirs = 400 <= refused.code < 500 and refused.code not in (408, 429)
+            kind_of_error = RequestError if is_theirs else TransferError
+            raise kind_of_error(f"vLLM at {self.url} answered {refused.code}: {why}") from None
+        except (OSError, HTTPException) as error:
+            raise TransferError(f"vLLM at {self.url} did not answer: {error}") from None
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return data.decode("utf-8", "replace")
+
+
+@attrs.frozen
+class Answer:
+    """What came of a prompt: `error` is None when vLLM has computed it."""
+
+    room: bytes
+    error: PDInferError | None
+
+
+class Prompts:
+    """The prompts that vLLM computes for us, at most `max_concurrent` at a time and in order. Answers go to `answered`,
+    from any thread. Threads are made as they are needed, and are daemons: one that waits for vLLM keeps no process
+    alive."""
+
+    def __init__(self, complete: Complete, max_concurrent: int, answered: Callable[[Answer], None]) -> None:
+        self._complete = complete
+        self._max_concurrent = max_concurrent
+        self._answered = answered
+        self._changing = new_lock()
+        self._waiting: queue.SimpleQueue[tuple[bytes, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._num_threads = 0
+        self._num_unanswered = 0
+        self._dropped: set[bytes] = set()
+
+    def ask(self, room: bytes, body: dict[str, Any]) -> None:
+        """Have a prompt computed. Never waits."""
+        with self._changing:
+            self._num_unanswered += 1
+            needs_thread = self._num_threads < min(self._max_concurrent, self._num_unanswered)
+            self._num_threads += needs_thread
+        self._waiting.put((room, body))
+        if needs_thread:
+            threading.Thread(target=self._work, name="pdinfer-vllm-prompt", daemon=True).start()
+
+    def drop(self, room: bytes) -> None:
+        """Answer a prompt with an error, unless vLLM has it already."""
+        with self._changing:
+            self._dropped.add(room)
+
+    def close(self) -> None:
+        """Ask for nothing more, and end the threads, each after the answer that it waits for."""
+        with self._changing:
+            self._max_concurrent = 0
+            for _ in range(self._num_threads):
+                self._waiting.put(None)
+
+    def _work(self) -> None:
+        while (asked := self._waiting.get()) is not None:
+            room, body = asked
+            with self._changing:
+                is_dropped = room in self._dropped or not self._max_concurrent
+            error = RequestError("the request was cancelled") if is_dropped else self._problem(body)
+            with self._changing:
+                self._num_unanswered -= 1
+                self._dropped.discard(room)
+            self._answered(Answer(room, error))
+
+    def _problem(self, body: dict[str, Any]) -> PDInferError | None:
+        """Have vLLM compute a prompt. Return why it did not."""
+        try:
+            self._complete(body)
+        except PDInferError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a host's own way to reach vLLM
+            return TransferError(f"vLLM did not compute a prompt: {type(error).__name__}: {error}")
+        return None

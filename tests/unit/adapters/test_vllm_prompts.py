@@ -1,0 +1,144 @@
+"""What vLLM is asked for the next token of a request, and what comes of its answers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+import pdinfer as pd
+from pdinfer.adapters.vllm.prompts import Answer, Piece, Prompts, Server, body_of
+
+
+def body(request: pd.Request) -> dict[str, Any]:
+    return body_of(request, {"room": "00"})
+
+
+def test_every_sampling_parameter_is_said() -> None:
+    sampling = pd.SamplingParams(temperature=0.5, top_k=7, seed=2**64 - 1, min_new_tokens=2, stop_token_ids=(3,))
+    said = body(pd.Request(prompt=(1, 2), sampling=sampling, cache_salt=b"\xff"))
+    assert (said["prompt"], said["max_tokens"], said["min_tokens"], said["stop_token_ids"]) == ([1, 2], 1, 1, [3])
+    assert (said["temperature"], said["top_k"], said["cache_salt"]) == (0.5, 7, "ff")
+    assert 0 <= said["seed"] < 2**63
+    assert said["kv_transfer_params"] == {"room": "00"}
+    plain = body(pd.Request(prompt=(1,)))
+    assert {plain[name] for name in ("top_p", "repetition_penalty", "temperature")} == {1.0}
+    assert (plain["min_p"], plain["top_k"], plain["logit_bias"], plain["cache_salt"]) == (0.0, 0, {}, None)
+
+
+def test_the_output_so_far_is_a_part_of_the_prompt_and_penalized_as_before() -> None:
+    sampling = pd.SamplingParams(
+        presence_penalty=1.5,
+        frequency_penalty=0.5,
+        logit_bias=((4, 2.0), (5, 90.0), (6, -99.5)),
+        min_new_tokens=2,
+        seed=1,
+    )
+    said = body(pd.Request(prompt=(1, 2), output=(4, 6, 4), sampling=sampling))
+    assert said["prompt"] == [1, 2, 4, 6, 4]
+    assert said["logit_bias"] == {"4": 2.0 - 2.5, "5": 90.0, "6": -100.0}
+    assert (said["min_tokens"], said["seed"]) == (0, 4)
+
+
+def test_a_logits_processor_is_refused_by_name() -> None:
+    with pytest.raises(pd.RequestError, match="logits processor 'json' cannot draw"):
+        body(pd.Request(prompt=(1,), sampling=pd.SamplingParams(logits_processor="json")))
+
+
+class Backend(BaseHTTPRequestHandler):
+    server: Any
+
+    def do_POST(self) -> None:
+        self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.answer(self.server.status, self.server.said)
+
+    def do_GET(self) -> None:
+        self.answer(200, self.server.models)
+
+    def answer(self, status: int, text: bytes) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def backend() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Backend)
+    server.asked, server.status, server.models, server.said = [], 200, b"{}", b'{"error": "too\nlong"}'
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    server.url = f"http://127.0.0.1:{server.server_address[1]}"
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_server_is_asked_and_its_refusals_are_told_apart(backend: Any) -> None:
+    server = Server(f"{backend.url}/")
+    server({"prompt": [1]})
+    assert backend.asked == [{"prompt": [1], "stream": False}]
+    backend.status = 400
+    with pytest.raises(pd.RequestError, match=r'answered 400: {"error": "too\\nlong"}'):
+        server({})
+    for status in (429, 500):
+        backend.status = status
+        with pytest.raises(pd.TransferError, match=f"answered {status}"):
+            server({})
+    with pytest.raises(pd.TransferError, match="did not answer"):
+        Server("http://127.0.0.1:9")({})
+
+
+def test_a_server_streams_tokens_until_it_is_done_or_says_something_else(backend: Any) -> None:
+    chunk = {"token_ids": [5, 6], "logprobs": {"token_logprobs": [-1.5, -2]}, "finish_reason": "length"}
+    lines = [json.dumps({"choices": [{"token_ids": [4]}]}), json.dumps({"choices": [chunk]}), "[DONE]"]
+    backend.said = "".join(f"data: {line}\n\n" for line in lines).encode()
+    said = list(Server(backend.url).stream({"prompt": [1]}))
+    assert said == [Piece((4,)), Piece((5, 6), (-1.5, -2), "length")]
+    assert backend.asked[-1]["stream"] is backend.asked[-1]["return_token_ids"] is True
+    for wrong in ('{"error": "the engine is dead"}', "no json", '{"choices": [{"token_ids": ["4"]}]}'):
+        backend.said = f"data: {wrong}\n\n".encode()
+        with pytest.raises(pd.TransferError, match="something else than tokens"):
+            list(Server(backend.url).stream({}))
+
+
+@pytest.mark.parametrize(
+    ("models", "length"),
+    [(b'{"data": [{"max_model_len": 512}]}', 512), (b'{"data": [{}]}', None), (b'{"data": []}', None), (b"no", None)],
+)
+def test_a_server_tells_how_long_a_prompt_may_be(backend: Any, models: bytes, length: int | None) -> None:
+    backend.models = models
+    assert Server(backend.url).max_model_len() == length
+
+
+def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all() -> None:
+    answers: list[Answer] = []
+    now: list[int] = []
+    most, go, done = [0], threading.Event(), threading.Semaphore(0)
+
+    def complete(body: Any) -> None:
+        now.append(body["at"])
+        most[0] = max(most[0], len(now))
+        go.wait(10)
+        now.remove(body["at"])
+
+    def answered(answer: Answer) -> None:
+        answers.append(answer)
+        done.release()
+
+    prompts = Prompts(complete, 2, answered)
+    for at in range(6):
+        prompts.ask(bytes([at]), {"at": at})
+    prompts.drop(bytes([5]))
+    go.set()
+    for _ in range(6):
+        assert done.acquire(timeout=10)
+    prompts.close()
+    failed = [answer for answer in answers if answer.error is not None]
+    assert most == [2]
+    assert [answer.room for answer in failed] == [bytes([5])]
+    assert "cancelled" in str(failed[0].error)
