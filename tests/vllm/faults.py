@@ -103,11 +103,12 @@ class Load:
 
 class Proxy:
     """A link to an address that changes what goes to whoever dialled: in `every` bytes it flips one, or it closes the
-    link, cleanly or with a part of what it has read."""
+    link, cleanly or with a part of what it has read. With `every` 0 it changes nothing."""
 
     def __init__(self, address: str, every: int, kind: str = "flips") -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.there, self.every, self.kind, self.num_faults = (host, int(port)), every, kind, 0
+        self.passed = 0
         self.door = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self.door.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
@@ -121,12 +122,12 @@ class Proxy:
                     threading.Thread(target=self._pass, args=(source, sink, harms), daemon=True).start()
 
     def _pass(self, source: socket.socket, sink: socket.socket, harms: bool) -> None:
-        left = self.every
         with contextlib.suppress(OSError):
             while data := bytearray(source.recv(1 << 16)):
-                left -= len(data)
-                if harms and left < 0 and len(data) > 4096:  # a payload: a flipped frame only closes the link
-                    left, self.num_faults = self.every, self.num_faults + 1
+                self.passed += len(data) if harms else 0
+                is_payload = len(data) > 4096  # a flipped frame only closes the link
+                if harms and 0 < self.every < self.passed and is_payload:
+                    self.passed, self.num_faults = 0, self.num_faults + 1
                     if self.kind == "flips":
                         data[len(data) // 2] ^= 1
                     else:
@@ -136,9 +137,6 @@ class Proxy:
         for end in (source, sink):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.door.close()
 
 
 def pair(start: Start, policy: str = "recompute", **extra: Any) -> Load:
@@ -225,23 +223,37 @@ class Runs:
 
     kind: str
     start: Start
-    tally: Tally
+    tally: Tally = attrs.field(factory=Tally)
+    proxy: Proxy | None = None
 
     @property
     def policy(self) -> str:
         return "fail" if self.kind.endswith("fail") else "recompute"
 
     def all(self, seeds: range) -> None:
+        """Do the runs. Interrupted, it forgets the one that is under way."""
         load = pair(self.start, self.policy, **(TIGHT if self.kind == "preempt" else {}))
+        if self.kind in ("flips", "closes", "truncates"):
+            assert load.prefill.address is not None
+            self.proxy = Proxy(load.prefill.address, 0, self.kind)
         for seed in seeds:
-            load = self.one(Load(load.prefill, load.decode), random.Random(f"{self.kind}/{seed}"), seed)
+            before = attrs.evolve(self.tally)
+            try:
+                load = self.one(self.renewed(load), random.Random(f"{self.kind}/{seed}"), seed)
+            except KeyboardInterrupt:
+                self.tally = before
+                raise
             for engine in (load.prefill, load.decode):
                 engine.done.clear()
                 engine.moved.clear()
 
+    def renewed(self, load: Load) -> Load:
+        """Return the same pair without requests."""
+        return Load(load.prefill, load.decode, "" if self.proxy is None else self.proxy.address)
+
     def one(self, load: Load, rng: random.Random, seed: int) -> Load:
         """Do one run. Return a pair that is whole again."""
-        at, proxy, lost, allowed_s = {}, None, None, LEASE_S + SLACK_S
+        at, lost, allowed_s = {}, None, LEASE_S + SLACK_S
         moment = rng.randrange(2, COUNT - 4)
         if self.kind.startswith("kill"):
             lost = load.decode if self.kind == "kill_decode" else load.prefill
@@ -252,10 +264,8 @@ class Runs:
             allowed_s += FREEZE_S if frozen is load.decode else 0.0
         elif self.kind == "abort":
             at = dict.fromkeys(range(2, COUNT), lambda: load.abort(rng))
-        elif self.kind != "preempt":
-            assert load.prefill.address is not None
-            proxy = Proxy(load.prefill.address, rng.randrange(FLIP_BYTES // 3, FLIP_BYTES), self.kind)
-            load.address = proxy.address
+        elif self.proxy is not None:
+            self.proxy.every = rng.randrange(FLIP_BYTES // 3, FLIP_BYTES)
         began = time.monotonic()
         self.tally.runs += 1
         if lost is load.decode:
@@ -266,9 +276,11 @@ class Runs:
             self.tally.add_prefills(load)
         else:
             load.run(COUNT, at, seed)
+            with contextlib.suppress(AssertionError):  # what prefill has said of them is on its way
+                until(lambda: load.decode.moved.keys() <= load.prefill.moved.keys(), [load.prefill], 5)
             self.tally.add(load, self.policy, allowed_s)
-        if proxy is not None:
-            proxy.close()
+        if self.proxy is not None:
+            self.proxy.every = 0
         if self.kind.startswith("freeze"):
             time.sleep(max(0.0, FREEZE_S + 2.5 - (time.monotonic() - began)))
         return self.go_on(load, lost)
@@ -283,7 +295,7 @@ class Runs:
         elif lost is load.decode:
             load = Load(load.prefill, self.start("decode", "kv_consumer", settings=MORE, policy=self.policy, **TIMES))
         else:
-            load = Load(load.prefill, load.decode)
+            load = self.renewed(load)
         ready(load.prefill, load.decode)
         for engine in (load.prefill, load.decode):
             engine.done.clear()
@@ -346,19 +358,24 @@ def main() -> None:
         )
         for kind in kinds:
             began, seeds = time.monotonic(), range(arguments.seed, arguments.seed + each)
-            tally, trouble = Tally(), {}
+            trouble, is_over = {}, False
             with engines(folder / "model", folder) as start:
+                runs = Runs(kind, start)
                 try:
-                    Runs(kind, start, tally).all(seeds)
+                    runs.all(seeds)
                 except AssertionError as error:
                     trouble = {"trouble": str(error)[-3000:]}
+                except KeyboardInterrupt:
+                    is_over = True
             took = {"took_s": round(time.monotonic() - began)}
             about = {"bench": "vllm_faults", "kind": kind, "seeds": [seeds.start, seeds.stop], "lease_s": LEASE_S}
-            line = json.dumps({**about, **attrs.asdict(tally), **took, **trouble})
+            line = json.dumps({**about, **attrs.asdict(runs.tally), **took, **trouble})
             print(line, flush=True)
             if arguments.out is not None:
                 with arguments.out.open("a") as file:
                     file.write(line + "\n")
+            if is_over:
+                break
 
 
 if __name__ == "__main__":
