@@ -114,12 +114,10 @@ class Engine:
                 os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
 
     def trouble(self) -> str:
-        """Return the last error in the log."""
+        """Return the first error in the log: those after it are of what it left half made."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
-        errors = [line for line in lines if "Error" in line or "ERROR" in line]
-        return next((line for line in reversed(errors) if "Error: " in line), (errors or lines or ["it ended"])[-1])[
-            -300:
-        ]
+        errors = [line for line in lines if "Error: " in line and "WARNING" not in line]
+        return (errors or lines[-1:] or ["it said nothing"])[0][-300:]
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -154,6 +152,7 @@ class Pair:
         self.rounds: list[dict[str, float]] = []
         self.cached: set[int] = set()
         self.trouble = ""
+        self.cpu_s = 0.0
         self.left = folder / f"{rival.name}.left"
         here = {"VLLM_RACE_LEFT": str(self.left)}
         self.prefill = Engine(
@@ -188,7 +187,9 @@ class Pair:
                 engine.settle(0)
         if lost := [end["reason"] for ends in said for end in ends if end["reason"] != "length"]:
             self.fail(f"{len(lost)} requests ended with {lost[0]}")
-        elif counts:
+            return
+        before_s, self.cpu_s = self.cpu_s, max(one["cpu_s"] for one, _ in said)
+        if counts:
             prefilled, decoded = (max(ends[at]["at"] for ends in said) for at in (0, 1))
             self.cached |= {two["cached"] for _, two in said}
             times = {
@@ -196,7 +197,7 @@ class Pair:
                 "total_s": decoded - began,
                 "tail_ms": 1000 * (decoded - prefilled),
             }
-            self.rounds.append(times)
+            self.rounds.append({**times, "prefill_cpu_s": self.cpu_s - before_s})
 
     def fail(self, reason: str) -> None:
         self.trouble = f"{self.rival.name} {reason}"
@@ -310,6 +311,7 @@ def line(pair: Pair, pairs: dict[str, Pair], about: dict[str, Any]) -> dict[str,
         said["cached"] = sorted(pair.cached)
         for other, name, what in (
             ("none", "prefill_s", "prefill_against_none"),
+            ("none", "prefill_cpu_s", "prefill_cpu_against_none"),
             ("files", "total_s", "total_against_files"),
         ):
             if rival.name != "none" and other in pairs and len(pairs[other].rounds) == len(pair.rounds):

@@ -1,8 +1,8 @@
 """One vLLM engine for the race of connectors, driven by lines of JSON; see benchmarks/vllm_connectors.py.
 
 In: {"ask": name, "prompt": […], "params": {…} | null}. Out: {"ready": true}, then per request {"first": name, "at":
-CLOCK_MONOTONIC of its first token, "params": what vLLM gives on, "cached": prompt tokens that it did not compute,
-"reason"}.
+CLOCK_MONOTONIC of its first token, "cpu_s": what this process has taken so far, "params": what vLLM gives on,
+"cached": prompt tokens that it did not compute, "reason"}.
 
 It is also the module in which vLLM looks for PDInferConnector, so that what had left before the last layer is known.
 """
@@ -85,6 +85,7 @@ def main() -> None:
                 answer = {
                     "first": output.request_id,
                     "at": time.monotonic(),
+                    "cpu_s": time.process_time(),
                     "params": output.kv_transfer_params,
                     "cached": output.num_cached_tokens,
                     "reason": said.finish_reason if said.token_ids else "error",
