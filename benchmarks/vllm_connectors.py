@@ -153,6 +153,7 @@ class Pair:
         self.cached: set[int] = set()
         self.trouble = ""
         self.cpu_s = 0.0
+        self.plain: dict[str, float] = {}
         self.left = folder / f"{rival.name}.left"
         here = {"VLLM_RACE_LEFT": str(self.left)}
         self.prefill = Engine(
@@ -171,13 +172,15 @@ class Pair:
         except RuntimeError as error:
             self.fail(f"does not start: {error}")
 
-    def run(self, prompts: Sequence[list[int]], nice: int, *, counts: bool) -> None:
-        """Run a round. It is only noted when it `counts`."""
+    def run(self, prompts: Sequence[list[int]], nice: int, *, counts: bool, plain: bool = False) -> None:
+        """Run a round. It is only noted when it `counts`. A `plain` one asks this prefill to hand nothing over, so that
+        the next round can be compared with it: two processes differ by more than what a connector costs."""
         for engine in self.engines:
             engine.settle(nice)
         began, names = time.monotonic(), [f"{time.monotonic_ns()}-{at}" for at in range(len(prompts))]
         try:
-            asked = [self.rival.ask(self, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
+            ask = ask_alone if plain else self.rival.ask
+            asked = [ask(self, name, prompt) for name, prompt in zip(names, prompts, strict=True)]
             said = [(one.result(ROUND_S), two.result(ROUND_S)) for one, two in asked]
         except Exception as error:  # noqa: BLE001 - whatever a connector does is its line
             self.fail(f"lost a request: {error!r}")
@@ -189,7 +192,12 @@ class Pair:
             self.fail(f"{len(lost)} requests ended with {lost[0]}")
             return
         before_s, self.cpu_s = self.cpu_s, max(one["cpu_s"] for one, _ in said)
-        if counts:
+        if plain:
+            self.plain = {
+                "prefill_s": max(one["at"] for one, _ in said) - began,
+                "prefill_cpu_s": self.cpu_s - before_s,
+            }
+        elif counts:
             prefilled, decoded = (max(ends[at]["at"] for ends in said) for at in (0, 1))
             self.cached |= {two["cached"] for _, two in said}
             times = {
@@ -197,7 +205,9 @@ class Pair:
                 "total_s": decoded - began,
                 "tail_ms": 1000 * (decoded - prefilled),
             }
-            self.rounds.append({**times, "prefill_cpu_s": self.cpu_s - before_s})
+            times["prefill_cpu_s"] = self.cpu_s - before_s
+            against = {f"{name}_against_plain": times[name] / each for name, each in self.plain.items()}
+            self.rounds.append({**times, **against})
 
     def fail(self, reason: str) -> None:
         self.trouble = f"{self.rival.name} {reason}"
@@ -270,7 +280,8 @@ def pdinfer(name: str, listen: str, folder: Path) -> Rival:
     there = f"{listen}{folder / 'prefill'}" if listen.startswith("shm") else listen
     ends = (("kv_producer", there), ("kv_consumer", here))
     configs = [
-        {**ours, "kv_role": role, "kv_connector_extra_config": {"listen": at, "hold_s": 60.0}} for role, at in ends
+        {**ours, "kv_role": role, "kv_connector_extra_config": {"listen": at, "hold_s": 60.0, "lease_s": 600.0}}
+        for role, at in ends
     ]
     return Rival(name, configs[0], configs[1], ask_pdinfer)
 
@@ -311,7 +322,6 @@ def line(pair: Pair, pairs: dict[str, Pair], about: dict[str, Any]) -> dict[str,
         said["cached"] = sorted(pair.cached)
         for other, name, what in (
             ("none", "prefill_s", "prefill_against_none"),
-            ("none", "prefill_cpu_s", "prefill_cpu_against_none"),
             ("files", "total_s", "total_against_files"),
         ):
             if rival.name != "none" and other in pairs and len(pairs[other].rounds) == len(pair.rounds):
@@ -320,6 +330,24 @@ def line(pair: Pair, pairs: dict[str, Pair], about: dict[str, Any]) -> dict[str,
         if pair.left.exists():
             said["left_before_last_layer"] = spread([float(share) for share in pair.left.read_text().split()])
     return said | {"prefill": rival.prefill, "decode": rival.decode, **about}
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what all engines are made with: a step computes one prompt, and the pool holds those of two rounds."""
+    page = 128 if arguments.dtype == "bfloat16" and "amx_bf16" in Path("/proc/cpuinfo").read_text() else 16
+    most = arguments.length + page
+    return {
+        "model": str(arguments.model),
+        "skip_tokenizer_init": True,
+        "dtype": arguments.dtype,
+        "enforce_eager": True,
+        "max_model_len": most,
+        "max_num_batched_tokens": most,
+        "max_num_seqs": arguments.prompts,
+        "num_gpu_blocks_override": 2 * arguments.prompts * -(-most // page) + 1,
+        "disable_log_stats": True,
+        "enable_prefix_caching": False,
+    }
 
 
 def main() -> None:
@@ -337,20 +365,7 @@ def main() -> None:
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="vllm-race-"))
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    page = 128 if arguments.dtype == "bfloat16" and "amx_bf16" in Path("/proc/cpuinfo").read_text() else 16
-    most = arguments.length + page
-    settings = {
-        "model": str(arguments.model),
-        "skip_tokenizer_init": True,
-        "dtype": arguments.dtype,
-        "enforce_eager": True,
-        "max_model_len": most,
-        "max_num_batched_tokens": most,
-        "max_num_seqs": arguments.prompts,
-        "num_gpu_blocks_override": 2 * arguments.prompts * -(-most // page) + 1,
-        "disable_log_stats": True,
-        "enable_prefix_caching": False,
-    }
+    settings = settings_of(arguments)
     wanted = [name for name in arguments.only.split(",") if name]
     pairs = {
         rival.name: Pair(rival, folder, settings) for rival in rivals(folder) if not wanted or rival.name in wanted
@@ -361,9 +376,10 @@ def main() -> None:
         for pair in pairs.values():
             count = arguments.prompts if number else 2
             prompts = [rng.choices(range(2, vocab), k=arguments.length) for _ in range(count)]
-            if not pair.trouble:
-                pair.run(prompts, arguments.nice, counts=number > 0)
-                print(pair.rival.name, pair.trouble or pair.rounds[-1:], file=sys.stderr, flush=True)
+            for plain in (True, False) if pair.rival.name.startswith("pdinfer") else (False,):
+                if not pair.trouble:
+                    pair.run(prompts, arguments.nice, counts=number > 0, plain=plain)
+            print(pair.rival.name, pair.trouble or pair.rounds[-1:], file=sys.stderr, flush=True)
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):

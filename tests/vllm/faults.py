@@ -3,6 +3,7 @@
 A run gives a pair some two dozen requests, does one thing to it at a moment that the seed chooses, brings back what it
 killed, and gives it another request. One JSON line per kind says what came of its runs:
 
+    faults      that were made, those of links one by one
     requests    that were given to an engine that was not killed
     ended       of these, how many ended within the lease and 2 s (a freeze of decode itself does not count)
     landed      rooms that decode says have landed
@@ -44,6 +45,10 @@ MORE = {"max_num_seqs": 8, "num_blocks": 512}
 TIGHT = {"num_blocks": 36, "more": {"max_num_batched_tokens": 64, "enable_chunked_prefill": True}}
 """A pool of about a tenth of the need: eight prompts of up to 188 tokens would need 96 blocks of 16."""
 FLIP_BYTES = 1_500_000
+LOCAL, OTHER = "127.0.0.1", "127.0.0.2"
+LINKS = ("flips", "closes", "truncates")
+"""The kinds that harm a link: prefill listens at LOCAL and says that it is at OTHER, so that links that are dialled
+again pass the proxy too."""
 COUNT = 24
 
 Start = Callable[..., Engine]
@@ -105,12 +110,12 @@ class Proxy:
     """A link to an address that changes what goes to whoever dialled: in `every` bytes it flips one, or it closes the
     link, cleanly or with a part of what it has read. With `every` 0 it changes nothing."""
 
-    def __init__(self, address: str, every: int, kind: str = "flips") -> None:
+    def __init__(self, address: str, every: int, kind: str = "flips", door: tuple[str, int] = (LOCAL, 0)) -> None:
         host, _, port = address.removeprefix("tcp://").rpartition(":")
         self.there, self.every, self.kind, self.num_faults = (host, int(port)), every, kind, 0
         self.passed = 0
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"tcp://127.0.0.1:{self.door.getsockname()[1]}"
+        self.door = socket.create_server(door)
+        self.address = f"tcp://{door[0]}:{self.door.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -139,9 +144,10 @@ class Proxy:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def pair(start: Start, policy: str = "recompute", **extra: Any) -> Load:
+def pair(start: Start, policy: str = "recompute", advertise: str = LOCAL, **extra: Any) -> Load:
     """Start a prefill and a decode over TCP."""
-    prefill = start("prefill", "kv_producer", listen="tcp://127.0.0.1:0", settings={**MORE, **extra}, **TIMES)
+    address = {"listen": f"tcp://{LOCAL}:0", "advertise": advertise}
+    prefill = start("prefill", "kv_producer", settings={**MORE, **extra}, **address, **TIMES)
     decode = start("decode", "kv_consumer", settings={**MORE, **extra}, policy=policy, **TIMES)
     ready(prefill, decode)
     return Load(prefill, decode)
@@ -155,6 +161,7 @@ class Tally:
     """What came of the runs of a kind; see above."""
 
     runs: int = 0
+    faults: int = 0
     requests: int = 0
     ended: int = 0
     landed: int = 0
@@ -199,9 +206,9 @@ def later(rng: random.Random, what: Callable[[], Any]) -> Callable[[], None]:
     return lambda: threading.Timer(rng.uniform(0.0, 0.4), what).start()
 
 
-def freeze(engine: Engine) -> None:
+def freeze(engine: Engine, thaw: threading.Timer) -> None:
     engine.kill(signal.SIGSTOP)
-    threading.Timer(FREEZE_S, engine.kill, [signal.SIGCONT]).start()
+    thaw.start()
 
 
 def rests(engines: list[Engine]) -> bool:
@@ -211,7 +218,7 @@ def rests(engines: list[Engine]) -> bool:
             until(
                 lambda one=engine: (stats := one.stats())["free"] == stats["all"],  # type: ignore[misc]
                 [engine],
-                LEASE_S + TIMES["hold_s"] + SLACK_S,
+                5 * LEASE_S,  # prefill may have prompts to compute yet
             )
         return True
     return False
@@ -232,14 +239,16 @@ class Runs:
 
     def all(self, seeds: range) -> None:
         """Do the runs. Interrupted, it forgets the one that is under way."""
-        load = pair(self.start, self.policy, **(TIGHT if self.kind == "preempt" else {}))
-        if self.kind in ("flips", "closes", "truncates"):
+        more = {**(TIGHT if self.kind == "preempt" else {}), "advertise": OTHER if self.kind in LINKS else LOCAL}
+        load = pair(self.start, self.policy, **more)
+        if self.kind in LINKS:
             assert load.prefill.address is not None
-            self.proxy = Proxy(load.prefill.address, 0, self.kind)
+            port = int(load.prefill.address.rpartition(":")[2])
+            self.proxy = Proxy(f"tcp://{LOCAL}:{port}", 0, self.kind, (OTHER, port))
         for seed in seeds:
             before = attrs.evolve(self.tally)
             try:
-                load = self.one(self.renewed(load), random.Random(f"{self.kind}/{seed}"), seed)
+                load = self.one(Load(load.prefill, load.decode), random.Random(f"{self.kind}/{seed}"), seed)
             except KeyboardInterrupt:
                 self.tally = before
                 raise
@@ -247,26 +256,22 @@ class Runs:
                 engine.done.clear()
                 engine.moved.clear()
 
-    def renewed(self, load: Load) -> Load:
-        """Return the same pair without requests."""
-        return Load(load.prefill, load.decode, "" if self.proxy is None else self.proxy.address)
-
     def one(self, load: Load, rng: random.Random, seed: int) -> Load:
         """Do one run. Return a pair that is whole again."""
-        at, lost, allowed_s = {}, None, LEASE_S + SLACK_S
+        at, lost, thaw, allowed_s = {}, None, None, LEASE_S + SLACK_S
         moment = rng.randrange(2, COUNT - 4)
         if self.kind.startswith("kill"):
             lost = load.decode if self.kind == "kill_decode" else load.prefill
             at = {moment: later(rng, lost.kill)}
         elif self.kind.startswith("freeze"):
             frozen = load.decode if self.kind == "freeze_decode" else load.prefill
-            at = {moment: lambda: freeze(frozen)}
+            thaw = threading.Timer(FREEZE_S, frozen.kill, [signal.SIGCONT])
+            at = {moment: lambda: freeze(frozen, thaw)}
             allowed_s += FREEZE_S if frozen is load.decode else 0.0
         elif self.kind == "abort":
             at = dict.fromkeys(range(2, COUNT), lambda: load.abort(rng))
         elif self.proxy is not None:
             self.proxy.every = rng.randrange(FLIP_BYTES // 3, FLIP_BYTES)
-        began = time.monotonic()
         self.tally.runs += 1
         if lost is load.decode:
             for number, prompt in enumerate(prompts(COUNT, seed)):
@@ -279,10 +284,11 @@ class Runs:
             with contextlib.suppress(AssertionError):  # what prefill has said of them is on its way
                 until(lambda: load.decode.moved.keys() <= load.prefill.moved.keys(), [load.prefill], 5)
             self.tally.add(load, self.policy, allowed_s)
+        self.tally.faults += 1 if self.proxy is None else self.proxy.num_faults
         if self.proxy is not None:
-            self.proxy.every = 0
-        if self.kind.startswith("freeze"):
-            time.sleep(max(0.0, FREEZE_S + 2.5 - (time.monotonic() - began)))
+            self.proxy.every = self.proxy.num_faults = 0
+        if thaw is not None:
+            thaw.join()
         return self.go_on(load, lost)
 
     def go_on(self, load: Load, lost: Engine | None) -> Load:
@@ -295,7 +301,7 @@ class Runs:
         elif lost is load.decode:
             load = Load(load.prefill, self.start("decode", "kv_consumer", settings=MORE, policy=self.policy, **TIMES))
         else:
-            load = self.renewed(load)
+            load = Load(load.prefill, load.decode)
         ready(load.prefill, load.decode)
         for engine in (load.prefill, load.decode):
             engine.done.clear()

@@ -27,8 +27,8 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
 
 GROUP_BYTES = 4 << 20
-"""Pushes of consecutive layers are joined up to this size, and up to a quarter of it when only the last layer is still
-to come: what leaves ahead of it is not waited for when prefill is done. Below that the fixed cost of a message shows."""
+"""Pushes of consecutive layers are joined up to this size, and up to a quarter of it when only the last layer is to
+come: what leaves ahead of it is not waited for when prefill is done. Below that the fixed cost of a message shows."""
 
 
 @attrs.define(eq=False)
