@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 START_S = 400.0
@@ -125,23 +125,14 @@ class Engine:
         self._child.wait(30)
 
 
-class Rival:
+class Rival(NamedTuple):
     """A connector. `prefill` and `decode` are settings of KVTransferConfig, None for an engine that is not there."""
 
-    def __init__(
-        self,
-        name: str,
-        prefill: dict[str, Any] | None,
-        decode: dict[str, Any] | None,
-        ask: Callable[["Pair", str, list[int]], tuple["Future[Said]", "Future[Said]"]],
-        *,
-        environments: tuple[dict[str, str], dict[str, str]] = ({}, {}),
-    ) -> None:
-        self.name = name
-        self.prefill = prefill
-        self.decode = decode
-        self.ask = ask
-        self.environments = environments
+    name: str
+    prefill: dict[str, Any] | None
+    decode: dict[str, Any] | None
+    ask: Callable[["Pair", str, list[int]], tuple["Future[Said]", "Future[Said]"]]
+    environments: tuple[dict[str, str], dict[str, str]] = ({}, {})
 
 
 class Pair:
