@@ -1,7 +1,8 @@
 # make quickstart   one request through a prefill and a decode process, in a venv of its own
 # make test         lint, types, and tests for a person: at most 5 minutes on 2 quiet cores
 # make test-all     lint, types, and every test that needs no special hardware
-# make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there)
+# make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
+#                   RUNS=200 adds that many seeded fault runs
 # make mutants      plants bugs, one after the other, and tells which of them no test sees
 # make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
 # make docs         the site, in build/site
@@ -59,6 +60,7 @@ test-vllm:
 	@$(VENV)/bin/python -c 'import xxhash, attrs, msgspec, hypothesis, pytest' 2>/dev/null || \
 		$(VENV)/bin/python -m pip install -qq xxhash attrs msgspec hypothesis 'pytest>=9'
 	@PYTHONPATH=src:. $(VENV)/bin/python -m pytest -q -rs tests/vllm
+	@[ -z '$(RUNS)' ] || PYTHONPATH=src:. $(VENV)/bin/python -m tests.vllm.faults --runs $(RUNS)
 
 mutants: $(VENV)/.test
 	@PYTHONPATH=. $(BIN)/python -m tests.mutants

@@ -1,11 +1,12 @@
 """Make a random DeepSeek-V3 checkpoint for the CPU race: original tensor names, safetensors shards, index, config.
 
-    python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--yarn] [--seed 0]
+    python benchmarks/cpu_race/make_model.py DIR [--preset perf|tiny] [--fp8] [--yarn] [--layers N] [--seed 0]
 
 `perf` has 1.27 B parameters, 296 M of them active per token, 2.54 GB in bfloat16, and the ratios of the real model.
 `tiny` has 7 M, for a smoke test, with latents of the real size because vLLM accepts no other. A tensor's values depend
 only on the seed, its name and its shape. With --fp8 linear weights are e4m3 with a scale per 128 x 128 block, as
-released; all other tensors stay as they are. With --yarn positions are scaled as DeepSeek-V3 scales them.
+released; all other tensors stay as they are. With --yarn positions are scaled as DeepSeek-V3 scales them; --layers
+replaces the number of layers.
 """
 
 import argparse
@@ -82,8 +83,8 @@ YARN = {
 }
 
 
-def config_of(preset: str, *, yarn: bool = False) -> dict[str, Any]:
-    sizes = PRESETS[preset]
+def config_of(preset: str, *, yarn: bool = False, layers: int | None = None) -> dict[str, Any]:
+    sizes = PRESETS[preset] | ({} if layers is None else {"num_hidden_layers": layers})
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -172,9 +173,11 @@ def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values.to(torch.float8_e4m3fn).contiguous(), scales
 
 
-def write(folder: Path, preset: str, *, fp8: bool = False, seed: int = 0, yarn: bool = False) -> int:
+def write(
+    folder: Path, preset: str, *, fp8: bool = False, seed: int = 0, yarn: bool = False, layers: int | None = None
+) -> int:
     """Write the checkpoint, shard by shard; return its bytes."""
-    config = config_of(preset, yarn=yarn)
+    config = config_of(preset, yarn=yarn, layers=layers)
     if fp8:
         config["quantization_config"] = {
             "quant_method": "fp8",
@@ -212,10 +215,12 @@ def main() -> None:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--yarn", action="store_true")
+    parser.add_argument("--layers", type=int)
     arguments = parser.parse_args()
-    how = {"fp8": arguments.fp8, "seed": arguments.seed, "yarn": arguments.yarn}
+    how = {"fp8": arguments.fp8, "seed": arguments.seed, "yarn": arguments.yarn, "layers": arguments.layers}
     num_bytes = write(arguments.folder, arguments.preset, **how)
-    num_parameters = sum(math.prod(spec.shape) for spec in specs(config_of(arguments.preset)))
+    config = config_of(arguments.preset, layers=arguments.layers)
+    num_parameters = sum(math.prod(spec.shape) for spec in specs(config))
     print(json.dumps({"case": "model", "preset": arguments.preset, "parameters": num_parameters, "bytes": num_bytes}))
 
 

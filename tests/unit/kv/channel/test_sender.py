@@ -44,6 +44,16 @@ def test_large_layers_travel_alone(case: Case, monkeypatch: pytest.MonkeyPatch) 
     assert prefill.stats.writes_sent == len(LAYERS)
 
 
+def test_the_last_layer_keeps_no_long_ones_waiting(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers together are long enough to leave before the last one, and not to leave anyway."""
+    prefill, _, grant, pages = case.room()
+    layer_bytes = len(grant.tokens) * 4
+    monkeypatch.setattr(sender, "GROUP_BYTES", 8 * layer_bytes)
+    first, second, third = case.push_all(prefill, grant, pages)
+    assert first is second is not third
+    assert (first.num_bytes, third.num_bytes) == (2 * layer_bytes, layer_bytes)
+
+
 FRONT, BACK = range(4, 6), range(6, 8)
 
 
