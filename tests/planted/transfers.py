@@ -112,7 +112,7 @@ MUTANTS = [
     Mutant(
         "long layers wait for the last one",
         "src/pdinfer/kv/channel/sender.py",
-        "GROUP_BYTES if num_missing > 1 else GROUP_BYTES // 4",
+        "GROUP_BYTES // (1 if num_missing > 1 else 4)",
         "GROUP_BYTES",
         "tests/unit/kv/channel/test_sender.py::test_the_last_layer_keeps_no_long_ones_waiting",
     ),

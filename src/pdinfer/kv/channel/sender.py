@@ -49,8 +49,8 @@ class Group:
 
     def joins(self, layers: range, tokens: range, heads: range | None, pages: Sequence[int]) -> bool:
         """Return whether these layers continue the group."""
-        alike = self.tokens == tokens and self.heads == heads and self.pages == tuple(pages)
-        return alike and self.layers.stop == layers.start
+        same = self.tokens == tokens and self.heads == heads and self.layers.stop == layers.start
+        return same and self.pages == tuple(pages)
 
     def share(self, destination: PeerKey) -> range | None:
         """Return the heads that go to a destination."""
@@ -101,16 +101,14 @@ class Pushes:
             if ready is not None:
                 group.ready.append(ready)
             num_missing = self._layout.layers.stop - layers.stop
-            limit = GROUP_BYTES if num_missing > 1 else GROUP_BYTES // 4
-            if not num_missing or group.transfer.num_bytes >= limit:
+            if not num_missing or group.transfer.num_bytes >= GROUP_BYTES // (1 if num_missing > 1 else 4):
                 full.append(self._take(group))
         return group.transfer, full
 
     def flush(self, room: bytes) -> list[Group]:
         """Close the room's open group. Return it, if there is one, to be written now."""
         with self._changed:
-            group = self._open.get(room)
-            return [] if group is None else [self._take(group)]
+            return [self._take(self._open[room])] if room in self._open else []
 
     def flush_all(self) -> list[Group]:
         """Close every open group. Return them, to be written now."""
@@ -120,10 +118,9 @@ class Pushes:
     def end(self, room: bytes) -> Transfer:
         """Note that nothing more is pushed for the room. The Transfer is done when none of its pages are being read."""
         with self._changed:
-            last = Transfer(0, done=room not in self._writing)
-            if not last.done:
-                self._ended[room] = last
-            return last
+            if room not in self._writing:
+                return Transfer(0, done=True)
+            return self._ended.setdefault(room, Transfer(0))
 
     def written(self, group: Group, error: TransferError | None) -> None:
         """Note that one of the group's writes no longer reads our memory."""
