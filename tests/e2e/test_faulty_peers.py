@@ -56,7 +56,7 @@ def altered(engine: pd.PrefillEngine, name: str, **values: Any) -> None:
         ({"token": 97}, "no token of this vocabulary"),
         ({"token": 2**31 - 1}, "no token of this vocabulary"),
         ({"token": None}, "no token of this vocabulary"),
-        ({"logprob": None}, "no token of this vocabulary"),
+        ({"logprob": None}, "none of the token that it brings"),
         ({"top_logprobs": ((5, -0.5), (97, -1.0))}, "no token of this vocabulary"),
         ({"top_logprobs": ((1, -0.5), (2, -0.6), (3, -0.7))}, "3 log-probabilities that nobody asked for"),
         ({"num_cached_tokens": len(PROMPT) + 1}, "10 of 9 tokens were cached"),

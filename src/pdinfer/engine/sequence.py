@@ -137,13 +137,15 @@ class Sequence:
         )
 
     def first_token(self, handoffs: Seq[Handoff], vocab_size: int) -> Drawn:
-        """Return the token that a hand-off brings; its log-probability is None when the hand-off has none. Note how
-        much prefill found in its pages, unless the request was resumed and found its own. Raise TransferError when the
-        hand-offs say what cannot be true."""
+        """Return the token that a hand-off brings; its log-probability is None when the hand-off has none at all. Note
+        how much prefill found in its pages, unless the request was resumed and found its own. Raise TransferError when
+        the hand-offs say what cannot be true."""
         first = next((handoff for handoff in handoffs if handoff.token is not None), handoffs[0])
         ids = [-1 if first.token is None else first.token, *(token for token, _ in first.top_logprobs)]
         if first.token is None or not all(0 <= token < vocab_size for token in ids):
             raise TransferError("the hand-off holds no token of this vocabulary")
+        if first.logprob is None and first.top_logprobs:
+            raise TransferError("the hand-off holds log-probabilities, and none of the token that it brings")
         if len(first.top_logprobs) > (self.request.sampling.logprobs or 0):
             raise TransferError(f"the hand-off holds {len(first.top_logprobs)} log-probabilities that nobody asked for")
         found = max(handoff.num_cached_tokens for handoff in handoffs)

@@ -151,7 +151,7 @@ def request(name: str = "a", **more: Any) -> pd.Request:
         (MODEL.config.vocab_size - 1, -0.5, True),
         (MODEL.config.vocab_size, -0.5, False),
         (None, None, False),
-        (3, None, False),
+        (3, None, True),
     ],
 )
 def test_a_hand_off_must_hold_a_token_of_the_vocabulary(token: Any, logprob: Any, lands: bool) -> None:
