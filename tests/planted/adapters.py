@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         "a waiting engine spins",
         "src/pdinfer/adapters/vllm/worker.py",
-        "if self._news.wait(IDLE_S):",
+        "if self._news.wait(self._idle_s):",
         "if self._news.is_set():",
         f"{VLLM}test_a_waiting_pair_hardly_steps",
     ),

@@ -22,9 +22,9 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.kv.transports.shm.transport import SCHEME
 from pdinfer.stats import ChannelStats
 
-IDLE_S = 0.02
-"""How long a step that computes nothing sleeps for news while something waits. vLLM steps on all the time then. New
-requests wait for the end of such a step."""
+LEAST_IDLE_S, MOST_IDLE_S = 0.01, 0.05
+"""How long a step that computes nothing sleeps for news while something waits: longer from step to step. vLLM steps on
+all the time then, a step costs it a millisecond, and new requests wait for the end of such a step."""
 
 
 class WorkerHalf:
@@ -44,6 +44,7 @@ class WorkerHalf:
         self._orders = Orders()
         self._moved: ChannelStats | None = None
         self._is_open = False
+        self._idle_s = LEAST_IDLE_S
 
     def cache_context(self) -> AbstractContextManager[object] | None:
         """Return what the caches are to be allocated in."""
@@ -101,9 +102,12 @@ class WorkerHalf:
         sent, received = self._sending.take_finished(), self._receiving.take_finished()
         waits = self._orders.waits or len(self._receiving) or len(self._sending)
         if self._orders.is_idle and waits and not (sent or received) and not self._sending.has_news:
-            if self._news.wait(IDLE_S):
+            if self._news.wait(self._idle_s):
                 self._look()
+            self._idle_s = min(2 * self._idle_s, MOST_IDLE_S)
             sent, received = self._sending.take_finished(), self._receiving.take_finished()
+        else:
+            self._idle_s = LEAST_IDLE_S
         return sent, received
 
     def bad_blocks(self) -> set[int]:
