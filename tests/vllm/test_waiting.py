@@ -19,18 +19,24 @@ def test_a_waiting_pair_hardly_uses_a_core(start: Callable[..., Engine]) -> None
     prefill = start("prefill", "kv_producer", listen="tcp://127.0.0.1:0", hold_s=30.0)
     decode = start("decode", "kv_consumer", lease_s=30.0)
     ready(prefill, decode)
+    idle = shares_of(prefill, decode, 4.0)
     prompt = prompts(1)[0]
     sends, loads, _ = asks(prefill)
     prefill.say(add="a", prompt=prompt, max_tokens=1, params=sends)
     decode.say(add="b", prompt=prompt, max_tokens=8, params={**loads, "room": "ab" * 16})
     time.sleep(1.0)
-    before = [engine.stats()["cpu_s"] for engine in (prefill, decode)]
-    began = time.monotonic()
-    time.sleep(8.0)
-    after = [engine.stats()["cpu_s"] for engine in (prefill, decode)]
-    shares = [(late - early) / (time.monotonic() - began) for early, late in zip(before, after, strict=True)]
-    print("share of a core, prefill and decode:", [round(share, 4) for share in shares])
-    assert max(shares) < 0.05
+    waiting = shares_of(prefill, decode, 8.0)
+    print("shares of a core, prefill and decode, idle and waiting:", idle, waiting)
+    # the threads of gloo in an idle vLLM poll, and take their own share of a slow core
+    assert max(late - early for early, late in zip(idle, waiting, strict=True)) < 0.05
+
+
+def shares_of(prefill: Engine, decode: Engine, seconds: float) -> list[float]:
+    """Return how much of a core either engine uses for some seconds."""
+    before, began = [engine.stats()["cpu_s"] for engine in (prefill, decode)], time.monotonic()
+    time.sleep(seconds)
+    after, took_s = [engine.stats()["cpu_s"] for engine in (prefill, decode)], time.monotonic() - began
+    return [round((late - early) / took_s, 4) for early, late in zip(before, after, strict=True)]
 
 
 def hurry(engine: Engine) -> None:
