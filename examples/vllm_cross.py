@@ -7,7 +7,6 @@ import argparse
 import torch
 
 import pdinfer as pd
-from pdinfer.adapters import vllm
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", help="the folder of the checkpoint that vLLM serves")
@@ -20,14 +19,14 @@ arguments = parser.parse_args()
 model = pd.load_model(arguments.model, device="cpu", dtype=torch.float32)
 pool = pd.PagePool(model, pd.CacheConfig(num_pages=64))
 channel = pd.KVChannel(pool, pd.kv.SocketTransport(), takes_offers=arguments.reverse)
-there = {"server": arguments.server, "kv": arguments.kv}
+server, kv = arguments.server, arguments.kv
 if arguments.reverse:
-    prefill = pd.PrefillEngine(model, channel)
-    decode = vllm.connect_decode(prefill, **there)
+    first = pd.PrefillEngine(model, channel)
+    pairing = pd.Pairing(first, pd.adapters.vllm.connect_decode(first, kv=kv, server=server))
 else:
-    decode = pd.DecodeEngine(model, channel)
-    prefill = vllm.connect(decode, **there)
+    second = pd.DecodeEngine(model, channel)
+    pairing = pd.Pairing(pd.adapters.vllm.connect(second, kv=kv, server=server), second)
 sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=arguments.tokens, ignore_eos=True)
-with pd.Pairing(prefill, decode) as pairing:
+with pairing:
     for event in pairing.generate(pd.Request(prompt=range(5, 105), sampling=sampling)):
         print(event.token, event.finish_reason.value if event.finish_reason else "", event.error or "")

@@ -45,7 +45,7 @@ import logging
 import typing
 
 if typing.TYPE_CHECKING:
-    from pdinfer import aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
+    from pdinfer import adapters, aio, bench, kernels, kv, metrics, moe, planning, remote, testing, text
     from pdinfer.bench.slo import SLO
     from pdinfer.checkpoint.quantize import quantize_checkpoint
     from pdinfer.config import CacheConfig, EngineConfig, ExpertConfig, ModelConfig, PairingConfig, RemoteConfig
@@ -144,6 +144,7 @@ __all__ = [  # noqa: RUF022 - in plain order
     "Topology",
     "TransferError",
     "Usage",
+    "adapters",
     "aio",
     "asdict",
     "bench",

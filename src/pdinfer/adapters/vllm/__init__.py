@@ -31,7 +31,13 @@ May import: checkpoint, config, engine, kv, model, process, the ground.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdinfer.adapters.vllm.decode import connect_decode
+    from pdinfer.adapters.vllm.prefill import connect
+
+__all__ = ["connect", "connect_decode"]
 
 
 def __getattr__(name: str) -> Any:
