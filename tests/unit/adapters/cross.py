@@ -160,3 +160,28 @@ def serve(pairing: pd.Pairing, prompts: list[Tokens], **sampling: Any) -> list[l
     for events in heard:
         assert [event.finish_reason is not None for event in events] == [False] * (len(events) - 1) + [True]
     return heard
+
+
+@attrs.define(eq=False)
+class Cross:
+    """A fake vLLM, an engine here, and the Pairing that joins them."""
+
+    vllm: FakeVLLM
+    engine: pd.PrefillEngine | pd.DecodeEngine
+    port: Any
+    pairing: pd.Pairing
+
+    def serve(self, prompts: list[Tokens], **sampling: Any) -> list[list[pd.TokenEvent]]:
+        return serve(self.pairing, prompts, **sampling)
+
+    def check_rest(self) -> None:
+        """Wait until nothing runs, and see that nothing is held."""
+        ends = time.monotonic() + 10
+        while self.engine.num_unfinished or not self.vllm.engine.is_at_rest:
+            assert time.monotonic() < ends, "something is held for ever"
+            self.pairing.step()
+            time.sleep(0.001)
+        self.vllm.check_free_blocks()
+        assert (self.engine.num_unfinished, self.engine.pool.num_owned, self.engine.pool.num_granted) == (0, 0, 0)
+        load = self.port.load()
+        assert not isinstance(load, pd.DecodeLoad) or load.num_running_requests == 0

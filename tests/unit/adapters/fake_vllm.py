@@ -346,3 +346,24 @@ def run(engines: list[FakeEngine], until: Callable[[], object], num_steps: int =
         for engine in engines:
             engine.step()
     raise AssertionError("waited in vain")
+
+
+LISTEN = "tcp://127.0.0.1:0"
+Pair = tuple[FakeEngine, FakeEngine]
+
+
+@attrs.define
+class Pairs:
+    """Makes a prefill and a decode, and closes what a test has made."""
+
+    made: list[FakeEngine] = attrs.field(factory=list)
+
+    def engine(self, role: str, extra: dict[str, Any] | None = None, **more: Any) -> FakeEngine:
+        self.made.append(FakeEngine(role, {"listen": LISTEN, **(extra or {})}, **more))
+        return self.made[-1]
+
+    def __call__(
+        self, extra: dict[str, Any] | None = None, *, decode: dict[str, Any] | None = None, **more: Any
+    ) -> Pair:
+        first = self.engine("kv_producer", extra, **more)
+        return first, self.engine("kv_consumer", extra, **{**more, **(decode or {})})

@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
@@ -25,37 +23,7 @@ from pdinfer.adapters.vllm.loading import connector_on
 from pdinfer.adapters.vllm.memory import engine_pages, layer_of
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transfer
-from tests.unit.adapters.fake_vllm import LAYERS, WIDTH, FakeBase, FakeEngine, FakeRequest, Status, run
-
-LISTEN = "tcp://127.0.0.1:0"
-Pair = tuple[FakeEngine, FakeEngine]
-
-
-@attrs.define
-class Pairs:
-    """Makes a prefill and a decode, and closes what a test has made."""
-
-    made: list[FakeEngine] = attrs.field(factory=list)
-
-    def engine(self, role: str, extra: dict[str, Any] | None = None, **more: Any) -> FakeEngine:
-        self.made.append(FakeEngine(role, {"listen": LISTEN, **(extra or {})}, **more))
-        return self.made[-1]
-
-    def __call__(
-        self, extra: dict[str, Any] | None = None, *, decode: dict[str, Any] | None = None, **more: Any
-    ) -> Pair:
-        first = self.engine("kv_producer", extra, **more)
-        return first, self.engine("kv_consumer", extra, **{**more, **(decode or {})})
-
-
-@pytest.fixture
-def pair() -> Iterator[Pairs]:
-    pairs = Pairs()
-    try:
-        yield pairs
-    finally:
-        for engine in pairs.made:
-            engine.close()
+from tests.unit.adapters.fake_vllm import LAYERS, LISTEN, WIDTH, FakeBase, FakeEngine, FakeRequest, Pairs, Status, run
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.adapters.vllm.decode import VLLMDecode
-from tests.unit.adapters.cross import FakeVLLM, Network, Tokens, greedy, prompt_of, serve
-
-
-@pytest.fixture(scope="module")
-def model() -> pd.Model:
-    return pd.load_model("examples/tiny", device="cpu", dtype=torch.float32)
-
-
-@attrs.define(eq=False)
-class Cross:
-    vllm: FakeVLLM
-    prefill: pd.PrefillEngine
-    port: VLLMDecode
-    pairing: pd.Pairing
-
-    def serve(self, prompts: list[Tokens], **sampling: Any) -> list[list[pd.TokenEvent]]:
-        return serve(self.pairing, prompts, **sampling)
-
-    def check_rest(self) -> None:
-        ends = time.monotonic() + 10
-        while self.prefill.num_unfinished or not self.vllm.engine.is_at_rest:
-            assert time.monotonic() < ends, "something is held for ever"
-            self.pairing.step()
-            time.sleep(0.001)
-        self.vllm.check_free_blocks()
-        assert (self.prefill.num_unfinished, self.prefill.pool.num_owned) == (0, 0)
-        assert self.port.load().num_running_requests == 0
+from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
 
 
 def prefill_of(model: pd.Model, *, takes_offers: bool = True) -> pd.PrefillEngine:
@@ -123,7 +94,7 @@ def test_a_prompt_that_fails_here_fails_there(cross: Cross, monkeypatch: pytest.
     def broken(*_: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr(cross.prefill._model_runner, "prefill", broken)
+    monkeypatch.setattr(cross.engine._model_runner, "prefill", broken)
     ((event,),) = cross.serve([prompt_of(20)])
     assert event.finish_reason is pd.FinishReason.FAILED
     monkeypatch.undo()
@@ -138,7 +109,7 @@ def test_what_cannot_be_paired_is_refused_by_name(cross: Cross, model: pd.Model)
         connect(deaf, kv=cross.vllm.kv, server=cross.vllm.stream)
     deaf.close()
     processor = pd.SamplingParams(logits_processor="json")
-    cross.port.submit(pd.Request(prompt=(1,), sampling=processor, request_id="r"), writers=(cross.prefill.address,))
+    cross.port.submit(pd.Request(prompt=(1,), sampling=processor, request_id="r"), writers=(cross.engine.address,))
     (refused,) = cross.port.step()
     assert isinstance(refused, pd.Refused)
     assert "logits processor 'json'" in str(refused.error)

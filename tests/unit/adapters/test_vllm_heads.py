@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +15,8 @@ from safetensors.torch import save_file
 from pdinfer.adapters.vllm.memory import engine_pages
 from pdinfer.adapters.vllm.settings import check_setup
 from pdinfer.errors import ConfigError
-from tests.unit.adapters.fake_vllm import LAYERS, WIDTH, run
-from tests.unit.adapters.test_vllm import LISTEN, Pairs, counted, hand_over, prompt_of, submit
+from tests.unit.adapters.fake_vllm import LAYERS, LISTEN, WIDTH, Pairs, run
+from tests.unit.adapters.test_vllm import counted, hand_over, prompt_of, submit
 
 BLOCK = 16
 FORM = "vllm 0.32.0 cpu_attn vec AVX2"
@@ -35,16 +34,6 @@ def write(folder: Path, **more: Any) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2, "rope_theta": 10000.0, **more}
     folder.joinpath("config.json").write_text(json.dumps(config))
     save_file({"a": torch.ones(3)}, folder / "model.safetensors")
-
-
-@pytest.fixture
-def pair() -> Iterator[Pairs]:
-    pairs = Pairs()
-    try:
-        yield pairs
-    finally:
-        for engine in pairs.made:
-            engine.close()
 
 
 def packed(llama: Path, isa: str | None = "vec", **more: Any) -> dict[str, Any]:

@@ -12,37 +12,8 @@ import pytest
 import torch
 
 import pdinfer as pd
-from pdinfer.adapters.vllm.prefill import VLLMPrefill
 from pdinfer.adapters.vllm.probe import Probe
-from tests.unit.adapters.cross import FakeVLLM, Network, Tokens, greedy, prompt_of, serve
-
-
-@pytest.fixture(scope="module")
-def model() -> pd.Model:
-    return pd.load_model("examples/tiny", device="cpu", dtype=torch.float32)
-
-
-@attrs.define(eq=False)
-class Cross:
-    """A fake vLLM, a decode here, and the Pairing that joins them."""
-
-    vllm: FakeVLLM
-    decode: pd.DecodeEngine
-    port: VLLMPrefill
-    pairing: pd.Pairing
-
-    def serve(self, prompts: list[Tokens], **sampling: Any) -> list[list[pd.TokenEvent]]:
-        return serve(self.pairing, prompts, **sampling)
-
-    def check_rest(self) -> None:
-        ends = time.monotonic() + 10
-        while self.decode.num_unfinished or not self.vllm.engine.is_at_rest:
-            assert time.monotonic() < ends, "something is held for ever"
-            self.pairing.step()
-            time.sleep(0.001)
-        self.vllm.check_free_blocks()
-        assert (self.decode.pool.num_owned, self.decode.pool.num_granted) == (0, 0)
-        assert self.decode.num_unfinished == 0
+from tests.unit.adapters.cross import Cross, FakeVLLM, Network, greedy, prompt_of
 
 
 def decode_of(model: pd.Model, **cache: Any) -> pd.DecodeEngine:
@@ -72,7 +43,7 @@ def test_what_vllm_prefills_goes_on_here(cross: Cross) -> None:
 
 def test_a_grant_that_comes_later_is_answered_with_the_token(cross: Cross, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt is computed and over when the grant comes: its blocks and its first token are held."""
-    channel, engine = cross.decode.channel, cross.vllm.engine
+    channel, engine = cross.engine.channel, cross.vllm.engine
     cross.vllm.wait_at_most(hold_s=0.0, lease_s=30.0)
     real = channel.offer
 
@@ -126,7 +97,7 @@ def test_what_fails_at_vllm_is_tried_again(cross: Cross) -> None:
     ((event,),) = cross.serve([prompt_of(20)])
     assert isinstance(event.error, pd.TransferError)
     assert "OSError: reset" in str(event.error)
-    assert len(cross.vllm.bodies) == 1 + cross.decode.config.max_attempts
+    assert len(cross.vllm.bodies) == 1 + cross.engine.config.max_attempts
     cross.check_rest()
 
 
@@ -167,7 +138,7 @@ def test_a_vllm_that_was_restarted_is_probed_and_used_again(cross: Cross) -> Non
 def test_a_vllm_that_comes_back_wrong_is_refused(cross: Cross) -> None:
     listen = cross.vllm.kv
     cross.vllm.kill()
-    cross.vllm.network = Network(cross.decode.model, spoil=lambda latents: latents[0, :, 64:].mul_(-1))
+    cross.vllm.network = Network(cross.engine.model, spoil=lambda latents: latents[0, :, 64:].mul_(-1))
     cross.vllm.start(listen)
     cross.pairing.submit(pd.Request(prompt=prompt_of(9), sampling=greedy(), deadline_s=5))
     ends = time.monotonic() + 10
