@@ -17,7 +17,7 @@ from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.model.batch import Row
 from pdinfer.pairing.ports import Ports
 from pdinfer.testing import VirtualClock, random_model
-from tests.unit.planning.simulation.timed import NUM_LAYERS, TOKEN, PlainModel
+from tests.unit.planning.simulation.timed import NUM_LAYERS, TOKEN, PlainModel, SameToken
 
 STEP_S, TOKEN_S = 0.05, 0.002
 """What a prefill step of 512 tokens takes on a core or two."""
@@ -25,7 +25,7 @@ DECODE_S, SEQUENCE_S = 0.05, 0.01
 
 
 @attrs.frozen
-class SlowRunner:
+class SlowRunner(SameToken):
     """A runner whose steps take time of a clock and compute nothing."""
 
     clock: VirtualClock
@@ -35,18 +35,6 @@ class SlowRunner:
         self.chunks.append(sum(len(row.tokens) for row in rows))
         self.clock.advance(STEP_S + TOKEN_S * self.chunks[-1])
         yield from ((layer, None) for layer in range(NUM_LAYERS))
-
-    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        return [Drawn(token=TOKEN, logprob=-1.0) for _ in rows]
-
-    def states(self, rows: Sequence[int]) -> list[tuple[Any, ...]]:
-        return [() for _ in rows]
-
-    def draft(self, states: Sequence[Any]) -> Draft:
-        return Draft()
-
-    def idle(self) -> None:
-        """Do nothing."""
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         self.clock.advance(DECODE_S + SEQUENCE_S * len(rows))

@@ -47,8 +47,24 @@ class PlainModel(FakeModel):
         return pages
 
 
+class SameToken:
+    """What runners have in common that compute nothing: every token is the same one, and nothing is drafted."""
+
+    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
+        return [Drawn(token=TOKEN, logprob=-1.0) for _ in rows]
+
+    def states(self, rows: Sequence[int]) -> list[tuple[Any, ...]]:
+        return [() for _ in rows]
+
+    def draft(self, states: Sequence[Any]) -> Draft:
+        return Draft()
+
+    def idle(self) -> None:
+        """Do nothing."""
+
+
 @attrs.define(eq=False)
-class TimedRunner:
+class TimedRunner(SameToken):
     """A runner whose steps wait in virtual time."""
 
     simulation: Simulation
@@ -68,18 +84,6 @@ class TimedRunner:
         for layer in range(NUM_LAYERS):
             self._take(rows, 1 / NUM_LAYERS)
             yield layer, None
-
-    def first_tokens(self, rows: Sequence[int], draws: Sequence[Draw]) -> list[Drawn]:
-        return [Drawn(token=TOKEN, logprob=-1.0) for _ in rows]
-
-    def states(self, rows: Sequence[int]) -> list[tuple[Any, ...]]:
-        return [() for _ in rows]
-
-    def draft(self, states: Sequence[Any]) -> Draft:
-        return Draft()
-
-    def idle(self) -> None:
-        """Do nothing."""
 
     def decode(self, rows: Sequence[Row], draws: Sequence[Draw], drafts: Sequence[Draft]) -> list[list[Drawn]]:
         self._take(rows)
