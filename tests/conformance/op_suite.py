@@ -20,7 +20,7 @@ from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import OpSpec, reference, resolve, resolve_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.torch_products import sum_in_float32
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, map_tensors
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Strips, empty, map_tensors
 from pdinfer.model.batch import Batch, Row
 from tests.rounding import (
     assert_within,
@@ -83,6 +83,15 @@ def op_of(provider: str, name: str, device: str, dtype: torch.dtype = torch.floa
         pytest.skip(str(error))
 
 
+def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
+    """Return the op of a provider, or else the composition of its ops. For one that lacks other ops too, the test is
+    skipped."""
+    try:
+        return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider).ops, name)
+    except BackendUnavailable:
+        return op_of(provider, name, device, dtype)
+
+
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
 
@@ -113,6 +122,16 @@ def int8_weight(*shape: int, device: str = "cpu") -> Int8Dynamic:
     numbers = (draw(*shape, seed=1) * 40).round().clamp(-128, 127).to(torch.int8)
     scale = draw(*shape[:-1], 1, seed=2).exp() * 0.02 * shape[-1] ** -0.5
     return Int8Dynamic(numbers=numbers.to(device), scale=scale.to(device))
+
+
+def in_strips(matrix: Tensor, parts: int = 1) -> Strips:
+    """Return one matrix [O, I], or a stack [E, O, I] of them, with `parts` of the rows one below the other."""
+    stack_EOI = matrix if matrix.ndim == 3 else matrix[None]
+    size = (len(stack_EOI), parts, stack_EOI.shape[1] // parts, stack_EOI.shape[2])
+    strips = empty(Strips, size, dtype=torch.bfloat16, device=matrix.device)
+    assert isinstance(strips, Strips)
+    strips.fill(stack_EOI)
+    return strips if matrix.ndim == 3 else Strips(strips.numbers[0])
 
 
 def static_weight(rows: int, columns: int, parts: int, device: str = "cpu") -> Int8Static:

@@ -10,20 +10,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels import Ops, OpSpec, reference, resolve_ops, row_formats
 from pdinfer.kernels.activations import Rounding
-from tests.conformance.op_suite import assert_turned, draw, for_every_provider, op_of
-from tests.rounding import assert_within, error_of_norm, error_of_silu, gamma, rounded, unit
-
-
-def fused_of(provider: str, name: str, device: str, dtype: torch.dtype) -> Any:
-    """Return the op of a provider, or else the composition of its ops. For one that lacks other ops too, the test is
-    skipped."""
-    try:
-        return getattr(resolve_ops(OpSpec(device=device, dtype=dtype), forced=provider).ops, name)
-    except BackendUnavailable:
-        return op_of(provider, name, device, dtype)
+from tests.conformance.op_suite import (
+    ROWS,
+    Rows,
+    assert_turned,
+    draw,
+    every_place,
+    for_every_provider,
+    fused_of,
+    in_strips,
+    op_of,
+)
+from tests.rounding import (
+    assert_within,
+    error_of_mlp,
+    error_of_norm,
+    error_of_products,
+    error_of_silu,
+    gamma,
+    rounded,
+    unit,
+)
 
 
 def ops_of(dtype: torch.dtype) -> Ops:
@@ -31,6 +40,32 @@ def ops_of(dtype: torch.dtype) -> Ops:
 
 
 every_residual = pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+
+
+@every_place
+@pytest.mark.parametrize("rows", [0, 1, 5, 40])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_linear_strips(provider: str, device: str, rows: int, parts: int) -> None:
+    x, weight = draw(rows, 96).bfloat16(), draw(64, 96, seed=1).bfloat16()
+    run = fused_of(provider, "linear_strips", device, torch.bfloat16)
+    got = run(x.to(device), in_strips(weight.to(device), parts))
+    x, weight = x.double(), weight.double()
+    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
+
+
+@every_place
+@pytest.mark.parametrize("counts", [(0,), (3, 0, 1), (40, 2)], ids=str)
+@pytest.mark.parametrize("form", ROWS)
+def test_grouped_mlp_strips(provider: str, device: str, form: Rows, counts: tuple[int, ...]) -> None:
+    x, gate_up = draw(sum(counts), 64).bfloat16(), (draw(len(counts), 64, 64, seed=1) / 8).bfloat16()
+    down = (draw(len(counts), 64, 32, seed=2) * 32**-0.5).bfloat16()
+    run = fused_of(provider, "grouped_mlp_strips", device, torch.bfloat16)
+    strips = in_strips(gate_up.to(device), 2), in_strips(down.to(device))
+    got = form.run(lambda rows, counts_E: run(rows, counts_E, *strips), x.to(device), counts)
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    each = zip(torch.split(x, list(counts)), gate_up, down, strict=True)
+    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in each])
+    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
 
 
 @for_every_provider

@@ -23,7 +23,7 @@ from pdinfer.kernels.native import ops as native
 from pdinfer.process import compiled
 from tests.backends import ROOT, child_environment
 from tests.conformance.native_builds import BODIES, as_native, built_with
-from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_weight, int8_weight
+from tests.conformance.op_suite import ATTENTION, Attention, draw, fp8_weight, in_strips, int8_weight
 from tests.conformance.test_ops import error_of_mlp
 from tests.rounding import assert_within, error_of_products
 
@@ -91,6 +91,26 @@ def test_linear(body: ctypes.CDLL, rows: int, sizes: tuple[int, int]) -> None:
     assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 4, 15, 17, 600])
+@pytest.mark.parametrize(("outs", "parts"), [(32, 1), (96, 1), (64, 2)])
+def test_linear_with_strips(body: ctypes.CDLL, rows: int, outs: int, parts: int) -> None:
+    x, weight = draw(rows, 288).bfloat16(), draw(outs, 288, seed=1).bfloat16()
+    got = native.linear_strips(x, in_strips(weight, parts))
+    x, weight = x.double(), weight.double()
+    assert_within(got, reference.linear(x, weight), error_of_products(x, weight), torch.bfloat16)
+
+
+@pytest.mark.parametrize("counts", [(17,), (1, 0, 3, 19), (3, 1, 2), (300, 2), (20,) * 9], ids=str)
+@pytest.mark.parametrize("sizes", [(32, 64), (288, 32)], ids=str)
+def test_experts_with_strips(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int]) -> None:
+    x, gate_up, down = experts_of(counts, *sizes)
+    got = native.grouped_mlp_strips(x, torch.tensor(counts), in_strips(gate_up, 2), in_strips(down))
+    x, gate_up, down = x.double(), gate_up.double(), down.double()
+    rows = torch.split(x, list(counts))
+    error = torch.cat([error_of_mlp(*row, torch.bfloat16) for row in zip(rows, gate_up, down, strict=True)])
+    assert_within(got, reference.grouped_mlp(x, torch.tensor(counts), gate_up, down), error, torch.bfloat16)
+
+
 @pytest.mark.parametrize("heads", [1, 5, 16])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(body: ctypes.CDLL, name: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +149,11 @@ def test_a_row_that_is_not_finite_stays_alone(body: ctypes.CDLL, rows: int, bad:
     check(lambda x: native.linear(x, weight), draw(rows, 72).bfloat16())
     x, gate_up, down = experts_of((rows, rows + 3), 72, 40)
     check(lambda x: native.grouped_mlp(x, torch.tensor((rows, rows + 3)), gate_up, down), x)
+    weight = in_strips(draw(64, 96, seed=1).bfloat16(), 2)
+    check(lambda x: native.linear_strips(x, weight), draw(rows, 96).bfloat16())
+    x, *both = experts_of((rows, rows + 3), 96, 64)
+    of_strips = in_strips(both[0], 2), in_strips(both[1])
+    check(lambda x: native.grouped_mlp_strips(x, torch.tensor((rows, rows + 3)), *of_strips), x)
 
 
 def test_torchs_products_are_as_before(body: ctypes.CDLL) -> None:

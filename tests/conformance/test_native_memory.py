@@ -15,7 +15,7 @@ from torch import Tensor
 from pdinfer.errors import BackendUnavailable, PDInferError
 from pdinfer.kernels.native import ops as native
 from tests.conformance.native_builds import HEADERS, as_native, built_with
-from tests.conformance.op_suite import draw, fp8_weight, int8_weight
+from tests.conformance.op_suite import draw, fp8_weight, in_strips, int8_weight
 
 
 @pytest.mark.parametrize("tokens", [2**61, 2**62], ids=["more-than-there-is", "more-than-can-be-counted"])
@@ -69,6 +69,12 @@ def experts(*counts: int) -> Callable[[], Tensor]:
     return lambda: native.grouped_mlp(x, torch.tensor(counts), gate_up, down)
 
 
+def experts_in_strips(*counts: int) -> Callable[[], Tensor]:
+    x, gate_up = draw(sum(counts), 64).bfloat16(), in_strips(draw(len(counts), 64, 64).bfloat16(), 2)
+    down = in_strips(draw(len(counts), 64, 32).bfloat16())
+    return lambda: native.grouped_mlp_strips(x, torch.tensor(counts), gate_up, down)
+
+
 def experts_of_int8() -> Tensor:
     x = draw(5, 40).bfloat16()
     return native.grouped_mlp_int8(x, torch.tensor([2, 3]), int8_weight(2, 48, 40), int8_weight(2, 40, 24))
@@ -83,6 +89,9 @@ def decode() -> Tensor:
 WORK: dict[str, Callable[[], Tensor]] = {
     "few rows": lambda: native.linear(draw(4, 64).bfloat16(), draw(136, 64).bfloat16()),
     "many rows": lambda: native.linear(draw(20, 64).bfloat16(), draw(136, 64).bfloat16()),
+    "strips": lambda: native.linear_strips(draw(4, 64).bfloat16(), in_strips(draw(128, 64).bfloat16())),
+    "experts in strips": experts_in_strips(1, 3),
+    "many experts in strips": experts_in_strips(*[17] * 9),
     "heads in": lambda: native.heads_in(draw(3, 2, 48).bfloat16(), draw(2, 48, 128).bfloat16()),
     "few rows of heads": lambda: native.heads_out(draw(3, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),
     "many rows of heads": lambda: native.heads_out(draw(20, 2, 48).bfloat16(), draw(2, 16, 48).bfloat16()),

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from pdinfer.kernels import reference
 from pdinfer.kernels.native import ops as native
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic
-from tests.conformance.op_suite import draw
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Strips
+from tests.conformance.op_suite import draw, in_strips
 from tests.conformance.test_native_bodies import body
 
 __all__ = ["body"]
@@ -92,6 +92,18 @@ def test_linear(body: ctypes.CDLL, threads: None) -> None:
         assert torch.equal(native.linear(x, LAID["guarded"](weight)), expected)
 
 
+def test_linear_with_strips(body: ctypes.CDLL, threads: None) -> None:
+    for rows, width, outs, parts in some((*FEW, *MANY), (32, 64, 256, 288), (32, 64, 192), (1, 2)):
+        if outs // parts % 32:
+            continue
+        x, weight = whole(rows, width), whole(outs, width, seed=1)
+        expected, strips = exact(reference.linear, x, weight), in_strips(weight, parts)
+        for laid in LAID.values():
+            assert torch.equal(native.linear_strips(laid(x), strips), expected), (rows, width, outs, parts)
+        for how in ("askew", "guarded"):
+            assert torch.equal(native.linear_strips(x, Strips(LAID[how](strips.numbers))), expected)
+
+
 def test_products_of_heads(body: ctypes.CDLL, threads: None) -> None:
     for rows, heads, width, outs in some((*FEW, 17, 65), (1, 2, 3), WIDTHS, (8, 16, 40, 72)):
         x, weight = whole(rows, heads, width), whole(heads, outs, width, seed=1)
@@ -129,36 +141,52 @@ def prefill(q: Tensor, pages: Tensor, kv_b: Tensor, table: Tensor) -> Tensor:
 
 
 Case = tuple[Callable[..., Tensor], tuple[Tensor, ...]]
-CASES: dict[str, Case] = {
-    "rms_norm": (lambda x, weight: native.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
-    "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
-    "gated_silu": (native.gated_silu, (whole(5, 46),)),
-    "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
-    "linear_float": (native.linear, (draw(5, 43), draw(9, 43))),
-    "heads_in": (native.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
-    "heads_out": (native.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
-    "heads_out of many rows": (native.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
-    "linear_int8": (
-        lambda x, numbers, scale: native.linear_int8(x, int8(numbers, scale)),
-        (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
-    ),
-    "linear_fp8": (
-        lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
-        (whole(5, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
-    ),
-    "linear_fp8 of many rows": (
-        lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
-        (whole(25, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
-    ),
-    "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
-    "mla_prefill": (prefill, (draw(55, 5, 66).bfloat16(), PAGES, draw(5 * 98, 64).bfloat16() / 8, TABLE)),
-} | {
-    f"experts, {name}": (
-        lambda x, gate_up, down, counts=counts: native.grouped_mlp(x, torch.tensor(counts), gate_up, down),
-        (whole(sum(counts), 40), whole(len(counts), 48, 40), whole(len(counts), 40, 24)),
-    )
-    for name, counts in COUNTS.items()
-}
+CASES: dict[str, Case] = (
+    {
+        "rms_norm": (lambda x, weight: native.rms_norm(x, weight, 1e-6), (whole(5, 43), whole(43))),
+        "rotate": (native.rotate, (whole(5, 3, 16), COS, COS.flip(0))),
+        "gated_silu": (native.gated_silu, (whole(5, 46),)),
+        "combine_rows": (native.combine_rows, (whole(7, 43), torch.tensor([[6, 0], [3, -1]]), draw(2, 2))),
+        "linear_float": (native.linear, (draw(5, 43), draw(9, 43))),
+        "heads_in": (native.heads_in, (whole(5, 3, 34), whole(3, 34, 128))),
+        "heads_out": (native.heads_out, (whole(5, 3, 33), whole(3, 24, 33))),
+        "heads_out of many rows": (native.heads_out, (whole(23, 3, 33), whole(3, 24, 33))),
+        "linear_int8": (
+            lambda x, numbers, scale: native.linear_int8(x, int8(numbers, scale)),
+            (whole(5, 43), whole(9, 43).to(torch.int8), draw(9, 1).abs()),
+        ),
+        "linear_fp8": (
+            lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+            (whole(5, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
+        ),
+        "linear_fp8 of many rows": (
+            lambda x, numbers, scale: native.linear_fp8(x, fp8(numbers.view(torch.float8_e4m3fn), scale)),
+            (whole(25, 143), whole(9, 143).to(torch.float8_e4m3fn).view(torch.uint8), draw(1, 2).abs()),
+        ),
+        "mla_decode": (decode, (draw(2, 3, 5, 64).bfloat16(), draw(2, 3, 5, 32).bfloat16(), PAGES, TABLE)),
+        "mla_prefill": (prefill, (draw(55, 5, 66).bfloat16(), PAGES, draw(5 * 98, 64).bfloat16() / 8, TABLE)),
+    }
+    | {
+        f"experts, {name}": (
+            lambda x, gate_up, down, counts=counts: native.grouped_mlp(x, torch.tensor(counts), gate_up, down),
+            (whole(sum(counts), 40), whole(len(counts), 48, 40), whole(len(counts), 40, 24)),
+        )
+        for name, counts in COUNTS.items()
+    }
+    | {
+        f"experts in strips, {name}": (
+            lambda x, gate_up, down, counts=counts: native.grouped_mlp_strips(
+                x, torch.tensor(counts), Strips(gate_up), Strips(down)
+            ),
+            (
+                whole(sum(counts), 64),
+                in_strips(whole(len(counts), 64, 64), 2).numbers,
+                in_strips(whole(len(counts), 64, 32)).numbers,
+            ),
+        )
+        for name, counts in COUNTS.items()
+    }
+)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,7 +202,7 @@ def test_memory_may_lie_anywhere(body: ctypes.CDLL, name: str) -> None:
 
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-@pytest.mark.parametrize("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65)], ids=str)
+@pytest.mark.parametrize("sizes", [(40, 24), (33, 7), (1, 1), (32, 16), (257, 65), (288, 96)], ids=str)
 def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, int], threads: None) -> None:
     """With gates far above 0 silu is the identity, and every sum stays exact."""
     width, inner = sizes
@@ -188,6 +216,9 @@ def test_experts(body: ctypes.CDLL, counts: tuple[int, ...], sizes: tuple[int, i
     gate, up = (gate_up[expert].double() @ x[..., None].double())[..., 0].bfloat16().chunk(2, -1)
     expected = (down[expert].double() @ (gate * up)[..., None].double())[..., 0].bfloat16()
     assert torch.equal(native.grouped_mlp(x, torch.tensor(counts), gate_up, down), expected)
+    if Strips.fit(2, inner, width):
+        strips = in_strips(gate_up, 2), in_strips(down)
+        assert torch.equal(native.grouped_mlp_strips(x, torch.tensor(counts), *strips), expected)
 
 
 @pytest.mark.parametrize("rows", [3, 20])
@@ -211,6 +242,9 @@ def test_nothing_is_an_input_too(body: ctypes.CDLL, threads: None) -> None:
     assert native.gated_silu(whole(0, 40)).shape == (0, 20)
     assert native.combine_rows(whole(0, 40), torch.full((2, 3), -1), draw(2, 3)).eq(0).all()
     none = torch.zeros(3, dtype=torch.int64)
+    gate_up, down = in_strips(whole(3, 64, 32), 2), in_strips(whole(3, 32, 32))
+    assert native.linear_strips(whole(0, 32), in_strips(whole(64, 32))).shape == (0, 64)
+    assert native.grouped_mlp_strips(whole(0, 32), none, gate_up, down).shape == (0, 32)
     assert native.grouped_mlp(whole(0, 40), none, whole(3, 48, 40), whole(3, 40, 24)).shape == (0, 40)
     q, kv_b = draw(9, 3, 66).bfloat16(), draw(3 * 98, 64).bfloat16()
     table = torch.tensor([[0, 0, 0], [5, 2, 0], [0, 0, 0]])

@@ -10,11 +10,20 @@ from torch import Tensor
 from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
 from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.spec import OpSpec
+from pdinfer.kernels.weight_formats import Strips
 
 
 def unavailable(spec: OpSpec) -> str | None:
     """Return None: a composition runs where the ops it is made of do."""
     return None
+
+
+def linear_strips(ops: Ops, x_TI: Tensor, weight: Strips) -> Tensor:
+    return ops.linear(x_TI, weight.matrix())
+
+
+def grouped_mlp_strips(ops: Ops, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
+    return ops.grouped_mlp(x, counts_E, gate_up.matrix(), down.matrix())
 
 
 def add_rms_norm(

@@ -11,6 +11,21 @@ from typing import Protocol
 from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows, Rounded, Rounding
+from pdinfer.kernels.weight_formats import Strips
+
+
+class LinearStrips(Protocol):
+    """Multiplies by a weight matrix that lies in strips."""
+
+    def __call__(self, x_TI: Tensor, weight: Strips) -> Tensor:
+        """Do as `linear` with the matrix in its order."""
+
+
+class GroupedMLPStrips(Protocol):
+    """Runs experts whose matrices lie in strips."""
+
+    def __call__(self, x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
+        """Do as `grouped_mlp` with the matrices in their order: gate_up [E, 2I, D] in two parts, down [E, D, I]."""
 
 
 class AddRMSNorm(Protocol):

@@ -25,8 +25,16 @@ from torch import Tensor
 
 from pdinfer.kernels.activations import FP8Rows, Rounding
 from pdinfer.kernels.draws import Controls, DrawKind
-from pdinfer.kernels.fused import AddRMSNorm, AddRMSNormFP8, CombineExperts, GatedSiluFP8, NormRotateStore
-from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Weight
+from pdinfer.kernels.fused import (
+    AddRMSNorm,
+    AddRMSNormFP8,
+    CombineExperts,
+    GatedSiluFP8,
+    GroupedMLPStrips,
+    LinearStrips,
+    NormRotateStore,
+)
+from pdinfer.kernels.weight_formats import FP8Blocks, Int8Dynamic, Int8Static, Strips, Weight
 from pdinfer.values import brief
 
 
@@ -396,6 +404,8 @@ class Ops:
     draw: DrawTokens
     gather_pages: GatherPages
     scatter_pages: ScatterPages
+    linear_strips: LinearStrips
+    grouped_mlp_strips: GroupedMLPStrips
     add_rms_norm: AddRMSNorm
     add_rms_norm_fp8: AddRMSNormFP8
     gated_silu_fp8: GatedSiluFP8
@@ -419,12 +429,16 @@ class Ops:
             return self.linear_fp8
         if isinstance(weight, Int8Dynamic):
             return self.linear_int8
+        if isinstance(weight, Strips):
+            return self.linear_strips
         return self.linear_int8_static if isinstance(weight, Int8Static) else self.linear
 
     def grouped_mlp_by(self, weight: Weight) -> Callable[[Any, Tensor, Any, Any], Tensor]:
         """Return the op that runs experts whose stacks have this format. The only other formats are floats."""
         if isinstance(weight, FP8Blocks):
             return self.grouped_mlp_fp8
+        if isinstance(weight, Strips):
+            return self.grouped_mlp_strips
         return self.grouped_mlp_int8 if isinstance(weight, Int8Dynamic) else self.grouped_mlp
 
 

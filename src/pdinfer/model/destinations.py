@@ -20,6 +20,7 @@ from pdinfer.kernels.weight_formats import (
     FP8Blocks,
     Int8Static,
     Shard,
+    Strips,
     Weight,
     empty,
     expert,
@@ -42,6 +43,13 @@ def kept_schemes(weights: str, resolved: ResolvedOps) -> frozenset[Scheme]:
     if weights == "auto":
         return frozenset(scheme for scheme, name in FORMAT_OF_SCHEME.items() if not slow_op(name, resolved))
     return frozenset(FORMAT_OF_SCHEME) if weights == "stored" else frozenset()
+
+
+def lie_in_strips(resolved: ResolvedOps) -> bool:
+    """Return whether matrices of floats lie in strips: where one provider has been chosen for products with these and
+    with plain ones."""
+    ops = ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")
+    return {choice.provider for choice in resolved.choices if choice.op in ops} == {"native"}
 
 
 class Schemes(Protocol):
@@ -71,13 +79,15 @@ class Place:
 class Destinations:
     """A WeightSource that allocates on `device`, on huge pages where it can, and remembers which name belongs where. A
     name has two places when a rank has an expert twice. Without `stored` every weight holds floats. With it, weights of
-    a scheme in `kept` are held as they are stored. Raises ConfigError for a tensor that cannot be divided between the
+    a scheme in `kept` are held as they are stored. With `strips`, matrices of floats that are whole strips are held so.
+    Raises ConfigError for a tensor that cannot be divided between the
     ranks."""
 
     device: torch.device
     dtype: torch.dtype
     stored: Schemes | None = None
     kept: frozenset[Scheme] = frozenset()
+    strips: bool = False
     places: dict[str, list[Place]] = attrs.field(factory=dict)
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard = WHOLE) -> Tensor:
@@ -113,6 +123,8 @@ class Destinations:
         kept_rows, kept_columns = shard.shape((rows, columns))
         shape = (len(names), len(names[0]), kept_rows, kept_columns)
         ue8m0 = self.stored is not None and self.stored.ue8m0
+        if kind is Tensor and self.strips and Strips.fit(len(names[0]), kept_rows, kept_columns):
+            kind = Strips
         stack = empty(kind, shape, dtype=self.dtype, device=self.device, ue8m0=ue8m0)
         self._remember(stack, places(stack, names), (rows, columns), shard)
         return stack

@@ -18,7 +18,7 @@ from pdinfer.kernels.ops import Ops
 from pdinfer.kernels.resolve import resolve_ops
 from pdinfer.kernels.torch_products import sum_in_float32
 from pdinfer.kv.view import DTYPES
-from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes
+from pdinfer.model.destinations import FORMAT_OF_SCHEME, kept_schemes, lie_in_strips
 from pdinfer.model.load_plan import Build, LoadPlan, Target
 from pdinfer.model.model import Model, check_divides, op_spec_of
 from pdinfer.model.mtp import copy_names
@@ -91,8 +91,12 @@ def load_model(
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
         kept = kept_schemes(weights, resolved)
-        build = _builder(files, target, resolved.ops, experts, placement)
-        plan = LoadPlan(target=target, build=build, stored=stored, weights=weights, kept=kept, resolved=resolved)
+        weights_id = files.sample_digest()
+        groups, strips = _met(topology, device, weights_id, strips=lie_in_strips(resolved))
+        build = _builder(files, target, groups, weights_id, resolved.ops, experts, placement)
+        plan = LoadPlan(
+            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=strips, resolved=resolved
+        )
         plan.check()
         model, destinations = plan.allocate()
         plan.read(model, destinations, progress)
@@ -100,12 +104,16 @@ def load_model(
 
 
 def _builder(
-    files: Checkpoint, target: Target, ops: Ops, experts: ExpertConfig, placement: ExpertPlacement | None
+    files: Checkpoint,
+    target: Target,
+    groups: Groups,
+    weights_id: bytes,
+    ops: Ops,
+    experts: ExpertConfig,
+    placement: ExpertPlacement | None,
 ) -> Build:
-    """Return a function that builds this rank's model from a source of weights, once all ranks have met."""
+    """Return a function that builds this rank's model from a source of weights."""
     config, device, dtype, mtp = target.config, target.device, target.dtype, target.mtp
-    weights_id = files.sample_digest()
-    groups = _met(target.topology, device, weights_id)
     parallel = ExpertParallel.connect(
         config, ops, groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
     )
@@ -137,19 +145,20 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(topology: Topology, device: torch.device, weights_id: bytes) -> Groups:
-    """Return the groups of this rank, once all ranks have opened the same checkpoint. Raises CheckpointError when they
-    have not."""
+def _met(topology: Topology, device: torch.device, weights_id: bytes, *, strips: bool) -> tuple[Groups, bool]:
+    """Return the groups of this rank, once all ranks have opened the same checkpoint, and whether all of them would
+    hold matrices in strips: ranks give each other experts as they lie. Raises CheckpointError when they have opened
+    others."""
     groups = topology.connect(device)
-    ours = torch.frombuffer(bytearray(weights_id), dtype=torch.uint8).to(device)[None]
+    ours = torch.frombuffer(bytearray(weights_id) + bytes([strips]), dtype=torch.uint8).to(device)[None]
     theirs = groups.world.all_gather(ours)
-    others = (theirs != ours).any(-1).nonzero().flatten().tolist()
+    others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
     if others:
         raise CheckpointError(
             f"rank {topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks copies "
             "of one checkpoint"
         )
-    return groups
+    return groups, bool(theirs[:, -1].all())
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

@@ -21,6 +21,7 @@ from pdinfer.kernels.weight_formats import (
     FloatWithBias,
     Int8Static,
     Stored,
+    Strips,
     Weight,
     assign,
     columns_of,
@@ -60,8 +61,8 @@ class Target:
 class LoadPlan:
     """What a rank reads of a checkpoint. Its steps are `check`, `allocate` and `read`, in this order.
 
-    Schemes in `kept` are held as they are stored. `weights` is what the caller asked for. `listed` holds every tensor
-    of the model by name, and takes no memory.
+    Schemes in `kept` are held as they are stored, and matrices of floats with `strips` in strips. `weights` is what the
+    caller asked for. `listed` holds every tensor of the model by name, and takes no memory.
     """
 
     target: Target
@@ -69,12 +70,13 @@ class LoadPlan:
     stored: StoredWeights
     weights: str
     kept: frozenset[Scheme]
+    strips: bool
     resolved: ResolvedOps
     listed: Destinations = attrs.field(init=False)
 
     @listed.default
     def _listed(self) -> Destinations:
-        listed = Destinations(torch.device("meta"), self.target.dtype, self.stored, self.kept)
+        listed = self._destinations(torch.device("meta"))
         self.build(listed, self.resolved)
         return listed
 
@@ -100,9 +102,12 @@ class LoadPlan:
 
     def allocate(self) -> tuple[Model, Destinations]:
         """Return the model, its weights not read yet, and the places where they go."""
-        destinations = Destinations(self.target.device, self.target.dtype, self.stored, self.kept)
+        destinations = self._destinations(self.target.device)
         resolved = attrs.evolve(self.resolved, weights=tuple(self._outcomes()))
         return self.build(destinations, resolved), destinations
+
+    def _destinations(self, device: torch.device) -> Destinations:
+        return Destinations(device, self.target.dtype, self.stored, self.kept, self.strips)
 
     def read(self, model: Model, destinations: Destinations, progress: Progress | None) -> None:
         """Read every tensor into its places. A collective: ranks wait for each other at the end."""
@@ -126,11 +131,14 @@ class LoadPlan:
             raise CheckpointError(f"{files.folder}: {len(wrong)} tensors do not fit the config: {_listing(wrong)}")
 
     def _outcomes(self) -> Iterator[str]:
-        """Tell what becomes of quantized weights: a sentence for each scheme and outcome."""
+        """Tell how many matrices lie in strips, and what becomes of quantized weights: a sentence for each scheme and
+        outcome."""
         counts = Counter(
-            (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias))
+            (self.listed.scheme(name), isinstance(held[0].weight, Tensor | FloatWithBias | Strips))
             for name, held in self.listed.places.items()
         )
+        if in_strips := sum(isinstance(held[0].weight, Strips) for held in self.listed.places.values()):
+            yield f"{in_strips} matrices lie in the order in which the kernels of this CPU multiply them"
         for scheme, name in FORMAT_OF_SCHEME.items():
             if counts[scheme, False]:
                 yield f"{counts[scheme, False]} {scheme.value} weights are held as they are stored"
@@ -171,7 +179,7 @@ def _part(stored: StoredWeights, name: str, place: Place) -> Stored:
 
 
 def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> None:
-    if isinstance(value, Int8Static) and isinstance(place, Tensor) and bool(value.bias.any()):
+    if isinstance(value, Int8Static) and isinstance(place, Tensor | Strips) and bool(value.bias.any()):
         raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
     assign(place, value)
     numbers = tensors_of(place)[0]

@@ -23,6 +23,9 @@ SIGNATURES = {
     "find_tiles": (),
     "is_served": (_N, _N),
     "experts_are_served": (_N, _N, _N),
+    "strips_are_served": (),
+    "linear_strips": (_P, _N, _N, _P, _N, _N, _I, _P, _I),
+    "experts_strips": (_P, _P, _N, _P, _P, _N, _N, _P, _I),
     "linear": (_P, _N, _N, _P, _N, _N, _P, _I),
     "linear_float": (_P, _N, _N, _P, _N, _N, _P, _I),
     "rotate": (_P, _N, _N, _N, _N, _N, _P, _P, _P, _I),
@@ -45,10 +48,13 @@ SIGNATURES = {
     "mla_prefill": (_P, _P, _P, _N, _N, _N, _N, _N, _N, _N, _N, _F, _P, _P, _P, _P, _I),
 }
 
-NEED_MEMORY = ("linear", "heads_in", "heads_out", "experts", "linear_int8", "experts_int8", "linear_fp8", "mla_decode")
+NEED_MEMORY = (
+    *("linear", "linear_strips", "heads_in", "heads_out", "experts", "experts_strips"),
+    *("linear_int8", "experts_int8", "linear_fp8", "mla_decode"),
+)
 """The kernels that return how many bytes of memory they could not have."""
 RESULTS = (
-    dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served"), _I)
+    dict.fromkeys(("find_tiles", "is_served", "is_served_int8", "experts_are_served", "strips_are_served"), _I)
     | dict.fromkeys(NEED_MEMORY, _N)
     | {"prefill_scratch": _N}
 )

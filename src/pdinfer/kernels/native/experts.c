@@ -4,13 +4,6 @@
 
 #define FEW_OF_EACH 16 /* rows of an expert whose products wait for its weights */
 
-/* Rows of one expert: as many as a panel of its hidden values may have. */
-typedef struct {
-    const bf16 *x, *gate_up, *down;
-    bf16 *y;
-    i64 rows;
-} Part;
-
 /* With few rows an expert's products wait for its weights, so that all threads share each product. */
 static i64 few_of_each(const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up, const bf16 *down,
                        i64 width, i64 inner, bf16 *hidden, bf16 *y, int threads) {
@@ -45,85 +38,98 @@ static i64 few_of_each(const bf16 *x, const i64 *counts, i64 num_experts, const 
     return lacking;
 }
 
-/* Strip s of an expert's gate and up, 16 outs of each -> these 16 inputs of the panels of its hidden values. */
-static void gated_strip(const Many *way, const Part *part, const void *panels, i64 width, i64 inner, i64 s, bf16 *packed,
-                        void *hidden) {
+/* Rows of one expert: as many as a panel of its hidden values may have. */
+typedef struct {
+    const bf16 *x;
+    Matrix gate_up, down;
+    bf16 *y;
+    i64 rows;
+    char *panels, *hidden;
+} Part;
+
+/* Strip s of gate and up, 16 outs of each -> these 16 inputs of the panels of hidden values. */
+static void gated_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     _Alignas(64) float c[MOST_AT_ONCE * STRIP];
-    const bf16 *gate = part->gate_up + 16 * s * width;
-    i64 there = MAX(0, MIN(16, inner - 16 * s));
-    Strip strip = {gate, gate + inner * width, there, there, width};
-    way->times(panels, part->rows, width, &strip, packed, c);
+    i64 inner = part->down.n, there = MIN(16, inner - 16 * s);
+    way->times(part->panels, part->rows, part->gate_up.n, strip_of(&part->gate_up, s, packed), c);
     for (i64 m = 0; m < part->rows; m++) {
         float *row = c + STRIP * m;
         for (int i = 0; i < 16; i += LANES) store(row + i, rounded(silu(rounded(load(row + i)), rounded(load(row + 16 + i)))));
-        for (i64 i = there; i < 16; i++) row[i] = 0;
+        for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;
     }
-    way->put(c, STRIP, part->rows, inner, 16 * s, hidden);
+    way->put(c, STRIP, part->rows, inner, 16 * s, part->hidden);
 }
 
-/* Strip s of an expert's down, 32 outs -> these columns of y. */
-static void down_strip(const Many *way, const Part *part, const void *hidden, i64 width, i64 inner, i64 s, bf16 *packed) {
+/* Strip s of down, 32 outs -> these columns of y. */
+static void down_strip(const Way *way, const Part *part, i64 s, bf16 *packed) {
     _Alignas(64) float c[MOST_AT_ONCE * STRIP];
-    Strip strip = strip_of(part->down, width, inner, STRIP * s);
-    way->times(hidden, part->rows, inner, &strip, packed, c);
-    store_strip(c, part->rows, MIN(STRIP, width - STRIP * s), part->y + STRIP * s, width);
+    way->times(part->hidden, part->rows, part->down.n, strip_of(&part->down, s, packed), c);
+    store_strip(&part->down, s, c, part->rows, part->y, part->down.outs);
 }
 
-/* With many rows each thread takes an expert, or a part of its rows; where there are fewer parts than that all threads
- * share the strips of each. */
-static i64 many_of_some(const Many *way, const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up,
-                        const bf16 *down, i64 width, i64 inner, bf16 *y, int threads) {
-    i64 num_parts = 0, row = 0, ups = padded(inner) / 16, downs = (width + STRIP - 1) / STRIP;
-    for (i64 e = 0; e < num_experts; e++) num_parts += (counts[e] + way->rows - 1) / way->rows;
-    Part *parts = malloc(sizeof *parts * num_parts), *part = parts;
-    if (!parts) return sizeof *parts * num_parts;
-    for (i64 e = 0; e < num_experts; e++)
-        for (i64 done = 0; done < counts[e]; done += part[-1].rows, row += part[-1].rows)
-            *part++ = (Part){x + row * width, gate_up + e * 2 * inner * width, down + e * width * inner, y + row * width,
-                             MIN(way->rows, counts[e] - done)};
-    i64 bytes = panel_bytes(way, way->rows, width), all = bytes + panel_bytes(way, way->rows, inner);
-    i64 of_strip = sizeof(bf16) * STRIP * padded(MAX(width, inner)), lacking = 0;
-    char *shared = room(2, all);
+/* With many parts each thread takes one at a time; where there are few, threads share the strips of all. */
+static i64 run_parts(const Way *way, Part *parts, i64 num_parts, int threads) {
+    i64 width = parts->gate_up.n, inner = parts->down.n, lacking = 0;
+    i64 of_x = panel_bytes(way, way->rows, width), all = of_x + panel_bytes(way, way->rows, inner);
+    i64 ups = padded(inner) / 16, downs = num_strips(&parts->down);
+    i64 of_strip = MAX(packed_bytes(&parts->gate_up), packed_bytes(&parts->down));
     int whole = threads == 1 || num_parts >= 4 * threads;
+    char *shared = whole ? NULL : room(2, all * num_parts);
+    if (!whole && !shared) return all * num_parts;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
     {
-        bf16 *packed = room(1, of_strip);
-        char *panels = whole ? room(2, all) : shared, *hidden = panels + bytes;
-        int able = packed && panels;
-        if (!able) lacking = packed ? all : of_strip;
-        if (whole) {
+        bf16 *packed = of_strip ? room(1, of_strip) : NULL;
+        char *own = whole ? room(2, all) : shared;
+        int able = own && (packed || !of_strip);
+        if (!able) lacking = own ? of_strip : all;
 #pragma omp for schedule(dynamic)
-            for (i64 p = 0; p < num_parts; p++) {
-                if (!able) continue;
-                way->pack(parts[p].x, width, parts[p].rows, width, panels);
-                for (i64 s = 0; s < ups; s++) gated_strip(way, parts + p, panels, width, inner, s, packed, hidden);
-                for (i64 s = 0; s < downs; s++) down_strip(way, parts + p, hidden, width, inner, s, packed);
-            }
-        } else {
-            for (i64 p = 0; p < num_parts; p++) {
-#pragma omp single
-                if (able) way->pack(parts[p].x, width, parts[p].rows, width, panels);
+        for (i64 p = 0; p < num_parts; p++) {
+            if (!able) continue;
+            Part *part = parts + p;
+            part->panels = whole ? own : shared + all * p;
+            part->hidden = part->panels + of_x;
+            way->pack(part->x, width, part->rows, width, part->panels);
+            for (i64 s = 0; whole && s < ups; s++) gated_strip(way, part, s, packed);
+            for (i64 s = 0; whole && s < downs; s++) down_strip(way, part, s, packed);
+        }
+        if (!whole) {
 #pragma omp for schedule(dynamic)
-                for (i64 s = 0; s < ups; s++)
-                    if (able) gated_strip(way, parts + p, panels, width, inner, s, packed, hidden);
+            for (i64 item = 0; item < num_parts * ups; item++)
+                if (able) gated_strip(way, parts + item / ups, item % ups, packed);
 #pragma omp for schedule(dynamic)
-                for (i64 s = 0; s < downs; s++)
-                    if (able) down_strip(way, parts + p, hidden, width, inner, s, packed);
-            }
+            for (i64 item = 0; item < num_parts * downs; item++)
+                if (able) down_strip(way, parts + item / downs, item % downs, packed);
         }
     }
+    return lacking;
+}
+
+/* Weights of all experts, one after another, each as these of the first -> products of the rows of each. */
+static i64 by_parts(const Way *way, const bf16 *x, const i64 *counts, i64 num_experts, Matrix gate_up, Matrix down, bf16 *y,
+                    int threads) {
+    i64 num_parts = 0, width = gate_up.n;
+    for (i64 e = 0; e < num_experts; e++) num_parts += (counts[e] + way->rows - 1) / way->rows;
+    if (!num_parts) return 0;
+    Part *parts = malloc(sizeof *parts * num_parts), *part = parts;
+    if (!parts) return sizeof *parts * num_parts;
+    for (i64 e = 0; e < num_experts; e++) {
+        for (i64 left = counts[e]; left > 0; left -= part->rows, x += part->rows * width, y += part->rows * width, part++)
+            *part = (Part){x, gate_up, down, y, MIN(way->rows, left), NULL, NULL};
+        gate_up.weights += gate_up.outs * gate_up.n;
+        down.weights += down.outs * down.n;
+    }
+    i64 lacking = run_parts(way, parts, num_parts, threads);
     free(parts);
     return lacking;
 }
 
 /* How experts of up to `most` rows are multiplied where they are many: NULL where few are served or none. */
-static const Many *way_of(i64 most, i64 width, i64 inner) {
+static const Way *way_of(i64 most, i64 width, i64 inner) {
     if (most <= FEW_OF_EACH && width % 8 == 0 && inner % 8 == 0) return NULL;
-    const Many *tiles = by_tiles_or_null();
 #ifdef __AVX512BF16__
-    return tiles;
+    return by_tiles_or_null();
 #else
-    return tiles ? tiles : &by_floats;
+    return best_way();
 #endif
 }
 
@@ -139,7 +145,24 @@ EXPORT i64 experts(const bf16 *x, const i64 *counts, i64 num_experts, const bf16
                    i64 inner, bf16 *hidden, bf16 *y, int threads) {
     i64 most = 0;
     for (i64 e = 0; e < num_experts; e++) most = MAX(most, counts[e]);
-    const Many *way = way_of(most, width, inner);
-    if (way) return many_of_some(way, x, counts, num_experts, gate_up, down, width, inner, y, threads);
-    return few_of_each(x, counts, num_experts, gate_up, down, width, inner, hidden, y, threads);
+    const Way *way = way_of(most, width, inner);
+    if (!way) return few_of_each(x, counts, num_experts, gate_up, down, width, inner, hidden, y, threads);
+    return by_parts(way, x, counts, num_experts, (Matrix){gate_up, 2 * inner, width, 2, 0},
+                    (Matrix){down, width, inner, 1, 0}, y, threads);
+}
+
+/* The same with weights that lie in strips, for any number of rows. */
+EXPORT i64 experts_strips(const bf16 *x, const i64 *counts, i64 num_experts, const bf16 *gate_up, const bf16 *down,
+                          i64 width, i64 inner, bf16 *y, int threads) {
+    return by_parts(best_way(), x, counts, num_experts, (Matrix){gate_up, 2 * inner, width, 2, 1},
+                    (Matrix){down, width, inner, 1, 1}, y, threads);
+}
+
+/* Whether weights should lie in strips here. With AVX-512 BF16 and no tiles torch's products need them as they are. */
+EXPORT int strips_are_served(void) {
+#ifdef __AVX512BF16__
+    return by_tiles_or_null() != NULL;
+#else
+    return 1;
+#endif
 }

@@ -19,7 +19,7 @@ from pdinfer.kernels import torch_experts, torch_ops
 from pdinfer.kernels.activations import FP8Rows
 from pdinfer.kernels.native.build import library
 from pdinfer.kernels.spec import OpSpec
-from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Strips
 from pdinfer.process.compiled import cpu_flags
 
 FEW_ROWS = 16
@@ -62,6 +62,8 @@ def unavailable(spec: OpSpec) -> str | None:
 def refuses(op: str, spec: OpSpec) -> str | None:
     """Return a sentence when the kernel of an op was not made for these sizes, and None when it was."""
     rank, rope = spec.kv_lora_rank, spec.qk_rope_head_dim
+    if op in ("linear_strips", "grouped_mlp_strips") and not library().strips_are_served():
+        return "leaves many rows to torch on this CPU (AVX-512 BF16 and no AMX), which reads plain matrices"
     if op in ("mla_decode", "mla_prefill") and spec.kv_format == "fp8":
         return "reads pages of bfloat16, these are packed FP8"
     if op == "mla_prefill" and "amx_bf16" in cpu_flags():
@@ -109,6 +111,33 @@ def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     )
     _check_memory(lacking, f"a product of {rows} rows")
     return out
+
+
+def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
+    rows, width = x_TI.shape
+    outs = weight.shape[0]
+    if not rows or not _reads_strips(x_TI, weight):
+        return F.linear(x_TI, weight.matrix())
+    out = x_TI.new_empty(rows, outs)
+    lacking = library().linear_strips(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight.numbers.data_ptr(),
+        outs,
+        width,
+        weight.parts,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _check_memory(lacking, f"a product of {rows} rows")
+    return out
+
+
+def _reads_strips(x: Tensor, *weights: Strips) -> bool:
+    """Return whether the kernels take these rows and weights."""
+    dense = all(weight.numbers.is_contiguous() for weight in weights)
+    return dense and x.stride(-1) == 1 and _are(torch.bfloat16, x, *(weight.numbers for weight in weights))
 
 
 def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
@@ -240,6 +269,25 @@ def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tens
         torch.get_num_threads(),
     )
     _check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts")
+    return out
+
+
+def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
+    if x.ndim != 2 or not len(x) or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
+        return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
+    counts_E, (width, inner), out = counts_E.to(torch.int64), down.shape, torch.empty_like(x)
+    lacking = library().experts_strips(
+        x.data_ptr(),
+        counts_E.data_ptr(),
+        len(counts_E),
+        gate_up.numbers.data_ptr(),
+        down.numbers.data_ptr(),
+        width,
+        inner,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _check_memory(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts")
     return out
 
 

@@ -1,6 +1,6 @@
 /* Products that the sources share. Each has one body for CPUs with AVX-512 BF16 (pairs.c) and one for all others
- * (floats.c); products of many rows (strips.c) are those of the others, since torch's are good where there is AVX-512
- * BF16. */
+ * (floats.c). Products of many rows, and of weights that lie in strips, are those of strips.c and tiles.c; of many rows of
+ * other weights torch's are good where there is AVX-512 BF16. */
 
 #pragma once
 
@@ -27,6 +27,8 @@ i64 few_rows_in(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 ldw, i64 n,
 
 #define STRIP 32  /* outs of a strip of weights */
 #define STEP 1024 /* values of a strip per 32 inputs */
+#define AHEAD 2048 /* how many values before few rows need them weights are asked for */
+#define DEEP 8    /* steps of a strip that all rows pass over before the next: 16 KiB stay in the first-level cache */
 
 /* Memory of this thread, kept from call to call; one of a few. What it held is lost when it grows. NULL when there is not
  * so much. */
@@ -35,44 +37,54 @@ void *room(int which, i64 bytes);
 /* The inputs of a strip or a panel: those there are, and 0 up to a multiple of 32. */
 INLINE i64 padded(i64 n) { return (n + 31) / 32 * 32; }
 
-/* Two times at most 16 rows of weights, all `n` long. */
+/* A matrix [outs, n], or two of half as many outs, one below the other. A strip of it is 32 outs: of two matrices 16 of
+ * each. What is multiplied side by side lies so: [n / 32][2][16 pairs][16 outs][2]. With `in_strips` the weights lie in
+ * such strips, and outs and n are multiples of 32; else they are packed as they are needed, and outs and inputs that are
+ * not there are 0. */
 typedef struct {
-    const bf16 *low, *high;
-    i64 lows, highs, n;
-} Strip;
+    const bf16 *weights;
+    i64 outs, n;
+    int parts, in_strips;
+} Matrix;
 
-/* Outs [o, o + 32) of w [outs, n]. */
-INLINE Strip strip_of(const bf16 *w, i64 outs, i64 n, i64 o) {
-    i64 there = MIN(STRIP, outs - o), highs = MAX(0, there - 16);
-    return (Strip){w + o * n, w + (o + 16) * n, there - highs, highs, n};
+INLINE i64 num_strips(const Matrix *w) {
+    return w->parts == 1 ? (w->outs + STRIP - 1) / STRIP : (w->outs / 2 + 15) / 16;
 }
 
-/* `inputs` inputs of a strip from `first` -> [inputs / 32][2][16 pairs][16 outs][2]: what is multiplied side by side lies
- * so. Outs and inputs that are not there are 0. */
-void pack_strip(const Strip *w, i64 first, i64 inputs, bf16 *to);
+/* The bytes of memory that `strip_of` needs. */
+INLINE i64 packed_bytes(const Matrix *w) { return w->in_strips ? 0 : sizeof(bf16) * STRIP * padded(w->n); }
 
-/* A way to multiply many rows by a strip. They are packed into panels first, of which only this way knows the form. */
+/* Strip s, there or at `packed`. */
+const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed);
+
+/* Values c[rows][32] of strip s -> their columns of y. */
+void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 ldy);
+
+/* A way to multiply rows by a strip. They are packed into panels first, of which only this way knows the form. */
 typedef struct {
-    i64 rows;     /* the most at once */
-    i64 bytes;    /* of a value in a panel; rows take those of a multiple of 16 rows, inputs of a multiple of 32 */
+    i64 rows;  /* the most at once */
+    i64 bytes; /* of a value in a panel; rows take those of a multiple of 16 rows, inputs of a multiple of 32 */
     void (*pack)(const bf16 *x, i64 ldx, i64 rows, i64 n, void *panels);
-    /* c[rows][32] = panels . strip; c has room for a multiple of 32 rows, `packed` for a strip. */
-    void (*times)(const void *panels, i64 rows, i64 n, const Strip *w, bf16 *packed, float *c);
+    /* c[rows][32] = panels . strip; c has room for a multiple of 32 rows. What lies behind the strip may be asked for. */
+    void (*times)(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c);
     /* Writes inputs [first, first + 16) of the panels: values[rows][16], rows `ldv` apart, of bf16 precision. */
     void (*put)(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *panels);
-} Many;
+} Way;
 
 #define MOST_AT_ONCE 256 /* rows, in any way */
 
-extern const Many by_floats;
+extern const Way by_floats;
 
 /* The way of AMX tiles, or NULL where there are none. */
-const Many *by_tiles_or_null(void);
+const Way *by_tiles_or_null(void);
 
-INLINE i64 panel_bytes(const Many *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
+/* The better of those there are. */
+INLINE const Way *best_way(void) {
+    const Way *tiles = by_tiles_or_null();
+    return tiles ? tiles : &by_floats;
+}
 
-/* c[rows][32] -> columns [0, outs) of y. */
-void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy);
+INLINE i64 panel_bytes(const Way *way, i64 rows, i64 n) { return way->bytes * ((rows + 15) / 16 * 16) * padded(n); }
 
-/* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows, by floats. */
-i64 many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads);
+/* y[rows, outs] = x[rows, n] . w[outs, n]^T, for any number of rows. */
+i64 by_strips(const Way *way, const bf16 *x, i64 ldx, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads);

@@ -1,11 +1,12 @@
-/* Products of many rows: strips of weights, and the way of floats, for CPUs without AVX-512 BF16, where torch's products
- * of bf16 are an order slower than those of floats. Weights are read once into strips of 32 outs, which stay in the
- * second-level cache while all rows of x, in panels of floats, pass over them. Sums stay in registers over all inputs. */
+/* Products with strips of weights, and the way of floats, for CPUs without AVX-512 BF16, where torch's products of bf16 are
+ * an order slower than those of floats. Rows of x become panels of floats, which pass over a few steps of a strip at a
+ * time, so that these come from memory once and stay in the first-level cache. */
 
 #include "products.h"
 
 #define VECTORS (16 / LANES)               /* of half a strip */
 #define PANEL (LANES == 16 ? 12 : 6)       /* rows: 6 x 2 sums are 12 of 16 registers, 12 are of 32 */
+#define FEW 3                              /* rows that pass over both halves at once: 3 x 4 sums */
 #define PANELS 512                         /* rows whose panels are there together */
 #ifndef CHUNK
 #define CHUNK 144                          /* rows that are taken through a strip at once */
@@ -56,11 +57,27 @@ INLINE void pack_tile(const bf16 *from, i64 outs, i64 inputs, i64 n, bf16 *to) {
         for (i64 i = 0; i < MIN(32, inputs); i++) to[i / 2 * 32 + 2 * o + i % 2] = from[o * n + i];
 }
 
-void pack_strip(const Strip *w, i64 first, i64 inputs, bf16 *to) {
-    for (i64 k = first; k < first + inputs; k += 32, to += STEP) {
-        pack_tile(w->low + k, w->lows, first + inputs - k, w->n, to);
-        pack_tile(w->high + k, w->highs, first + inputs - k, w->n, to + STEP / 2);
-    }
+/* Where the two halves of a strip lie in their matrix: the first of up to 16 outs, and how many are there. */
+typedef struct {
+    i64 first[2], there[2];
+} Halves;
+
+INLINE Halves halves_of(const Matrix *w, i64 s) {
+    i64 each = w->outs / w->parts, at = (w->parts == 1 ? STRIP : 16) * s, next = w->parts == 1 ? at + 16 : each + at;
+    return (Halves){{at, next}, {MAX(0, MIN(16, each - at)), MAX(0, MIN(16, w->outs - next))}};
+}
+
+static void pack_strip(const Matrix *w, i64 s, bf16 *to) {
+    Halves half = halves_of(w, s);
+    for (i64 k = 0; k < w->n; k += 32)
+        for (int h = 0; h < 2; h++, to += STEP / 2)
+            pack_tile(w->weights + half.first[h] * w->n + k, half.there[h], w->n - k, w->n, to);
+}
+
+const bf16 *strip_of(const Matrix *w, i64 s, bf16 *packed) {
+    if (w->in_strips) return w->weights + s * STRIP * w->n;
+    pack_strip(w, s, packed);
+    return packed;
 }
 
 /* Panels are floats, of a few rows each: [inputs][rows]. */
@@ -83,15 +100,16 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to)
     }
 }
 
-/* c[m][0..16) = a panel of M rows times half a strip of `steps` times 32 inputs. */
+/* c[m][0..16) (+)= a panel of M rows times half a strip of `steps` times 32 inputs. What lies `ahead` is asked for. */
 #define TIMES(M)                                                                                                       \
-    static void times_##M(const float *a, const bf16 *w, i64 steps, float *c) {                                        \
+    static void times_##M(const float *a, const bf16 *w, i64 steps, i64 ahead, int add, float *c) {                    \
         floats acc[M][VECTORS];                                                                                        \
         for (int m = 0; m < M; m++)                                                                                    \
-            for (int v = 0; v < VECTORS; v++) acc[m][v] = (floats){0};                                                 \
+            for (int v = 0; v < VECTORS; v++) acc[m][v] = add ? load(c + STRIP * m + LANES * v) : (floats){0};         \
         for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * M)                                                        \
             for (i64 p = 0; p < 16; p++) {                                                                             \
                 floats b[VECTORS];                                                                                     \
+                __builtin_prefetch(w + 32 * p + ahead, 0, 2);                                                          \
                 for (int v = 0; v < VECTORS; v++) b[v] = even(load_pairs(w + 32 * p + 2 * LANES * v));                 \
                 for (int m = 0; m < M; m++)                                                                            \
                     for (int v = 0; v < VECTORS; v++) acc[m][v] += a[2 * p * M + m] * b[v];                            \
@@ -103,61 +121,92 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 at, void *to)
             for (int v = 0; v < VECTORS; v++) store(c + STRIP * m + LANES * v, acc[m][v]);                             \
     }
 TIMES(1) TIMES(2) TIMES(3) TIMES(4) TIMES(5) TIMES(6)
-typedef void (*Times)(const float *, const bf16 *, i64, float *);
+typedef void (*Times)(const float *, const bf16 *, i64, i64, int, float *);
 #if LANES == 16
 TIMES(7) TIMES(8) TIMES(9) TIMES(10) TIMES(11) TIMES(12)
-static const Times times[] = {0, times_1, times_2, times_3, times_4, times_5, times_6,
-                              times_7, times_8, times_9, times_10, times_11, times_12};
+static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5, times_6,
+                                 times_7, times_8, times_9, times_10, times_11, times_12};
 #else
-static const Times times[] = {0, times_1, times_2, times_3, times_4, times_5, times_6};
+static const Times times_of[] = {0, times_1, times_2, times_3, times_4, times_5, times_6};
 #endif
 
-static void times_packed(const float *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
-    for (i64 first = 0, count; first < rows; first += count) {
-        count = panel_of(rows - first);
-        for (int half = 0; half < 2; half++)
-            times[count](panels + first * padded(n), strip + half * STEP / 2, padded(n) / 32, c + STRIP * first + 16 * half);
+/* c[m][0..32) = a panel of M rows times a whole strip, which is read in its order. */
+#define SCAN(M)                                                                                                        \
+    static void scan_##M(const float *a, const bf16 *w, i64 steps, float *c) {                                         \
+        floats acc[M][2 * VECTORS];                                                                                    \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int v = 0; v < 2 * VECTORS; v++) acc[m][v] = (floats){0};                                             \
+        for (i64 k = 0; k < steps; k++, w += STEP, a += 32 * M)                                                        \
+            for (i64 p = 0; p < 16; p++) {                                                                             \
+                __builtin_prefetch(w + 64 * p + AHEAD, 0, 2);                                                          \
+                __builtin_prefetch(w + 64 * p + AHEAD + 32, 0, 2);                                                     \
+                for (int v = 0; v < 2 * VECTORS; v++) {                                                                \
+                    words pairs = load_pairs(w + STEP / 2 * (v / VECTORS) + 32 * p + 2 * LANES * (v % VECTORS));       \
+                    floats evens = even(pairs), odds = odd(pairs);                                                     \
+                    for (int m = 0; m < M; m++) acc[m][v] += a[2 * p * M + m] * evens;                                 \
+                    for (int m = 0; m < M; m++) acc[m][v] += a[(2 * p + 1) * M + m] * odds;                            \
+                }                                                                                                      \
+            }                                                                                                          \
+        for (int m = 0; m < M; m++)                                                                                    \
+            for (int v = 0; v < 2 * VECTORS; v++) store(c + STRIP * m + LANES * v, acc[m][v]);                         \
     }
+SCAN(1) SCAN(2) SCAN(3)
+static void (*const scan_of[])(const float *, const bf16 *, i64, float *) = {0, scan_1, scan_2, scan_3};
+
+static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
+    i64 steps = padded(n) / 32;
+    if (rows <= FEW) {
+        scan_of[rows](panels, strip, steps, c);
+        return;
+    }
+    for (i64 k = 0; k < steps; k += DEEP)
+        for (i64 first = 0, count; first < rows; first += count) {
+            count = panel_of(rows - first);
+            const float *panel = (const float *)panels + first * padded(n) + 32 * k * count;
+            for (int half = 0; half < 2; half++)
+                times_of[count](panel, strip + k * STEP + half * STEP / 2, MIN(DEEP, steps - k), first ? 0 : DEEP * STEP,
+                                k > 0, c + STRIP * first + 16 * half);
+        }
 }
 
-static void pack_and_times(const void *panels, i64 rows, i64 n, const Strip *w, bf16 *packed, float *c) {
-    pack_strip(w, 0, n, packed);
-    times_packed(panels, rows, n, packed, c);
+const Way by_floats = {CHUNK, sizeof(float), pack, times, put};
+
+void store_strip(const Matrix *w, i64 s, const float *c, i64 rows, bf16 *y, i64 ldy) {
+    Halves half = halves_of(w, s);
+    for (int h = 0; h < 2; h++)
+        for (i64 m = 0; m < rows; m++) {
+            const float *from = c + STRIP * m + 16 * h;
+            bf16 *to = y + m * ldy + half.first[h];
+            if (half.there[h] == 16)
+                for (int i = 0; i < 16; i += LANES) store_bf16(to + i, load(from + i));
+            else
+                for (i64 i = 0; i < half.there[h]; i++) to[i] = to_bf16(from[i]);
+        }
 }
 
-const Many by_floats = {CHUNK, sizeof(float), pack, pack_and_times, put};
-
-/* c[rows][32] -> columns [0, outs) of y. */
-void store_strip(const float *c, i64 rows, i64 outs, bf16 *y, i64 ldy) {
-    for (i64 m = 0; m < rows; m++, c += STRIP, y += ldy)
-        if (outs >= STRIP)
-            for (int i = 0; i < STRIP; i += LANES) store_bf16(y + i, load(c + i));
-        else
-            for (i64 i = 0; i < outs; i++) y[i] = to_bf16(c[i]);
-}
-
-i64 many_rows(const bf16 *x, i64 ldx, i64 rows, const bf16 *w, i64 outs, i64 n, bf16 *y, i64 ldy, int threads) {
-    i64 all = panel_bytes(&by_floats, MIN(rows, PANELS), n), each = sizeof(bf16) * STRIP * padded(n), lacking = 0;
-    float *panels = room(0, all);
+i64 by_strips(const Way *way, const bf16 *x, i64 ldx, i64 rows, const Matrix *w, bf16 *y, i64 ldy, int threads) {
+    i64 all = panel_bytes(way, MIN(rows, PANELS), w->n), each = packed_bytes(w), strips = num_strips(w), lacking = 0;
+    i64 turn_of = w->in_strips ? MAX(1, strips / (4 * threads)) : 1;
+    char *panels = room(0, all);
     if (!panels) return all;
     for (i64 r = 0; r < rows; r += PANELS, x += PANELS * ldx, y += PANELS * ldy) {
         i64 now = MIN(rows - r, PANELS);
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(max : lacking)
         {
-            bf16 *packed = room(1, each);
-            if (!packed) lacking = each;
-            float c[CHUNK * STRIP];
+            bf16 *packed = each ? room(1, each) : NULL;
+            if (each && !packed) lacking = each;
+            _Alignas(64) float c[MOST_AT_ONCE * STRIP];
 #pragma omp for schedule(static)
-            for (i64 m = 0; m < now; m += CHUNK) pack(x + m * ldx, ldx, MIN(CHUNK, now - m), n, panels + m * padded(n));
-#pragma omp for schedule(dynamic)
-            for (i64 o = 0; o < outs; o += STRIP) {
-                if (!packed) continue;
-                Strip strip = strip_of(w, outs, n, o);
-                pack_strip(&strip, 0, n, packed);
-                for (i64 m = 0; m < now; m += CHUNK) {
-                    i64 count = MIN(CHUNK, now - m);
-                    times_packed(panels + m * padded(n), count, n, packed, c);
-                    store_strip(c, count, MIN(STRIP, outs - o), y + m * ldy + o, ldy);
+            for (i64 m = 0; m < now; m += way->rows)
+                way->pack(x + m * ldx, ldx, MIN(way->rows, now - m), w->n, panels + panel_bytes(way, m, w->n));
+#pragma omp for schedule(dynamic, turn_of)
+            for (i64 s = 0; s < strips; s++) {
+                if (each && !packed) continue;
+                const bf16 *strip = strip_of(w, s, packed);
+                for (i64 m = 0; m < now; m += way->rows) {
+                    i64 count = MIN(way->rows, now - m);
+                    way->times(panels + panel_bytes(way, m, w->n), count, w->n, strip, c);
+                    store_strip(w, s, c, count, y + m * ldy, ldy);
                 }
             }
         }

@@ -84,7 +84,6 @@ static int allowed(void) {
 #ifdef HAVE_TILES
 
 #define TILE 512 /* values */
-#define DEEP 8   /* steps of a strip that are packed at a time: 16 KiB stay in the first-level cache for all rows */
 #define AT_ONCE 256
 
 /* Panels are tiles: [rows / 16][n / 32][16 rows][32]. Rows and inputs that are not there are 0. */
@@ -110,9 +109,11 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *
     }
 }
 
-/* c[32][32], or with one tile of rows c[16][32], (+)= rows times some steps of a strip. */
+/* c[32][32], or with one tile of rows c[16][32], (+)= rows times some steps of a strip. Of each step the lines
+ * [line, end) of what lies `ahead` are asked for: all at once they would hold up what is needed now. */
 #define BLOCK(NAME, TWO)                                                                                               \
-    static void NAME(const bf16 *a, const bf16 *strip, i64 steps, i64 n, int add, float *c) {                          \
+    static void NAME(const bf16 *a, const bf16 *strip, i64 steps, i64 n, i64 ahead, i64 line, i64 end, int add,        \
+                     float *c) {                                                                                       \
         const bf16 *b = a + 16 * padded(n);                                                                            \
         (void)b;                                                                                                       \
         FENCE();                                                                                                       \
@@ -132,6 +133,7 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *
             LOAD(6, strip, 64);                                                                                        \
             if (TWO) { LOAD(5, b, 64); }                                                                               \
             LOAD(7, strip + TILE, 64);                                                                                 \
+            for (i64 l = line; l < end; l++) __builtin_prefetch(strip + ahead + 32 * l, 0, 2);                         \
             MULTIPLY(0, 4, 6);                                                                                         \
             if (TWO) { MULTIPLY(2, 5, 6); }                                                                            \
             MULTIPLY(1, 4, 7);                                                                                         \
@@ -146,22 +148,24 @@ static void put(const float *values, i64 ldv, i64 rows, i64 n, i64 first, void *
 BLOCK(two_blocks, 1)
 BLOCK(one_block, 0)
 
-static void times(const void *panels, i64 rows, i64 n, const Strip *w, bf16 *room_of, float *c) {
+#define LINES 32 /* cache lines of a step */
+
+static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float *c) {
     Palette before;
     begin(&before);
-    for (i64 k = 0; k < n; k += 32 * DEEP) {
-        i64 inputs = MIN(32 * DEEP, n - k), steps = padded(inputs) / 32;
-        pack_strip(w, k, inputs, room_of);
-        for (i64 m = 0; m < rows; m += 32) {
-            const bf16 *a = (const bf16 *)panels + m * padded(n) + k * 16;
-            if (rows - m > 16) two_blocks(a, room_of, steps, n, k > 0, c + STRIP * m);
-            else one_block(a, room_of, steps, n, k > 0, c + STRIP * m);
+    i64 passes = (rows + 31) / 32, ahead = passes > 1 ? DEEP * STEP : AHEAD;
+    for (i64 k = 0; k < padded(n) / 32; k += DEEP, strip += DEEP * STEP)
+        for (i64 pass = 0; pass < passes; pass++) {
+            const bf16 *a = (const bf16 *)panels + pass * 32 * padded(n) + k * TILE;
+            i64 steps = MIN(DEEP, padded(n) / 32 - k), line = LINES * pass / passes, end = LINES * (pass + 1) / passes;
+            float *to = c + STRIP * 32 * pass;
+            if (rows - pass * 32 > 16) two_blocks(a, strip, steps, n, ahead, line, end, k > 0, to);
+            else one_block(a, strip, steps, n, ahead, line, end, k > 0, to);
         }
-    }
     end(&before);
 }
 
-static const Many by_tiles = {AT_ONCE, sizeof(bf16), pack, times, put};
+static const Way by_tiles = {AT_ONCE, sizeof(bf16), pack, times, put};
 
 /* Whether tiles may be used and give what floats give. */
 static int work(void) {
@@ -170,11 +174,11 @@ static int work(void) {
     bf16 x[ROWS * INPUTS], w[STRIP * INPUTS];
     for (int i = 0; i < ROWS * INPUTS; i++) x[i] = to_bf16((float)(i * 7 % 31 - 15) / 16);
     for (int i = 0; i < STRIP * INPUTS; i++) w[i] = to_bf16((float)(i * 11 % 29 - 14) / 16);
-    _Alignas(64) bf16 panels[32 * 64], room_of[STEP * DEEP];
+    _Alignas(64) bf16 panels[32 * 64], packed[STEP * 2];
     _Alignas(64) float c[32 * STRIP];
-    Strip strip = {w, w + 16 * INPUTS, 16, 16, INPUTS};
+    Matrix of = {w, STRIP, INPUTS, 1, 0};
     by_tiles.pack(x, INPUTS, ROWS, INPUTS, panels);
-    by_tiles.times(panels, ROWS, INPUTS, &strip, room_of, c);
+    by_tiles.times(panels, ROWS, INPUTS, strip_of(&of, 0, packed), c);
     for (int m = 0; m < ROWS; m++)
         for (int o = 0; o < STRIP; o++) {
             float sum = 0; /* exact: multiples of 1/256 below 64 */
@@ -196,7 +200,7 @@ EXPORT int find_tiles(void) {
     return tiles_work;
 }
 
-const Many *by_tiles_or_null(void) {
+const Way *by_tiles_or_null(void) {
 #ifdef HAVE_TILES
     return tiles_work ? &by_tiles : NULL;
 #else
