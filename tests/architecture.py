@@ -182,7 +182,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("activations", "draws"),
         ("weight_formats", "spec"),
     ),
-    "kernels.native": (("ops",), ("build",)),
+    "kernels.native": (("ops",), ("products",), ("rows",), ("build", "calls")),
     "kernels.triton": (
         ("provider",),
         ("grouped",),
@@ -302,7 +302,6 @@ MAX_FILE_LINES = 400
 LONGER: dict[str, str] = {
     "engine.decode": "one object: what becomes of a request in decode, from its pages to its last token",
     "engine.engine": "one object: what every engine does around its steps, also after one that was interrupted",
-    "kernels.native.ops": "one list: how each op of C is called, and what it leaves to torch",
     "kernels.ops": "one list: what each op takes, returns and promises",
     "kv.channel.rooms": "one set of rules: a room at both ends, the tokens it covers, the rooms aborted early",
     "planning.simulation.decode": "one object: the counterpart of engine.decode, with its pages and its time",

@@ -13,7 +13,6 @@ import pytest
 
 from pdinfer.errors import BackendUnavailable
 from pdinfer.kernels.native import build
-from pdinfer.kernels.native import ops as native
 from pdinfer.process import compiled
 
 HEADERS = Path(__file__).parent / "native"
@@ -35,7 +34,7 @@ BODIES = {
 def built_with(*flags: str) -> ctypes.CDLL:
     """Return the library compiled with more flags. Skips the test where this machine has no such library at all."""
     try:
-        native.library()
+        build.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
     headers = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(HEADERS.iterdir()))).hexdigest()
@@ -50,5 +49,5 @@ def built_with(*flags: str) -> ctypes.CDLL:
 def as_native(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """Let the native ops be those of this library."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "library", lambda: library)
+        patch.setattr(build, "library", lambda: library)
         yield library

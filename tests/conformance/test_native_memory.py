@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pdinfer.errors import BackendUnavailable, PDInferError
+from pdinfer.kernels.native import build
 from pdinfer.kernels.native import ops as native
 from tests.conformance.native_builds import HEADERS, as_native, built_with
 from tests.conformance.op_suite import draw, fp8_weight, in_strips, int8_weight
@@ -22,7 +23,7 @@ from tests.conformance.op_suite import draw, fp8_weight, in_strips, int8_weight
 def test_attention_over_more_than_fits_into_memory_is_a_typed_error(tokens: int) -> None:
     """No byte of such a context is read: the sums of its parts come first."""
     try:
-        native.library()
+        build.library()
     except BackendUnavailable as error:
         pytest.skip(str(error))
     latent, rope = torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16), torch.zeros(1, 1, 16, 32, dtype=torch.bfloat16)

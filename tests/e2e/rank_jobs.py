@@ -62,6 +62,13 @@ def load_own(folders: Sequence[str], sizes: dict[str, int]) -> None:
     load(folders[int(os.environ["RANK"])], sizes)
 
 
+def load_by_torch_on_rank_1(folder: str, sizes: dict[str, int]) -> list[str]:
+    """Rank 1 reads plain matrices: what the experts of each layer lie in."""
+    providers = {"grouped_mlp": "torch"} if os.environ["RANK"] == "1" else None
+    model = load(folder, sizes, dtype="bfloat16", providers=providers)
+    return [type(layer.experts.gate_up).__name__ for layer in model.moe_layers()]
+
+
 def load_at_own_pace(folder: str, sizes: dict[str, int]) -> list[int]:
     """Rank 0 takes care to be heard of after every tensor, others are not heard of until they are done: how often all
     heard of each other, and how many tensors this rank read."""

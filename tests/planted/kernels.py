@@ -7,7 +7,9 @@ from tests.planted.mutant import Mutant
 S = "src/pdinfer/execution/sampling.py"
 US = "tests/unit/execution/test_sampling.py"
 CR = "src/pdinfer/kernels/native/rows.c"
-N = "src/pdinfer/kernels/native/ops.py"
+N = "src/pdinfer/kernels/native/products.py"
+NR = "src/pdinfer/kernels/native/rows.py"
+NO = "src/pdinfer/kernels/native/ops.py"
 R = "src/pdinfer/kernels/reference.py"
 T = "src/pdinfer/kernels/torch_ops.py"
 A = "src/pdinfer/kernels/torch_attention.py"
@@ -217,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "native mla_decode reads int64 pages as int32",
-        N,
+        NO,
         "page_table_BM = page_table_BM.to(torch.int32).contiguous()",
         "page_table_BM = page_table_BM.contiguous()",
         f"{ATTENTION}::test_queries_on_both_sides_of_parts_and_blocks_of_a_context",
@@ -351,29 +353,29 @@ MUTANTS = [
     Mutant(
         "native linear takes any dtype",
         N,
-        "if x_TI.dtype not in _LINEARS or not _are(x_TI.dtype, weight_OI) or not fits:",
+        "if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:",
         "if not fits:",
         f"{NATIVE_OPS}::test_native_ops_leave_other_dtypes_to_torch",
     ),
     Mutant(
         "native linear takes a weight of another dtype",
         N,
-        "or not _are(x_TI.dtype, weight_OI) or not fits",
+        "or not are(x_TI.dtype, weight_OI) or not fits",
         "or not fits",
         f"{NATIVE_OPS}::test_native_products_of_two_dtypes_are_refused_as_torch_does",
     ),
     Mutant(
         "native heads_out takes any dtype",
         N,
-        "readable = packed and _are(torch.bfloat16, x_THC, weight_HVC)",
+        "readable = packed and are(torch.bfloat16, x_THC, weight_HVC)",
         "readable = packed",
         f"{NATIVE_OPS}::test_native_ops_leave_other_dtypes_to_torch",
     ),
     Mutant(
         "native rms_norm takes elements that lie apart",
-        N,
-        "if x_TD.stride(-1) != 1 or not _are",
-        "if not _are",
+        NR,
+        "if x_TD.stride(-1) != 1 or not are",
+        "if not are",
         f"{NATIVE_OPS}::test_native_ops_read_strided_rows",
     ),
     Mutant(

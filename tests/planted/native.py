@@ -7,7 +7,8 @@ from tests.planted.mutant import Mutant
 CA = "src/pdinfer/kernels/native/attention.c"
 C8 = "src/pdinfer/kernels/native/int8.c"
 F8 = "src/pdinfer/kernels/native/fp8.c"
-N = "src/pdinfer/kernels/native/ops.py"
+N = "src/pdinfer/kernels/native/products.py"
+NO = "src/pdinfer/kernels/native/ops.py"
 FLASH = "src/pdinfer/kernels/torch_flash.py"
 ATTENTION = "tests/conformance/test_attention_ops.py"
 QUANTIZED = "tests/conformance/test_quantized_ops.py"
@@ -118,14 +119,14 @@ MUTANTS = [
     ),
     Mutant(
         "native prefill cuts a context inside a page",
-        N,
+        NO,
         "step = 0, KEYS // page_size * page_size",
         "step = 0, KEYS",
         f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
     ),
     Mutant(
         "native prefill forgets where a piece starts",
-        N,
+        NO,
         "context - num_queries - start,",
         "context - num_queries,",
         f"{ATTENTION}::test_native_prefill_expands_a_context_piece_by_piece",
@@ -182,22 +183,22 @@ MUTANTS = [
     Mutant(
         "native products of many rows hide that a thread lacks memory",
         f"{FOLDER}/strips.c",
-        "            if (!packed) lacking = each;\n",
+        "            if (each && !packed) lacking = each;\n",
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(
         "native experts hide that a thread lacks memory",
         f"{FOLDER}/experts.c",
-        "        if (!able) lacking = packed ? all : of_strip;\n",
+        "        if (!able) lacking = own ? of_strip : all;\n",
         "",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(
         "native linear does not say what a kernel lacks",
         N,
-        '    _check_memory(lacking, f"a product of {rows} rows")\n',
-        "",
+        '    check_memory(lacking, f"a product of {rows} rows")\n    return out\n\n\ndef linear_strips',
+        "    return out\n\n\ndef linear_strips",
         f"{MEMORY}::test_every_allocation_may_fail",
     ),
     Mutant(

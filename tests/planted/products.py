@@ -11,6 +11,9 @@ STRIPS = "src/pdinfer/kernels/native/strips.c"
 TILES = "src/pdinfer/kernels/native/tiles.c"
 OPS = "tests/conformance/test_ops.py"
 BODIES = "tests/conformance/test_native_bodies.py"
+SHAPES = "tests/conformance/test_native_shapes.py"
+FORMATS = "src/pdinfer/kernels/weight_formats.py"
+LOADED = "tests/unit/model/test_strips.py"
 
 MUTANTS = [
     Mutant(
@@ -44,22 +47,22 @@ MUTANTS = [
     Mutant(
         "native experts keep what a strip has beyond the hidden values",
         EXPERTS,
-        "for (i64 i = there; i < 16; i++) row[i] = 0;",
-        "for (i64 i = there; i < 16; i++) row[i] = NAN;",
+        "for (i64 i = MAX(0, there); i < 16; i++) row[i] = 0;",
+        "for (i64 i = MAX(0, there); i < 16; i++) row[i] = NAN;",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "native experts of many rows all read the first expert's weights",
         EXPERTS,
-        "gate_up + e * 2 * inner * width, down + e * width * inner, y + row * width",
-        "gate_up, down, y + row * width",
+        "        gate_up.weights += gate_up.outs * gate_up.n;\n        down.weights += down.outs * down.n;\n",
+        "",
         f"{BODIES}::test_experts",
     ),
     Mutant(
         "tiles forget the sums of the inputs before",
         TILES,
-        "steps, n, k > 0, c + STRIP * m);\n            else",
-        "steps, n, 0, c + STRIP * m);\n            else",
+        "line, end, k > 0, to);\n            else",
+        "line, end, 0, to);\n            else",
         f"{BODIES}::test_experts",
     ),
     Mutant(
@@ -68,5 +71,54 @@ MUTANTS = [
         "const bf16 *b = a + 16 * padded(n);",
         "const bf16 *b = a;",
         f"{BODIES}::test_experts",
+    ),
+    Mutant(
+        "native products read two matrices in strips as one",
+        "src/pdinfer/kernels/native/products.py",
+        "        weight.parts,\n",
+        "        1,\n",
+        f"{SHAPES}::test_linear_with_strips",
+    ),
+    Mutant(
+        "threads that share experts have one panel for all of them",
+        EXPERTS,
+        "whole ? own : shared + all * p",
+        "whole ? own : shared",
+        f"{SHAPES}::test_experts",
+    ),
+    Mutant(
+        "a few rows pass over steps behind the end of a strip",
+        STRIPS,
+        "MIN(deep, steps - k),",
+        "deep,",
+        f"{SHAPES}::test_linear_with_strips",
+    ),
+    Mutant(
+        "strips swap the columns of a pair",
+        FORMATS,
+        "        in_rows = matrix_OI.contiguous().view(torch.int32)\n",
+        "        in_rows = matrix_OI.unflatten(-1, (-1, 2)).flip(-1).flatten(-2).contiguous().view(torch.int32)\n",
+        f"{LOADED}::test_they_hold_the_same_values_in_another_order",
+    ),
+    Mutant(
+        "the second of two matrices is written over the first",
+        FORMATS,
+        "weight.numbers.narrow(-4, index, 1)",
+        "weight.numbers.narrow(-4, 0, 1)",
+        f"{LOADED}::test_they_hold_the_same_values_in_another_order",
+    ),
+    Mutant(
+        "a model whose products torch was to compute lies in strips",
+        "src/pdinfer/model/destinations.py",
+        'ops = ("linear", "grouped_mlp", "linear_strips", "grouped_mlp_strips")',
+        'ops = ("linear_strips", "grouped_mlp_strips")',
+        f"{LOADED}::test_they_are_for_models_whose_products_are_all_of_the_provider_that_reads_them",
+    ),
+    Mutant(
+        "a rank holds experts in strips that another reads as plain",
+        "src/pdinfer/model/load.py",
+        "bool(theirs[:, -1].all())",
+        "strips",
+        "tests/e2e/test_ranks.py::test_ranks_hold_experts_alike",
     ),
 ]

@@ -21,7 +21,7 @@ from pdinfer.checks import clip, typed
 from pdinfer.config import ModelConfig
 from pdinfer.errors import CheckpointError, ConfigError
 from pdinfer.files import AnyPath, read_json, read_regular
-from pdinfer.kernels.weight_formats import BLOCK, quantize_fp8, quantize_int8
+from pdinfer.kernels.weight_formats import BLOCK, all_finite, quantize_fp8, quantize_int8
 
 LINEARS = frozenset(
     {"q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -175,7 +175,7 @@ def _converted(files: Checkpoint, info: TensorInfo, recipe: Recipe) -> dict[str,
     tensor = files.read(info)
     if not recipe.chosen(info.name) or len(info.shape) != 2:
         return {info.name: tensor}
-    if not bool(torch.isfinite(tensor).all()):
+    if not all_finite(tensor):
         raise CheckpointError(f"{info.file}: tensor {info.name} holds NaN or infinite values")
     return recipe.quantize(info.name, tensor)
 

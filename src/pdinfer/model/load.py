@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import attrs
 import torch
 
 from pdinfer.checkpoint.reader import Checkpoint
@@ -91,11 +92,10 @@ def load_model(
         resolved = resolve_ops(spec, forced=providers)
         sum_in_float32(target.device)
         kept = kept_schemes(weights, resolved)
-        weights_id = files.sample_digest()
-        groups, strips = _met(topology, device, weights_id, strips=lie_in_strips(resolved))
-        build = _builder(files, target, groups, weights_id, resolved.ops, experts, placement)
+        met = _met(files, target, strips=lie_in_strips(resolved))
+        build = _builder(files, target, met, resolved.ops, experts, placement)
         plan = LoadPlan(
-            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=strips, resolved=resolved
+            target=target, build=build, stored=stored, weights=weights, kept=kept, strips=met.strips, resolved=resolved
         )
         plan.check()
         model, destinations = plan.allocate()
@@ -103,11 +103,19 @@ def load_model(
     return model
 
 
+@attrs.frozen
+class _Met:
+    """What ranks agree on: their groups, the checkpoint, and whether all of them hold matrices in strips."""
+
+    groups: Groups
+    weights_id: bytes
+    strips: bool
+
+
 def _builder(
     files: Checkpoint,
     target: Target,
-    groups: Groups,
-    weights_id: bytes,
+    met: _Met,
     ops: Ops,
     experts: ExpertConfig,
     placement: ExpertPlacement | None,
@@ -115,7 +123,7 @@ def _builder(
     """Return a function that builds this rank's model from a source of weights."""
     config, device, dtype, mtp = target.config, target.device, target.dtype, target.mtp
     parallel = ExpertParallel.connect(
-        config, ops, groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
+        config, ops, met.groups.ep, device=device, dtype=dtype, mtp=mtp, options=experts, placement=placement
     )
     return partial(
         Model.build,
@@ -123,9 +131,9 @@ def _builder(
         device=device,
         dtype=dtype,
         topology=target.topology,
-        groups=groups,
+        groups=met.groups,
         experts=parallel,
-        weights_id=weights_id,
+        weights_id=met.weights_id,
         mtp=mtp,
         mtp_copies=_own_copies(files, config) if mtp else (),
     )
@@ -145,20 +153,19 @@ def _check_count(files: Checkpoint, config: ModelConfig, topology: Topology) -> 
         )
 
 
-def _met(topology: Topology, device: torch.device, weights_id: bytes, *, strips: bool) -> tuple[Groups, bool]:
-    """Return the groups of this rank, once all ranks have opened the same checkpoint, and whether all of them would
-    hold matrices in strips: ranks give each other experts as they lie. Raises CheckpointError when they have opened
-    others."""
-    groups = topology.connect(device)
-    ours = torch.frombuffer(bytearray(weights_id) + bytes([strips]), dtype=torch.uint8).to(device)[None]
+def _met(files: Checkpoint, target: Target, *, strips: bool) -> _Met:
+    """Return what ranks agree on, once all have opened the same checkpoint; `strips` says what this one would do. Ranks
+    give each other experts as they lie, so all hold them alike. Raises CheckpointError when they have opened others."""
+    groups, weights_id = target.topology.connect(target.device), files.sample_digest()
+    ours = torch.frombuffer(bytearray(weights_id) + bytes([strips]), dtype=torch.uint8).to(target.device)[None]
     theirs = groups.world.all_gather(ours)
     others = (theirs != ours)[:, :-1].any(-1).nonzero().flatten().tolist()
     if others:
         raise CheckpointError(
-            f"rank {topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks copies "
-            "of one checkpoint"
+            f"rank {target.topology.rank} reads other weights than ranks {', '.join(map(str, others))}: give all ranks "
+            "copies of one checkpoint"
         )
-    return groups, bool(theirs[:, -1].all())
+    return _Met(groups, weights_id, bool(theirs[:, -1].all()))
 
 
 def _own_copies(files: Checkpoint, config: ModelConfig) -> list[str]:

@@ -23,6 +23,7 @@ from pdinfer.kernels.weight_formats import (
     Stored,
     Strips,
     Weight,
+    all_finite,
     assign,
     columns_of,
     dequantize,
@@ -183,7 +184,7 @@ def _put(value: Weight, place: Weight, info: TensorInfo, check_finite: bool) -> 
         raise CheckpointError(f"{info.file}: quant_bias of {info.name} holds a bias, which is not supported there")
     assign(place, value)
     numbers = tensors_of(place)[0]
-    if check_finite and numbers.dtype in (torch.float16, torch.bfloat16) and not bool(torch.isfinite(numbers).all()):
+    if check_finite and numbers.dtype in (torch.float16, torch.bfloat16) and not all_finite(numbers):
         raise CheckpointError(
             f"{info.file}: tensor {info.name} overflows {numbers.dtype}; load it as bfloat16 or float32"
         )

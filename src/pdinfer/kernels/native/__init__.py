@@ -1,12 +1,16 @@
 """Ops in C for bfloat16 models on x86 CPUs.
 
-    ops.py        the provider: a function per op, which hands what C cannot take to `torch_ops`
+    ops.py        the provider: what it serves, and attention; what C cannot take goes to `torch_ops`
+    products.py   products with weights in every format, and experts
+    rows.py       what lies between products
+    calls.py      what all calls look at before and behind
     build.py      says what is compiled for this machine on first use, and why it cannot be
     products.c    linear maps; products.h says what the next four share
     experts.c     gated MLPs of rows that are sorted by expert
     pairs.c       products of few rows with AVX-512 BF16
     floats.c      products of few rows without
-    strips.c      products of many rows without: with it, torch's are good
+    strips.c      products of many rows without, and with weights that lie in strips
+    tiles.c       the same by AMX
     int8.c        products and experts of INT8
     fp8.c         products of few rows with FP8, and its conversions
     room.c        memory that threads keep from call to call

@@ -159,13 +159,14 @@ static void times(const void *panels, i64 rows, i64 n, const bf16 *strip, float 
         scan_of[rows](panels, strip, steps, c);
         return;
     }
-    for (i64 k = 0; k < steps; k += DEEP)
+    i64 deep = rows < PANEL ? 1 : rows < 16 ? 2 : DEEP; /* few rows wait for memory, which gives most when read in order */
+    for (i64 k = 0; k < steps; k += deep)
         for (i64 first = 0, count; first < rows; first += count) {
             count = panel_of(rows - first);
             const float *panel = (const float *)panels + first * padded(n) + 32 * k * count;
             for (int half = 0; half < 2; half++)
-                times_of[count](panel, strip + k * STEP + half * STEP / 2, MIN(DEEP, steps - k), first ? 0 : DEEP * STEP,
-                                k > 0, c + STRIP * first + 16 * half);
+                times_of[count](panel, strip + k * STEP + half * STEP / 2, MIN(deep, steps - k),
+                                first ? 0 : deep * STEP, k > 0, c + STRIP * first + 16 * half);
         }
 }
 

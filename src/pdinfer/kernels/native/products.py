@@ -1,0 +1,270 @@
+"""Products with weights in every format, and experts, which are several products (`products.c`, `experts.c`, `int8.c`,
+`fp8.c`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdinfer.kernels import torch_experts, torch_ops
+from pdinfer.kernels.activations import FP8Rows
+from pdinfer.kernels.native import build
+from pdinfer.kernels.native.calls import are, check_memory
+from pdinfer.kernels.native.rows import gated_silu
+from pdinfer.kernels.weight_formats import BLOCK, FP8Blocks, Int8Dynamic, Strips
+
+FEW_ROWS = 16
+"""Up to this many rows a product of float32 waits for its weights. With more, torch's GEMM is faster. Of products of
+bfloat16 the library says which it serves."""
+FEW_HEAD_ROWS = 64
+"""Up to this many rows products head by head are served on every CPU, since torch computes them one by one."""
+FEW_FP8_ROWS = 16
+"""Up to this many rows an FP8 product reads its weights as they are stored. For more they become bfloat16, block by
+block."""
+FP8_BLOCK_BYTES = 4 << 20
+"""The memory for such a block."""
+
+
+_LINEARS = MappingProxyType({torch.bfloat16: "linear", torch.float32: "linear_float"})
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    rows, width = x_TI.shape
+    outs = weight_OI.shape[0]
+    served = rows <= FEW_ROWS if x_TI.dtype == torch.float32 else build.library().is_served(rows, outs)
+    fits = rows and served and x_TI.stride(-1) == 1 and weight_OI.is_contiguous()
+    if x_TI.dtype not in _LINEARS or not are(x_TI.dtype, weight_OI) or not fits:
+        return F.linear(x_TI, weight_OI)
+    out = x_TI.new_empty(rows, outs)
+    lacking = getattr(build.library(), _LINEARS[x_TI.dtype])(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight_OI.data_ptr(),
+        outs,
+        width,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {rows} rows")
+    return out
+
+
+def linear_strips(x_TI: Tensor, weight: Strips) -> Tensor:
+    rows, width = x_TI.shape
+    outs = weight.shape[0]
+    if not rows or not _reads_strips(x_TI, weight):
+        return F.linear(x_TI, weight.matrix())
+    out = x_TI.new_empty(rows, outs)
+    lacking = build.library().linear_strips(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight.numbers.data_ptr(),
+        outs,
+        width,
+        weight.parts,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {rows} rows")
+    return out
+
+
+def _reads_strips(x: Tensor, *weights: Strips) -> bool:
+    """Return whether the kernels take these rows and weights."""
+    dense = all(weight.numbers.is_contiguous() for weight in weights)
+    return dense and x.stride(-1) == 1 and are(torch.bfloat16, x, *(weight.numbers for weight in weights))
+
+
+def grouped_mlp(x: Tensor, counts_E: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> Tensor:
+    num_experts, width, inner = down_EDI.shape
+    counts_E = counts_E.to(torch.int64)
+    fits = x.ndim == 2 and len(x) and are(torch.bfloat16, x, gate_up_EJD, down_EDI)
+    most = int(counts_E.max()) if fits else 0
+    if not fits or not build.library().experts_are_served(most, width, inner):
+        return torch_experts.by_expert(linear, gated_silu, x, counts_E, gate_up_EJD, down_EDI)
+    out = torch.empty_like(x)
+    hidden = x.new_empty(len(x), 3 * inner)
+    lacking = build.library().experts(
+        x.data_ptr(),
+        counts_E.data_ptr(),
+        num_experts,
+        gate_up_EJD.data_ptr(),
+        down_EDI.data_ptr(),
+        width,
+        inner,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts")
+    return out
+
+
+def grouped_mlp_strips(x: Tensor, counts_E: Tensor, gate_up: Strips, down: Strips) -> Tensor:
+    if x.ndim != 2 or not len(x) or not x.is_contiguous() or not _reads_strips(x, gate_up, down):
+        return torch_experts.by_expert(linear_strips, gated_silu, x, counts_E, gate_up, down)
+    counts_E, (width, inner), out = counts_E.to(torch.int64), down.shape, torch.empty_like(x)
+    lacking = build.library().experts_strips(
+        x.data_ptr(),
+        counts_E.data_ptr(),
+        len(counts_E),
+        gate_up.numbers.data_ptr(),
+        down.numbers.data_ptr(),
+        width,
+        inner,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {len(x)} rows with {len(counts_E)} experts")
+    return out
+
+
+def linear_int8(x_TI: Tensor, weight: Int8Dynamic) -> Tensor:
+    rows, width = x_TI.shape
+    outs = len(weight.numbers)
+    if not _reads_int8(rows, x_TI, weight):
+        return torch_ops.linear_int8(x_TI, weight)
+    out = x_TI.new_empty(rows, outs)
+    lacking = build.library().linear_int8(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        weight.numbers.data_ptr(),
+        weight.scale.data_ptr(),
+        outs,
+        width,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {rows} rows in INT8")
+    return out
+
+
+def grouped_mlp_int8(x: Tensor, counts_E: Tensor, gate_up: Int8Dynamic, down: Int8Dynamic) -> Tensor:
+    num_experts, width, inner = down.numbers.shape
+    counts_E = counts_E.long()
+    fits = x.ndim == 2 and len(x) and x.is_contiguous()
+    if not fits or not _reads_int8(int(counts_E.max()), x, gate_up, down):
+        return torch_experts.by_expert(linear_int8, gated_silu, x, counts_E, gate_up, down)
+    out, hidden = torch.empty_like(x), x.new_empty(len(x), 3 * inner)
+    lacking = build.library().experts_int8(
+        x.data_ptr(),
+        counts_E.data_ptr(),
+        num_experts,
+        gate_up.numbers.data_ptr(),
+        gate_up.scale.data_ptr(),
+        down.numbers.data_ptr(),
+        down.scale.data_ptr(),
+        width,
+        inner,
+        hidden.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {len(x)} rows with {num_experts} experts in INT8")
+    return out
+
+
+def _reads_int8(rows: int, x: Tensor, *weights: Int8Dynamic) -> bool:
+    """Return whether the kernels take these numbers of at most so many rows."""
+    dense = all(part.is_contiguous() for weight in weights for part in (weight.numbers, weight.scale))
+    return bool(
+        rows and dense and x.stride(-1) == 1 and are(torch.bfloat16, x) and build.library().is_served_int8(rows)
+    )
+
+
+def quantize_fp8(x_TI: Tensor, *, ue8m0: bool) -> FP8Rows:
+    if x_TI.ndim != 2 or x_TI.stride(-1) != 1 or not are(torch.bfloat16, x_TI):
+        return torch_ops.quantize_fp8(x_TI, ue8m0=ue8m0)
+    rows, width = x_TI.shape
+    numbers_TI = torch.empty(rows, width, dtype=torch.float8_e4m3fn)
+    scales_TN = torch.empty(rows, -(-width // BLOCK))
+    build.library().quantize_fp8(
+        x_TI.data_ptr(),
+        x_TI.stride(0),
+        rows,
+        width,
+        ue8m0,
+        numbers_TI.data_ptr(),
+        scales_TN.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return FP8Rows(numbers_TI, scales_TN, dtype=x_TI.dtype, ue8m0=ue8m0)
+
+
+def linear_fp8(x_TI: Tensor | FP8Rows, weight: FP8Blocks) -> Tensor:
+    if not weight.numbers.is_contiguous() or not weight.scale.is_contiguous() or x_TI.dtype != torch.bfloat16:
+        return torch_ops.linear_fp8(x_TI, weight)
+    x = x_TI if isinstance(x_TI, FP8Rows) else quantize_fp8(x_TI, ue8m0=weight.ue8m0)
+    rows, (outs, width) = len(x), weight.numbers.shape
+    out = x.new_empty((rows, outs))
+    matrix = (weight.numbers.data_ptr(), weight.scale.data_ptr(), outs, weight.parts, width)
+    if rows > FEW_FP8_ROWS:
+        floats_TI, step = x.floats(), max(1, FP8_BLOCK_BYTES // (2 * width))
+        block_OI = floats_TI.new_empty(min(step, outs), width)
+        for first in range(0, outs, step):
+            count = min(step, outs - first)
+            build.library().dequantize_fp8(*matrix, first, count, block_OI.data_ptr(), torch.get_num_threads())
+            out[:, first : first + count] = linear(floats_TI, block_OI[:count])
+    elif rows:
+        numbers_TI = x.numbers_TI.contiguous()
+        scales = (x.scales_TN.data_ptr(), *x.scales_TN.stride())
+        lacking = build.library().linear_fp8(
+            numbers_TI.data_ptr(), *scales, rows, *matrix, out.data_ptr(), torch.get_num_threads()
+        )
+        check_memory(lacking, f"a product of {rows} rows in FP8")
+    return out
+
+
+def grouped_mlp_fp8(x: Tensor | FP8Rows, counts_E: Tensor, gate_up: FP8Blocks, down: FP8Blocks) -> Tensor:
+    rows = quantize_fp8(x, ue8m0=gate_up.ue8m0) if isinstance(x, Tensor) else x  # once for all experts
+    return torch_experts.by_expert(linear_fp8, gated_silu, rows, counts_E, gate_up, down)
+
+
+def heads_in(x_THN: Tensor, weight_HNC: Tensor) -> Tensor:
+    rows, _, width = x_THN.shape
+    outs = weight_HNC.shape[2]
+    packed = x_THN.stride(2) == weight_HNC.stride(2) == 1 and weight_HNC.stride(1) == outs
+    readable = packed and are(torch.bfloat16, x_THN, weight_HNC)
+    served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
+    if not rows or not served or width % 2 or outs % 128 or not readable:
+        return torch_ops.heads_in(x_THN, weight_HNC)
+    return _by_heads(build.library().heads_in, x_THN, weight_HNC, outs)
+
+
+def heads_out(x_THC: Tensor, weight_HVC: Tensor) -> Tensor:
+    rows, _, width = x_THC.shape
+    outs = weight_HVC.shape[1]
+    packed = x_THC.stride(2) == weight_HVC.stride(2) == 1 and weight_HVC.stride(1) == width
+    readable = packed and are(torch.bfloat16, x_THC, weight_HVC)
+    served = rows <= FEW_HEAD_ROWS or build.library().is_served(rows, outs)
+    if not rows or not served or outs % 8 or not readable:
+        return torch_ops.heads_out(x_THC, weight_HVC)
+    return _by_heads(build.library().heads_out, x_THC, weight_HVC, outs)
+
+
+def _by_heads(kernel: Callable[..., int], x_THI: Tensor, weight_H: Tensor, outs: int) -> Tensor:
+    """Run a product head by head -> [T, H, outs]. `weight_H` is [H, ...]."""
+    rows, num_heads, width = x_THI.shape
+    out = x_THI.new_empty(rows, num_heads, outs)
+    lacking = kernel(
+        x_THI.data_ptr(),
+        x_THI.stride(0),
+        x_THI.stride(1),
+        rows,
+        num_heads,
+        width,
+        weight_H.data_ptr(),
+        weight_H.stride(0),
+        outs,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    check_memory(lacking, f"a product of {rows} rows with {num_heads} heads")
+    return out

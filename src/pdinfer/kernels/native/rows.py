@@ -1,0 +1,128 @@
+"""What lies between products: routing, sorting rows by expert, norms, rotations, activations (`rows.c`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdinfer.kernels import torch_ops
+from pdinfer.kernels.native import build
+from pdinfer.kernels.native.calls import are
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    if x_TD.stride(-1) != 1 or not are(torch.bfloat16, x_TD, weight_D):
+        return torch_ops.rms_norm(x_TD, weight_D, eps)
+    rows, width = x_TD.shape
+    out = x_TD.new_empty(rows, width)
+    build.library().rms_norm(
+        x_TD.data_ptr(), x_TD.stride(0), rows, width, weight_D.data_ptr(), eps, out.data_ptr(), torch.get_num_threads()
+    )
+    return out
+
+
+def rotate(x_THR: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool = True) -> Tensor:
+    readable = are(torch.bfloat16, x_THR) and are(torch.float32, cos_TF, sin_TF) and x_THR.stride(-1) == 1
+    if not interleaved or not readable:
+        return torch_ops.rotate(x_THR, cos_TF, sin_TF, interleaved=interleaved)
+    rows, num_heads, width = x_THR.shape
+    cos_TF, sin_TF = cos_TF.contiguous(), sin_TF.contiguous()
+    out = x_THR.new_empty(rows, num_heads, width)
+    build.library().rotate(
+        x_THR.data_ptr(),
+        x_THR.stride(0),
+        x_THR.stride(1),
+        rows,
+        num_heads,
+        width // 2,
+        cos_TF.data_ptr(),
+        sin_TF.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    *,
+    sigmoid: bool,
+    top_k: int,
+    num_groups: int,
+    top_k_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[Tensor, Tensor]:
+    if not are(torch.float32, logits_TE, bias_E):
+        return torch_ops.route(
+            logits_TE,
+            bias_E,
+            sigmoid=sigmoid,
+            top_k=top_k,
+            num_groups=num_groups,
+            top_k_groups=top_k_groups,
+            normalize=normalize,
+            scaling_factor=scaling_factor,
+        )
+    tokens, num_experts = logits_TE.shape
+    logits_TE, bias_E = logits_TE.contiguous(), None if bias_E is None else bias_E.contiguous()
+    ids, weights = torch.empty(tokens, top_k, dtype=torch.int64), torch.empty(tokens, top_k)
+    build.library().route(
+        logits_TE.data_ptr(),
+        None if bias_E is None else bias_E.data_ptr(),
+        tokens,
+        num_experts,
+        sigmoid,
+        top_k,
+        num_groups,
+        top_k_groups,
+        normalize,
+        scaling_factor,
+        ids.data_ptr(),
+        weights.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return ids, weights
+
+
+def group_rows(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    ids_TK = ids_TK.contiguous()
+    counts_E, row_TK = torch.empty(num_experts, dtype=torch.int64), torch.empty_like(ids_TK)
+    token_of_row_S = row_TK.new_empty(ids_TK.numel())
+    build.library().group_rows(
+        ids_TK.data_ptr(),
+        *ids_TK.shape,
+        num_experts,
+        counts_E.data_ptr(),
+        token_of_row_S.data_ptr(),
+        row_TK.data_ptr(),
+    )
+    return counts_E, token_of_row_S, row_TK
+
+
+def combine_rows(y_SD: Tensor, row_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    if not are(torch.bfloat16, y_SD) or not are(torch.float32, weights_TK):
+        return torch_ops.combine_rows(y_SD, row_TK, weights_TK)
+    out_TD = torch.empty(len(row_TK), y_SD.shape[1])
+    y_SD, row_TK, weights_TK = y_SD.contiguous(), row_TK.contiguous(), weights_TK.contiguous()
+    build.library().combine_rows(
+        y_SD.data_ptr(),
+        row_TK.data_ptr(),
+        weights_TK.data_ptr(),
+        *row_TK.shape,
+        y_SD.shape[1],
+        out_TD.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return out_TD
+
+
+def gated_silu(x_TJ: Tensor) -> Tensor:
+    if not are(torch.bfloat16, x_TJ):
+        return torch_ops.gated_silu(x_TJ)
+    rows, width = x_TJ.shape
+    x_TJ = x_TJ.contiguous()
+    out = x_TJ.new_empty(rows, width // 2)
+    build.library().gated_silu(x_TJ.data_ptr(), rows, width // 2, out.data_ptr(), torch.get_num_threads())
+    return out
