@@ -226,6 +226,9 @@ CHANNEL: dict[str, wire.Message] = {
     "hello": wire.Hello(PREFILL, LAYOUT, ("feature",)),
     "welcome": wire.Welcome(DECODE, LAYOUT),
     "reject": wire.Reject(LayoutMismatch("they differ"), DIFFERENCES, again=True),
+    "reject a second link": wire.Reject(
+        TransferError("there is one"), again=True, refuser=attrs.evolve(DECODE, endpoints=())
+    ),
     "hello with heads": wire.Hello(PREFILL, HEADS, (wire.HEADS,)),
     "data": wire.Data(ROOM, range(2, 5), range(64, 200)),
     "data of heads": wire.Data(ROOM, range(2, 5), range(64, 200), range(4, 6)),

@@ -193,6 +193,18 @@ def test_a_prefill_that_nobody_finds_ends_the_request_by_its_policy(
     assert "no prefill at tcp://127.0.0.1:1" in caplog.text
 
 
+def test_requests_may_name_one_prefill_by_two_names(pair: Pairs) -> None:
+    prefill, decode = pair()
+    hand_over(prefill, decode, [prompt_of(20)])
+    room, prompt = os.urandom(16).hex(), prompt_of(40)
+    loads = {"do_remote_prefill": True, "room": room, "prefill": prefill.address.replace("127.0.0.1", "localhost")}
+    prefill.add("p", prompt, {"do_remote_decode": True, "room": room})
+    asked = decode.add("d", prompt, loads)
+    run([prefill, decode], lambda: asked.is_over)
+    assert asked.landed is not None
+    assert len(decode.channel.snapshot().links) == 1
+
+
 def test_a_lost_prefill_fails_its_loads_and_the_next_one_at_its_address_is_found(pair: Pairs) -> None:
     prefill, decode = pair()
     hand_over(prefill, decode, [prompt_of(20)])

@@ -73,11 +73,13 @@ class LinkBook:
         with self.changed:
             return self._links.get(key)
 
-    def linked_at(self, endpoint: str) -> PeerAddress | None:
-        """Return the linked peer that listens at an endpoint, or None."""
+    def linked_at(self, endpoint: str, identity: PeerAddress | None = None) -> PeerAddress | None:
+        """Return the linked peer that listens at an endpoint, or that has this identity, or None."""
         with self.changed:
-            there = (self._by_link[link].address for link in self._links.values() if link in self._by_link)
-            return next((peer for peer in there if peer is not None and endpoint in peer.endpoints), None)
+            there = [self._by_link[link].address for link in self._links.values() if link in self._by_link]
+            known = [peer for peer in there if peer is not None]
+            key = None if identity is None else peer_key(identity)
+            return next((peer for peer in known if endpoint in peer.endpoints or peer_key(peer) == key), None)
 
     def peer_at(self, key: PeerKey) -> Peer | None:
         """Return the record of the open link to a peer, or None."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 
@@ -68,7 +69,7 @@ def refusal(message: wire.Reject) -> PDInferError:
     if isinstance(error, LayoutMismatch) and message.fields:
         fields = tuple((name, ours, theirs) for name, theirs, ours in message.fields)
         error = LayoutMismatch.of(fields, said_by="the peer refuses: ")
-    return Occupied(str(error)) if message.again else error
+    return Occupied(str(error), message.refuser) if message.again else error
 
 
 class Handshake:
@@ -147,7 +148,8 @@ class Handshake:
         with self._book.changed:
             key = peer_key(message.address)
             if self._book.link_to(key) is not None:
-                raise Occupied("this peer has an open link already; drop that one before opening another")
+                why = "this peer has an open link already; drop that one before opening another"
+                raise Occupied(why, message.address)
             if isinstance(message, wire.Hello):
                 if self._book.is_dialling(key) and peer_key(self._book.us) < key:
                     raise Occupied("both ends dial, and it is the other one's link that stays")
@@ -158,7 +160,8 @@ class Handshake:
         """Refuse the link. An end that dialled is told why and closes it; if it goes on instead, this end closes it."""
         self._book.refuse(peer, error)
         if not peer.dialled:
-            peer.post(wire.rejection(error, again=isinstance(error, Occupied)))
+            is_occupied = isinstance(error, Occupied)
+            peer.post(wire.rejection(error, again=is_occupied, refuser=self._book.us if is_occupied else None))
 
 
 class Links:
@@ -245,11 +248,14 @@ class Links:
     def dial(self, endpoint: str, *, timeout_s: float) -> PeerAddress:
         """Open a link to whoever listens at an endpoint; see `KVChannel.dial`."""
         anyone, ends = PeerAddress(ANYONE, 0, 0, (endpoint,)), self._clock() + timeout_s
+        occupied: Occupied | None = None
         while True:
+            left, refuser = ends - self._clock(), None if occupied is None else occupied.there
             with self._changed:
-                if (linked := self.book.linked_at(endpoint)) is not None:
+                if (linked := self.book.linked_at(endpoint, refuser)) is not None:
                     return linked
-            left = ends - self._clock()
+            if occupied is not None and left <= 0:
+                raise occupied
             peer = self.book.at(self._transport.connect(anyone.endpoints, timeout_s=max(0.0, left)))
             with self._changed:
                 peer.asked_for = anyone
@@ -261,10 +267,11 @@ class Links:
                     self.book.forget_at(endpoint, peer.address)
                     self.book.want(peer.address, timeout_s)
                 return peer.address
-            if not isinstance(problem, Occupied) or left <= 0:
+            if not isinstance(problem, Occupied):
                 raise problem or TransferError(f"the link to {endpoint} was lost")
-            with self._changed:  # both ends dial, or the peer still has a link that is lost
-                self._changed.wait_for(lambda: self.book.linked_at(endpoint) is not None, REDIAL_S[0])
+            occupied = problem
+            with self._changed:  # both ends dial, the peer has another name too, or it still has a link that is lost
+                self._changed.wait_for(partial(self.book.linked_at, endpoint, occupied.there), REDIAL_S[0])
 
     def drop(self, key: PeerKey) -> None:
         """Close the link to this peer, or the one that is being opened, and stop dialling it."""

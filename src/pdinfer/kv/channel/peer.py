@@ -110,7 +110,12 @@ class Ledger(dict[PeerKey, PeerCounters]):
 
 
 class Occupied(TransferError):
-    """There is a link to this peer already, or one is on its way. Trying again finds it, or opens another."""
+    """There is a link to this peer already, or one is on its way. Trying again finds it, or opens another. `there` is
+    who the peer is, where that is known."""
+
+    def __init__(self, message: str, there: PeerAddress | None = None) -> None:
+        super().__init__(message)
+        self.there = there
 
 
 @attrs.define(eq=False)

@@ -51,7 +51,7 @@ from pdinfer.types import Handoff, PageGrant, PeerAddress
 NONCE_BYTES = 16
 MIN_KEY_BYTES = 16
 MAX_TAG_BYTES = 32
-MAJOR, MINOR = 2, 2
+MAJOR, MINOR = 2, 3
 OFFERS_SINCE = (2, 1)
 """The first version that knows `Offer` frames."""
 HEADS_SINCE = (2, 2)
@@ -142,11 +142,13 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 class Reject(msgspec.Struct, tag="reject"):
     """The answer that refuses a link. `fields` are those of LayoutMismatch. `again` is set when the reason will pass
-    soon."""
+    soon. `refuser`, since 2.3, is who refuses a second link, without endpoints: the end that dialled may know it by
+    another one."""
 
     error: PDInferError
     fields: Differences = ()
     again: bool = False
+    refuser: PeerAddress | None = None
 
 
 class Data(msgspec.Struct, tag="data", omit_defaults=True):
@@ -232,9 +234,9 @@ def encode(message: Message) -> bytes:
     return frame
 
 
-def rejection(error: PDInferError, *, again: bool) -> bytes:
-    """Return a Reject frame that fits an untrusted link. Long texts are cut between words, and of many differences the
-    last ones are left out."""
+def rejection(error: PDInferError, *, again: bool, refuser: PeerAddress | None = None) -> bytes:
+    """Return a Reject frame that fits an untrusted link. Long texts are cut between words, of many differences the last
+    ones are left out, and of the refuser all endpoints."""
     fields: tuple[tuple[str, str, str], ...] = ()
     text = str(error)
     if isinstance(error, LayoutMismatch):
@@ -244,8 +246,9 @@ def rejection(error: PDInferError, *, again: bool) -> bytes:
             for name, ours, theirs in error.fields
         )
     short = error_from_code(error.code, _cut(text, MAX_REASON_BYTES))
+    bare = None if refuser is None else attrs.evolve(refuser, endpoints=())
     while True:
-        frame = encode(Reject(short, fields, again))
+        frame = encode(Reject(short, fields, again, bare))
         if len(frame) <= MAX_UNTRUSTED_FRAME_BYTES - MAX_TAG_BYTES or not fields:
             return frame
         fields = fields[:-1]

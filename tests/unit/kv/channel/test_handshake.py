@@ -39,6 +39,7 @@ from tests.unit.kv.channel.channels import (
 )
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
+FAR = PeerAddress(b"e" * 16, 2**63, 2**31 - 1, ("tcp://" + "a" * 200,) * 8)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ def test_a_refusal_fits_an_untrusted_link_whatever_it_says(layers: int, names: i
     plain = escaped("the two ends' KV layouts differ")
     for error in (LayoutMismatch(reason, fields=fields), TransferError(reason)):
         for key in (None, KEY):
-            tagged = FrameMac(bytes(32), False, key).sign(wire.rejection(error, again=False))
+            tagged = FrameMac(bytes(32), False, key).sign(wire.rejection(error, again=False, refuser=FAR))
             assert len(tagged) <= MAX_UNTRUSTED_FRAME_BYTES
             decoded = wire.decode(wire.rejection(error, again=True))
             assert isinstance(decoded, wire.Reject)

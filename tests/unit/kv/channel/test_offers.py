@@ -3,6 +3,9 @@ and links to whoever listens at an endpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
 import attrs
 import pytest
 
@@ -15,6 +18,21 @@ from pdinfer.types import PageGrant
 from tests.unit.kv.channel.channels import ABORTED, Case, handoff, links, pool_of, record, say, settled, until
 
 KEY = b"k" * 32
+
+
+@pytest.fixture
+def tcp() -> Iterator[Case]:
+    """Make ends on sockets, whose hosts have several names."""
+    case = Case("tcp")
+    yield case
+    case.close()
+
+
+def other_name(end: KVChannel) -> str:
+    """Return where an end listens by a name that it does not give itself."""
+    (endpoint,) = end.address.endpoints
+    assert "127.0.0.1" in endpoint
+    return endpoint.replace("127.0.0.1", "localhost")
 
 
 def taking(case: Case, key: bytes | None = None, page_size: int = 4) -> KVChannel:
@@ -136,6 +154,40 @@ def test_dialling_an_endpoint_twice_makes_one_link_and_a_restart_is_noticed(case
     until(lambda: not prefill.connected(decode.address))
     assert decode.dial(endpoint) == prefill.address
     assert decode.snapshot().wanted == (prefill.address,)  # what listened there before is given up
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
+def test_a_peer_is_found_under_another_name_too(tcp: Case, key: bytes | None) -> None:
+    decode, other, prefill = tcp.end(key=key), tcp.end(key=key), taking(tcp, key)
+    peers = tuple(end.address for end in (other, prefill))
+    assert tuple(decode.dial(*peer.endpoints) for peer in peers) == peers
+    decode.offer(grant := tcp.grant(decode, prefill))
+    assert decode.dial(other_name(prefill)) == prefill.address
+    assert decode.snapshot().wanted == peers
+    until(lambda: (len(prefill.snapshot().links), len(decode.snapshot().links)) == (1, 2))
+    until(lambda: prefill.poll_offers() == [grant])
+    tcp.hand_over(prefill, decode, grant, tcp.accept(prefill, grant))  # the link is the one from before
+
+
+def test_two_names_of_a_peer_that_are_dialled_at_once_make_one_link(tcp: Case) -> None:
+    prefill, decode = tcp.end(), tcp.end()
+    names = [*prefill.address.endpoints, other_name(prefill)] * 3
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert set(pool.map(decode.dial, names)) == {prefill.address}
+    until(lambda: len(prefill.snapshot().links) == len(decode.snapshot().links) == 1)
+
+
+def test_a_peer_that_does_not_say_who_it_is_is_not_found_under_another_name(
+    tcp: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of 2.2 do not."""
+    rejection = wire.rejection
+    monkeypatch.setattr(wire, "rejection", lambda error, again, refuser: rejection(error, again=again))
+    prefill, decode = tcp.end(), tcp.end()
+    assert decode.dial(*prefill.address.endpoints) == prefill.address
+    with pytest.raises(TransferError, match="has an open link already"):
+        decode.dial(other_name(prefill), timeout_s=0.2)
+    assert decode.connected(prefill.address)
 
 
 def test_dialling_an_endpoint_compares_layouts_and_keys(two_pools: Case) -> None:

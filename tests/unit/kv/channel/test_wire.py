@@ -118,7 +118,7 @@ wire_messages = st.one_of(
     values(wire.Open, version=versions, nonce=st.binary(min_size=16, max_size=16), keyed=st.booleans()),
     values(wire.Hello, address=addresses, layout=layouts, required=tuples(texts)),
     values(wire.Welcome, address=addresses, layout=layouts),
-    values(wire.Reject, error=errors, fields=fields),
+    values(wire.Reject, error=errors, fields=fields, refuser=st.none() | addresses),
     values(wire.Data, room=blobs, layers=spans(), tokens=spans(), heads=st.none() | spans()),
     values(wire.Finish, handoff=handoffs),
     values(wire.Abort, room=blobs, error=errors),
