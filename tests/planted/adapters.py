@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.planted.mutant import Mutant
 
 OFFERS = "tests/unit/kv/channel/test_offers.py::"
+PROMPTS = "tests/unit/adapters/test_vllm_prompts.py::"
 VLLM = "tests/unit/adapters/test_vllm.py::"
 
 MUTANTS = [
@@ -56,6 +57,34 @@ MUTANTS = [
         "attrs.evolve(refuser, endpoints=())",
         "refuser",
         "tests/unit/kv/channel/test_handshake.py::test_a_refusal_fits_an_untrusted_link_whatever_it_says",
+    ),
+    Mutant(
+        "a prompt that decode gave up stays in vLLM's queue",
+        "src/pdinfer/adapters/vllm/prefill.py",
+        "            if not self._channel_of(grant).awaits(room):",
+        "            if False:",
+        "tests/unit/adapters/test_vllm_prefill.py::test_a_prompt_that_decode_gave_up_is_dropped_at_vllm",
+    ),
+    Mutant(
+        "a server goes on with a prompt that nobody wants",
+        "src/pdinfer/adapters/vllm/prompts.py",
+        "            call = self._calls.get(room)\n",
+        "            call = None\n",
+        f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
+    ),
+    Mutant(
+        "a server that was left before it answered is heard to its end",
+        "src/pdinfer/adapters/vllm/prompts.py",
+        "                is_left = self._is_left\n",
+        "                is_left = False\n",
+        f"{PROMPTS}test_a_server_is_left_when_its_prompt_is_dropped",
+    ),
+    Mutant(
+        "what vLLM refuses once its answer has begun is tried again",
+        "src/pdinfer/adapters/vllm/prompts.py",
+        "if _is_theirs(code):\n                raise",
+        "if code < 0:\n                raise",
+        f"{PROMPTS}test_a_server_streams_tokens_until_it_is_done_or_says_something_else",
     ),
     Mutant(
         "a cancelled load is reported while its writer may still write",

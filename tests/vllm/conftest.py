@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.vllm.engines import ROOT, Engine, ready, role
+from tests.vllm.engines import ENVIRONMENT, ROOT, START_S, Engine, role
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -53,16 +57,52 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
         engine.close()
 
 
+Serve = Callable[[str, Path], "subprocess.Popen[bytes]"]
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
 @pytest.fixture
-def trio(start: Start) -> tuple[Engine, Engine, Engine]:
-    """Return an engine alone, a prefill and a decode, one sequence at a time, over shared memory."""
-    engines = (
-        start("alone"),
-        start("prefill", "kv_producer", listen="shm://"),
-        start("decode", "kv_consumer", listen="shm://"),
-    )
-    ready(*engines)
-    return engines
+def serve(model: Path, tmp_path: Path) -> Iterator[Serve]:
+    """Start commands that know $MODEL, which end with the test."""
+    for name in TOKENIZER:
+        shutil.copy(ROOT / "examples" / "tiny" / name, model)
+    named = tmp_path / "vllm-0.32.0+cpu.dist-info"  # what `vllm serve` looks for, and the build for CPUs does not have
+    named.mkdir()
+    (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    environment = {
+        **os.environ,
+        **{name: value for name, value in ENVIRONMENT.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"},
+        "MODEL": str(model),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{tmp_path}",
+    }
+    children = []
+
+    def serve(command: str, out: Path) -> subprocess.Popen[bytes]:
+        with out.open("w") as log:
+            child = subprocess.Popen(
+                ["bash", "-c", command], cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        children.append(child)
+        return child
+
+    yield serve
+    for child in children:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait(30)
+
+
+def wait_healthy(port: int, log: Path, server: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + START_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            assert server.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.5)
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:

@@ -115,6 +115,27 @@ def test_a_cancelled_request_gives_everything_back(cross: Cross) -> None:
     cross.check_rest()
 
 
+def test_a_prompt_that_decode_gave_up_is_dropped_at_vllm(cross: Cross, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody tells the port of it: it sees that decode does not wait for the prompt any more."""
+    dropped: list[bytes] = []
+    monkeypatch.setattr(cross.port._prompts, "drop", dropped.append)
+    cross.serve([prompt_of(20)])
+    ends = time.monotonic() + 10
+    with cross.vllm.lock:  # vLLM does not come to it
+        for name in "ab":
+            cross.pairing.submit(pd.Request(prompt=prompt_of(50), sampling=greedy(), request_id=name))
+        while len(cross.port._open) < 2:
+            cross.pairing.step()
+        cross.pairing.cancel("a")
+        cancelled = next(iter(cross.port._open))
+        while not dropped:
+            assert time.monotonic() < ends
+            cross.pairing.step()
+        assert set(dropped) == {cancelled}
+    assert cross.pairing.drain(10)
+    cross.check_rest()
+
+
 def test_a_vllm_that_was_restarted_is_probed_and_used_again(cross: Cross) -> None:
     prompt, listen = prompt_of(50), cross.vllm.kv
     cross.serve([prompt])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -54,7 +55,11 @@ class Backend(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.server.may_answer.wait(10)
         self.answer(self.server.status, self.server.said)
+        if not self.server.said:  # as vLLM does while it computes
+            self.wfile.flush()
+            self.server.left.append(self.rfile.read(1) == b"")
 
     def do_GET(self) -> None:
         self.answer(200, self.server.models)
@@ -70,7 +75,9 @@ class Backend(BaseHTTPRequestHandler):
 @pytest.fixture
 def backend() -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Backend)
-    server.asked, server.status, server.models, server.said = [], 200, b"{}", b'{"error": "too\nlong"}'
+    server.asked, server.status, server.models, server.said = [], 200, b"{}", b"data: [DONE]\n\n"
+    server.left, server.may_answer = [], threading.Event()
+    server.may_answer.set()
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     server.url = f"http://127.0.0.1:{server.server_address[1]}"
     yield server
@@ -81,8 +88,8 @@ def backend() -> Iterator[Any]:
 def test_a_server_is_asked_and_its_refusals_are_told_apart(backend: Any) -> None:
     server = Server(f"{backend.url}/")
     server({"prompt": [1]})
-    assert backend.asked == [{"prompt": [1], "stream": False}]
-    backend.status = 400
+    assert backend.asked[0].items() >= {"prompt": [1], "stream": True}.items()
+    backend.status, backend.said = 400, b'{"error": "too\nlong"}'
     with pytest.raises(pd.RequestError, match=r'answered 400: {"error": "too\\nlong"}'):
         server({})
     for status in (429, 500):
@@ -100,10 +107,67 @@ def test_a_server_streams_tokens_until_it_is_done_or_says_something_else(backend
     said = list(Server(backend.url).stream({"prompt": [1]}))
     assert said == [Piece((4,)), Piece((5, 6), (-1.5, -2), "length")]
     assert backend.asked[-1]["stream"] is backend.asked[-1]["return_token_ids"] is True
-    for wrong in ('{"error": "the engine is dead"}', "no json", '{"choices": [{"token_ids": ["4"]}]}'):
+    dead = '{"error": {"message": "the engine is dead", "code": 500}}'
+    for wrong in ('{"error": "the engine is dead"}', dead, "no json", '{"choices": [{"token_ids": ["4"]}]}'):
         backend.said = f"data: {wrong}\n\n".encode()
         with pytest.raises(pd.TransferError, match="something else than tokens"):
             list(Server(backend.url).stream({}))
+    backend.said = b'data: {"error": {"message": "token 9999\\nis not mine", "code": 400}}\n\n'
+    with pytest.raises(pd.RequestError, match=r"answered 400: token 9999\\nis not mine"):
+        Server(backend.url)({})
+    backend.said = b"data: " + lines[0].encode()
+    with pytest.raises(pd.TransferError, match="broke off its answer"):
+        Server(backend.url)({})
+
+
+class Answers:
+    """What Prompts says, in order."""
+
+    def __init__(self) -> None:
+        self.said: list[Answer] = []
+        self.done = threading.Semaphore(0)
+
+    def __call__(self, answer: Answer) -> None:
+        self.said.append(answer)
+        self.done.release()
+
+    def next(self) -> Answer:
+        assert self.done.acquire(timeout=10)
+        return self.said[-1]
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before it answers", "while it computes"])
+def test_a_server_is_left_when_its_prompt_is_dropped(backend: Any, early: bool) -> None:
+    backend.said = b""
+    if early:
+        backend.may_answer.clear()
+    answers = Answers()
+    prompts = Prompts(Server(backend.url), 2, answers)
+    prompts.ask(b"a", {"prompt": [1]})
+    until(lambda: backend.asked)
+    if not early:
+        until(lambda: prompts._calls[b"a"]._connection is not None)
+    prompts.drop(b"a")
+    backend.may_answer.set()
+    assert "cancelled" in str(answers.next().error)
+    until(lambda: backend.left == [True])
+    assert not prompts._calls
+    backend.said = b"data: [DONE]\n\n"
+    prompts.ask(b"b", {"prompt": [1]})
+    assert answers.next() == Answer(b"b", None)
+    backend.said = b""
+    prompts.ask(b"c", {"prompt": [1]})
+    until(lambda: b"c" in prompts._calls and prompts._calls[b"c"]._connection is not None)
+    prompts.close()
+    assert isinstance(answers.next().error, pd.TransferError)
+    until(lambda: backend.left == [True, True])
 
 
 @pytest.mark.parametrize(
@@ -116,9 +180,8 @@ def test_a_server_tells_how_long_a_prompt_may_be(backend: Any, models: bytes, le
 
 
 def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all() -> None:
-    answers: list[Answer] = []
     now: list[int] = []
-    most, go, done = [0], threading.Event(), threading.Semaphore(0)
+    most, go, answers = [0], threading.Event(), Answers()
 
     def complete(body: Any) -> None:
         now.append(body["at"])
@@ -126,19 +189,15 @@ def test_at_most_so_many_prompts_are_asked_at_a_time_and_dropped_ones_not_at_all
         go.wait(10)
         now.remove(body["at"])
 
-    def answered(answer: Answer) -> None:
-        answers.append(answer)
-        done.release()
-
-    prompts = Prompts(complete, 2, answered)
+    prompts = Prompts(complete, 2, answers)
     for at in range(6):
         prompts.ask(bytes([at]), {"at": at})
     prompts.drop(bytes([5]))
     go.set()
     for _ in range(6):
-        assert done.acquire(timeout=10)
+        answers.next()
     prompts.close()
-    failed = [answer for answer in answers if answer.error is not None]
+    failed = [answer for answer in answers.said if answer.error is not None]
     assert most == [2]
     assert [answer.room for answer in failed] == [bytes([5])]
     assert "cancelled" in str(failed[0].error)

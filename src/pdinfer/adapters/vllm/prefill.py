@@ -20,6 +20,7 @@ from pdinfer.adapters.vllm.prompts import Answer, Complete, Prompts, Server, bod
 from pdinfer.checks import typed
 from pdinfer.engine.decode import DecodeEngine
 from pdinfer.errors import PDInferError
+from pdinfer.kv.channel.channel import KVChannel
 from pdinfer.stats import PrefillLoad, QueuedSizes
 from pdinfer.types import Event, PageGrant, Request
 
@@ -44,7 +45,7 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
     @typed
     def submit(self, request: Request, grant: PageGrant) -> None:
         """Send the grant to vLLM's worker, and the prompt to its server."""
-        channel = self._engine_at(grant.destinations[0]).channel
+        channel = self._channel_of(grant)
         sends = {"do_remote_decode": True, "room": grant.room.hex(), "first_token": True}
         try:
             body = body_of(request, sends)
@@ -58,18 +59,22 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
 
     @typed
     def cancel(self, request_id: str) -> None:
-        """Keep a prompt from vLLM that it does not have yet. One that it has is computed, and not sent."""
+        """Keep a prompt from vLLM that it does not have yet, and leave a server that has it, so that vLLM ends it. One
+        that a function of the host has given to vLLM is computed, and not sent."""
         for room, (known, _) in list(self._open.items()):
             if known == request_id:
                 self._prompts.drop(room)
 
     def step(self) -> list[Event]:
-        """Take vLLM's answers: a prompt that it did not compute is aborted at decode. Raises TransferError when no
-        decode has a link to vLLM any more."""
+        """Take vLLM's answers: a prompt that it did not compute is aborted at decode. One that decode has given up is
+        kept from vLLM, or ended there. Raises TransferError when no decode has a link to vLLM any more."""
         for answer in self._inbox.take():
             _, grant = self._open.pop(answer.room, ("", None))
             if grant is not None and answer.error is not None:
-                self._engine_at(grant.destinations[0]).channel.abort(grant, answer.error)
+                self._channel_of(grant).abort(grant, answer.error)
+        for room, (_, grant) in self._open.items():
+            if not self._channel_of(grant).awaits(room):
+                self._prompts.drop(room)
         self._check_links()
         return []
 
@@ -89,6 +94,9 @@ class VLLMPrefill(VLLMPort[DecodeEngine, Answer]):
             queued=QueuedSizes.of(sizes),
             kv=self._kv_stats(),
         )
+
+    def _channel_of(self, grant: PageGrant) -> KVChannel:
+        return self._engine_at(grant.destinations[0]).channel
 
     def _begin(self) -> None:
         self._prompts = Prompts(self._reached.complete, self._max_concurrent, self._inbox.put)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -96,6 +98,38 @@ def body_of(request: Request, params: Mapping[str, Any], *, max_tokens: int = 1)
     }
 
 
+class Call:
+    """A body that a server was given. It may be left from any thread, and vLLM ends a request that nobody hears."""
+
+    def __init__(self) -> None:
+        self._changing = new_lock()
+        self._connection: socket.socket | None = None
+        self._is_left = False
+
+    @contextlib.contextmanager
+    def heard(self, answer: HTTPResponse) -> Iterator[None]:
+        """Have `leave` close the connection of an answer meanwhile."""
+        with socket.socket(fileno=os.dup(answer.fileno())) as connection:
+            with self._changing:
+                self._connection = connection
+                is_left = self._is_left
+            if is_left:
+                self.leave()
+            try:
+                yield
+            finally:
+                with self._changing:
+                    self._connection = None
+
+    def leave(self) -> None:
+        """Close the connection, now or as soon as the server has begun to answer."""
+        with self._changing:
+            self._is_left = True
+            if self._connection is not None:
+                with contextlib.suppress(OSError):  # the server was first
+                    self._connection.shutdown(socket.SHUT_RDWR)
+
+
 @attrs.frozen
 class Server:
     """A server of vLLM at `url`, such as "http://127.0.0.1:8100"."""
@@ -120,23 +154,32 @@ class Server:
             raise TransferError(f"vLLM at {self.url} did not say which models it has: {error}") from None
         return length if is_int(length) and length > 1 else None
 
-    def __call__(self, body: Mapping[str, Any]) -> None:
+    def __call__(self, body: Mapping[str, Any], call: Call | None = None) -> None:
         """Have the server compute a prompt. Raises RequestError when it does not take it, TransferError when it cannot
-        be reached or fails."""
-        with self._posted({**body, "stream": False}) as answer:
-            while answer.read(1 << 16):
-                pass
+        be reached, fails, or is left."""
+        for _ in self._pieces(body, call or Call()):
+            pass
 
     def stream(self, body: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield what the server says to a body. Raises as a call does, and TransferError when it breaks off."""
-        ids = {"return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 0}
-        with self._posted({**body, **ids, "stream": True}) as answer:
+        """Yield what the server says to a body. Raises as a call does."""
+        return self._pieces({**body, "return_tokens_as_token_ids": True, "logprobs": 0}, Call())
+
+    def _pieces(self, body: Mapping[str, Any], call: Call) -> Iterator[Piece]:
+        with self._posted({**body, "return_token_ids": True, "stream": True}) as answer, call.heard(answer):
             while line := answer.readline(MAX_LINE_BYTES):
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
                 if data:
-                    yield Piece.of(_json(data))
+                    yield self._piece(_json(data))
+            raise TransferError(f"vLLM at {self.url} broke off its answer")
+
+    def _piece(self, chunk: Any) -> Piece:
+        """Read a chunk. What vLLM refuses once its answer has begun is an error in its place."""
+        match chunk:
+            case {"error": {"code": int(code), "message": str(why)}} if _is_theirs(code):
+                raise RequestError(f"vLLM at {self.url} answered {code}: {escaped(why[:400])}")
+        return Piece.of(chunk)
 
     @contextlib.contextmanager
     def _posted(self, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:
@@ -148,11 +191,15 @@ class Server:
         except urllib.error.HTTPError as refused:
             with refused:
                 why = escaped(refused.read(400).decode("utf-8", "replace"))
-            is_theirs = 400 <= refused.code < 500 and refused.code not in (408, 429)
-            kind_of_error = RequestError if is_theirs else TransferError
+            kind_of_error = RequestError if _is_theirs(refused.code) else TransferError
             raise kind_of_error(f"vLLM at {self.url} answered {refused.code}: {why}") from None
         except (OSError, HTTPException) as error:
             raise TransferError(f"vLLM at {self.url} did not answer: {error}") from None
+
+
+def _is_theirs(code: int) -> bool:
+    """Return whether an HTTP status says that the request is at fault, and will be the next time."""
+    return 400 <= code < 500 and code not in (408, 429)
 
 
 def _json(data: bytes) -> Any:
@@ -184,6 +231,7 @@ class Prompts:
         self._num_threads = 0
         self._num_unanswered = 0
         self._dropped: set[bytes] = set()
+        self._calls: dict[bytes, Call] = {}
 
     def ask(self, room: bytes, body: dict[str, Any]) -> None:
         """Have a prompt computed. Never waits."""
@@ -196,32 +244,44 @@ class Prompts:
             threading.Thread(target=self._work, name="pdinfer-vllm-prompt", daemon=True).start()
 
     def drop(self, room: bytes) -> None:
-        """Answer a prompt with an error, unless vLLM has it already."""
+        """Answer a prompt with an error. A server that has it already is left; another way to vLLM goes to its end."""
         with self._changing:
             self._dropped.add(room)
+            call = self._calls.get(room)
+        if call is not None:
+            call.leave()
 
     def close(self) -> None:
-        """Ask for nothing more, and end the threads, each after the answer that it waits for."""
+        """Ask for nothing more, leave the server, and end the threads, each after the answer that it waits for."""
         with self._changing:
             self._max_concurrent = 0
             for _ in range(self._num_threads):
                 self._waiting.put(None)
+            calls = list(self._calls.values())
+        for call in calls:
+            call.leave()
 
     def _work(self) -> None:
         while (asked := self._waiting.get()) is not None:
-            room, body = asked
+            (room, body), call = asked, Call()
             with self._changing:
                 is_dropped = room in self._dropped or not self._max_concurrent
-            error = RequestError("the request was cancelled") if is_dropped else self._problem(body)
+                self._calls[room] = call
+            error = None if is_dropped else self._problem(body, call)
             with self._changing:
+                is_dropped = is_dropped or (error is not None and room in self._dropped)
                 self._num_unanswered -= 1
                 self._dropped.discard(room)
-            self._answered(Answer(room, error))
+                del self._calls[room]
+            self._answered(Answer(room, RequestError("the request was cancelled") if is_dropped else error))
 
-    def _problem(self, body: dict[str, Any]) -> PDInferError | None:
+    def _problem(self, body: dict[str, Any], call: Call) -> PDInferError | None:
         """Have vLLM compute a prompt. Return why it did not."""
         try:
-            self._complete(body)
+            if isinstance(self._complete, Server):
+                self._complete(body, call)
+            else:
+                self._complete(body)
         except PDInferError as error:
             return error
         except Exception as error:  # noqa: BLE001 - a host's own way to reach vLLM

@@ -146,6 +146,10 @@ class KVChannel(OfOneProcess):
         """Return whether the writers of an expected room may be told of it, which is at once."""
         return True
 
+    def awaits(self, room: bytes) -> bool:
+        """Return whether a writer of an expected room has yet to land it or to stop."""
+        return self._receiver.awaits(room)
+
     @typed
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the grant's writers to stop. `poll` returns their ABORTED, with `error`, or a LANDED that was on its

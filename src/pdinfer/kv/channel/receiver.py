@@ -67,6 +67,11 @@ class HandoffReceiver:
         for peer in peers:
             peer.post(frame)
 
+    def awaits(self, room: bytes) -> bool:
+        """Return whether a room has yet to settle; see `KVChannel.awaits`."""
+        with self._changed:
+            return room in self._rooms
+
     def abort(self, grant: PageGrant, error: PDInferError) -> None:
         """Ask the writers of a room to stop; see `KVChannel.abort`."""
         with self._changed:

@@ -221,6 +221,9 @@ class ReceiverRooms:
     _settled: list[Handoff] = attrs.field(factory=list)
     _state_bytes: int = 0
 
+    def __contains__(self, room: bytes) -> bool:
+        return room in self._rooms
+
     def expect(self, grant: PageGrant, now: float) -> None:
         """Let the writers of `grant` write it from now on."""
         if grant.room in self._rooms:
