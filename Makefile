@@ -2,7 +2,7 @@
 # make test         lint, types, and tests for a person: at most 5 minutes on 2 quiet cores
 # make test-all     lint, types, and every test that needs no special hardware
 # make test-vllm    the tests that run vLLM on this CPU, in an environment of its own (VENV=… takes one that is there);
-#                   RUNS=200 adds that many seeded fault runs
+#                   RUNS=200 adds that many seeded fault runs, PROMPTS=500 gives all prompts where some are given
 # make mutants      plants bugs, one after the other, and tells which of them no test sees
 # make soak         10 minutes of requests under every fault that is known, over every transport and among ranks
 # make docs         the site, in build/site

@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-import xxhash
+from tests.vllm.watching import watch
 
 SETTINGS = json.loads(sys.argv[1])
 OUT = os.fdopen(os.dup(1), "w", buffering=1)
@@ -44,46 +44,6 @@ def make() -> Any:
         disable_log_stats=True,
         **SETTINGS.get("more", {}),
     )
-
-
-def pages_digest(channel: Any, tokens: range, pages: Any, first: int) -> str:
-    """Return the digest of some tokens over all layers, whatever the size of the pages."""
-    pool = channel.pool
-    layout = pool.layout
-    spans = layout.spans(pool.memory_pages, layers=layout.layers, tokens=tokens, pages=pages, first_token=first)
-    digest = xxhash.xxh3_64()
-    for view in pool.memory.read(spans):
-        digest.update(view)
-    return digest.hexdigest()
-
-
-def watch(worker: Any) -> None:
-    """Tell of every room that leaves or lands: the digest of its bytes at this end."""
-    channel, receiving, sending = worker.channel, worker._receiving, worker._sending
-    finish, land_out = receiving._finish, sending._land
-
-    def landed(entry: Any) -> None:
-        load = entry.load
-        if not set(load.blocks) & receiving._bad_blocks:
-            tokens = entry.grant.tokens
-            digest = pages_digest(channel, tokens, load.blocks, tokens.start)
-            say(moved=load.room, digest=digest, tokens=(tokens.start, tokens.stop), side="decode")
-        finish(entry)
-
-    blocks: dict[str, Any] = {}
-    push = sending._push
-
-    def pushed(out: Any, save: Any, layers: Any) -> None:
-        blocks[out.grant.room.hex()] = save.blocks
-        push(out, save, layers)
-
-    def left(out: Any, token: Any) -> None:
-        room, tokens = out.grant.room.hex(), out.grant.tokens
-        digest = pages_digest(channel, tokens, blocks[room], 0)
-        say(moved=room, digest=digest, tokens=(tokens.start, tokens.stop), side="prefill")
-        land_out(out, token)
-
-    receiving._finish, sending._push, sending._land = landed, pushed, left
 
 
 class StepTimes:
@@ -128,7 +88,7 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 class CheckedFrees:
-    """Counts the blocks that are freed while a peer may write them."""
+    """Counts the blocks that are freed while a peer may write them, where the worker is in this process."""
 
     def __init__(self, scheduler: Any, worker: Any) -> None:
         self.num_bad = 0
@@ -138,7 +98,8 @@ class CheckedFrees:
 
         def free_blocks(blocks: Any, *rest: Any, **more: Any) -> Any:
             blocks = list(blocks)
-            written = {page for room in worker.channel.snapshot().expected.values() for page in room.pages}
+            rooms = {} if worker is None else worker.channel.snapshot().expected
+            written = {page for room in rooms.values() for page in room.pages}
             self.num_bad += sum(block.ref_cnt <= 1 and block.block_id in written for block in blocks)
             return real(blocks, *rest, **more)
 
@@ -151,12 +112,13 @@ def main() -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     worker = checked = times = None
     if SETTINGS.get("transfer") is not None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-        worker = get_kv_transfer_group()._worker
-        watch(worker)
+        if has_kv_transfer_group():  # several workers have processes of their own
+            worker = get_kv_transfer_group()._worker
+            watch(worker, say)
+            times = StepTimes(worker)
         checked = CheckedFrees(scheduler, worker)
-        times = StepTimes(worker)
     orders: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def read() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,15 @@ import torch
 
 import pdinfer as pd
 from pdinfer.adapters.vllm.prompts import Complete, Piece, Stream
+from tests.vllm import runs
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import ROOT, Engine, ready, until
+from tests.vllm.runs import check_rest
+from tests.vllm.ties import Comparison, Said, margin_of, some_of
 
 NUM_PROMPTS = 200
 NUM_TOKENS = 8
+Start = Callable[..., Engine]
 
 
 def asked(vllm: Engine) -> Complete:
@@ -33,18 +37,27 @@ def asked(vllm: Engine) -> Complete:
 
 
 def greedy(prompt: list[int], at: int) -> pd.Request:
-    sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
+    sampling = pd.SamplingParams(temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     return pd.Request(prompt=prompt, sampling=sampling, request_id=str(at))
+
+
+def events(pairing: pd.Pairing, asked: list[list[int]]) -> list[list[pd.TokenEvent]]:
+    """Return the tokens of each prompt, as events. Every request must end well."""
+    heard: list[list[pd.TokenEvent]] = [[] for _ in asked]
+    for event in pairing.generate(greedy(prompt, at) for at, prompt in enumerate(asked)):
+        assert event.error is None, event
+        assert event.token is not None
+        heard[int(event.request_id)].append(event)
+    return heard
 
 
 def said(pairing: pd.Pairing, asked: list[list[int]]) -> list[list[int]]:
     """Return the tokens of each prompt. Every request must end well."""
-    tokens: list[list[int]] = [[] for _ in asked]
-    for event in pairing.generate(greedy(prompt, at) for at, prompt in enumerate(asked)):
-        assert event.error is None, event
-        assert event.token is not None
-        tokens[int(event.request_id)].append(event.token)
-    return tokens
+    return [[int(event.token or 0) for event in each] for each in events(pairing, asked)]
+
+
+def transport_of(listen: str) -> pd.kv.Transport:
+    return pd.kv.ShmTransport() if listen == "shm://" else pd.kv.SocketTransport()
 
 
 def decode_of(model: pd.Model, transport: Any) -> pd.DecodeEngine:
@@ -57,28 +70,56 @@ def ours(model: Path) -> pd.Model:
     return pd.load_model(model, device="cpu", dtype=torch.float32)
 
 
-def alone(model: pd.Model, asked: list[list[int]]) -> list[list[int]]:
+def alone(model: pd.Model, asked: list[list[int]]) -> list[Said]:
     with pd.Pairing.local(model, cache=pd.CacheConfig(num_pages=128)) as pairing:
-        return said(pairing, asked)
+        heard = events(pairing, asked)
+    return [
+        Said(
+            tuple(int(event.token or 0) for event in each),
+            tuple(margin_of([logprob for _, logprob in event.top_logprobs]) for event in each),
+        )
+        for each in heard
+    ]
 
 
-@pytest.mark.parametrize(("listen", "max_num_seqs"), [("tcp://127.0.0.1:0", 1), ("shm://", 8)])
-def test_prefill_in_vllm_and_decode_here(
-    start: Callable[..., Engine], ours: pd.Model, listen: str, max_num_seqs: int
-) -> None:
-    settings = {"max_num_seqs": max_num_seqs, "num_blocks": 512}
-    vllm = start("prefill", "kv_producer", listen=listen, settings=settings)
+def prefilled_there(
+    start: Start, ours: pd.Model, many: list[list[int]], listen: str, settings: dict[str, Any]
+) -> list[list[int]]:
+    """Return what a vLLM that prefills and an engine of ours that decodes say to prompts."""
+    vllm = start("prefill", "kv_producer", listen=listen, settings={"num_blocks": 512, **settings})
     ready(vllm)
-    transport = pd.kv.ShmTransport() if listen == "shm://" else pd.kv.SocketTransport()
-    decode = decode_of(ours, transport)
+    decode = decode_of(ours, transport_of(listen))
     port = pd.adapters.vllm.connect(decode, kv=vllm.address or "", server=asked(vllm))
-    many = prompts(NUM_PROMPTS, seed=3)
     with pd.Pairing(port, decode) as pairing:
         together = said(pairing, many)
         assert (decode.pool.num_owned, decode.pool.num_granted) == (0, 0)
-    assert [at for at, pair in enumerate(zip(together, alone(ours, many), strict=True)) if pair[0] != pair[1]] == []
-    until(lambda: (stats := vllm.stats())["free"] == stats["all"], [vllm], 10)
-    assert vllm.stats()["bad_frees"] == 0
+    check_rest(vllm)
+    vllm.close()
+    return together
+
+
+def compared(together: Iterable[Sequence[int]], ones: Iterable[Said]) -> Comparison:
+    found = Comparison()
+    for at, (tokens, one) in enumerate(zip(together, ones, strict=True)):
+        found.add(at, tokens, one)
+    print(found)
+    return found
+
+
+@pytest.mark.parametrize(("listen", "max_num_seqs"), [("tcp://127.0.0.1:0", 1), ("shm://", 8)])
+def test_prefill_in_vllm_and_decode_here(start: Start, ours: pd.Model, listen: str, max_num_seqs: int) -> None:
+    many = prompts(NUM_PROMPTS, seed=3)
+    together = prefilled_there(start, ours, many, listen, {"max_num_seqs": max_num_seqs})
+    assert compared(together, alone(ours, many)).num_different == 0
+
+
+def test_prefill_in_vllm_and_decode_here_in_bfloat16(start: Start, model: Path) -> None:
+    ours = pd.load_model(model, device="cpu", dtype=torch.bfloat16)
+    many = prompts(some_of(NUM_PROMPTS, 60), seed=3)
+    together = prefilled_there(start, ours, many, "shm://", {"dtype": "bfloat16", "max_num_seqs": 8})
+    found = compared(together, alone(ours, many))
+    assert found.num_first <= 0.03 * found.num_prompts
+    assert found.far == []
 
 
 def streamed(vllm: Engine) -> Stream:
@@ -94,25 +135,44 @@ def streamed(vllm: Engine) -> Stream:
     return stream
 
 
-@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "shm://"])
-def test_prefill_here_and_decode_in_vllm(start: Callable[..., Engine], ours: pd.Model, listen: str) -> None:
-    vllm, one = start("decode", "kv_both", listen=listen, policy="fail", lease_s=300), start("alone")
-    ready(vllm, one)
-    transport = pd.kv.ShmTransport() if listen == "shm://" else pd.kv.SocketTransport()
+def prefilled_here(
+    start: Start, ours: pd.Model, many: list[list[int]], listen: str, settings: dict[str, Any]
+) -> list[list[int]]:
+    """Return what an engine of ours that prefills and a vLLM that decodes say to prompts."""
+    vllm = start("decode", "kv_both", listen=listen, policy="fail", lease_s=300, settings=settings)
+    ready(vllm)
     pool = pd.PagePool(ours, pd.CacheConfig(num_pages=128))
-    prefill = pd.PrefillEngine(ours, pd.KVChannel(pool, transport, takes_offers=True))
+    prefill = pd.PrefillEngine(ours, pd.KVChannel(pool, transport_of(listen), takes_offers=True))
     port = pd.adapters.vllm.connect_decode(prefill, kv=vllm.address or "", server=streamed(vllm), max_concurrent=16)
-    many = prompts(NUM_PROMPTS, seed=4)
     with pd.Pairing(prefill, port) as pairing:
         together = said(pairing, many)
         assert prefill.pool.num_owned == 0
-    for at, prompt in enumerate(many):
-        one.say(add=str(at), prompt=prompt, max_tokens=NUM_TOKENS, params=None)
-    until(lambda: len(one.done) == NUM_PROMPTS, [one], 300)
-    assert len(vllm.moved) == NUM_PROMPTS + 1  # and the probe
-    assert [at for at, tokens in enumerate(together) if tokens != one.done[str(at)]["tokens"]] == []
-    until(lambda: (stats := vllm.stats())["free"] == stats["all"], [vllm], 10)
-    assert vllm.stats()["bad_frees"] == 0
+    assert len(vllm.moved) == len(many) + 1  # and the probe
+    check_rest(vllm)
+    vllm.close()
+    return together
+
+
+def vllm_alone(start: Start, many: list[list[int]], settings: dict[str, Any]) -> list[Said]:
+    one = start("alone", settings=settings)
+    ready(one)
+    return [Said.of(done) for done in runs.alone(one, many)]
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "shm://"])
+def test_prefill_here_and_decode_in_vllm(start: Start, ours: pd.Model, listen: str) -> None:
+    many = prompts(NUM_PROMPTS, seed=4)
+    together = prefilled_here(start, ours, many, listen, {})
+    assert compared(together, vllm_alone(start, many, {})).num_different == 0
+
+
+def test_prefill_here_and_decode_in_vllm_in_bfloat16(start: Start, model: Path) -> None:
+    ours = pd.load_model(model, device="cpu", dtype=torch.bfloat16)
+    many, settings = prompts(some_of(NUM_PROMPTS, 60), seed=4), {"dtype": "bfloat16"}
+    together = prefilled_here(start, ours, many, "shm://", settings)
+    found = compared(together, vllm_alone(start, many, settings))
+    assert found.num_first <= 0.03 * found.num_prompts
+    assert found.far == []
 
 
 @pytest.fixture
@@ -123,7 +183,7 @@ def wrong_rope(tmp_path: Path) -> Iterator[Path]:
     return tmp_path / "wrong"
 
 
-def test_a_vllm_that_rotates_wrongly_is_refused(start: Callable[..., Engine], wrong_rope: Path) -> None:
+def test_a_vllm_that_rotates_wrongly_is_refused(start: Start, wrong_rope: Path) -> None:
     vllm = start("prefill", "kv_producer", listen="tcp://127.0.0.1:0", settings={"model": str(wrong_rope)})
     ready(vllm)
     decode = decode_of(pd.load_model(wrong_rope, device="cpu", dtype=torch.float32), pd.kv.SocketTransport())
@@ -132,9 +192,7 @@ def test_a_vllm_that_rotates_wrongly_is_refused(start: Callable[..., Engine], wr
     decode.close()
 
 
-def test_other_weights_and_dtypes_are_refused_by_name(
-    start: Callable[..., Engine], model: Path, wrong_rope: Path
-) -> None:
+def test_other_weights_and_dtypes_are_refused_by_name(start: Start, model: Path, wrong_rope: Path) -> None:
     vllm = start("prefill", "kv_producer", listen="tcp://127.0.0.1:0")
     ready(vllm)
     for folder, dtype, says in ((wrong_rope, torch.float32, "model_id"), (model, torch.bfloat16, "bfloat16")):

@@ -13,7 +13,7 @@ import pytest
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import ready, until
 from tests.vllm.faults import FLIP_BYTES, LEASE_S, MORE, TIGHT, Load, Proxy, Start, pair
-from tests.vllm.test_equal import check_rest
+from tests.vllm.runs import check_rest
 
 
 def next_lands(load: Load) -> None:

@@ -12,11 +12,12 @@ import pytest
 
 from tests.vllm.conftest import HAS_VLLM, asks, prompts
 from tests.vllm.engines import ROOT, Engine, ready, until
-from tests.vllm.test_equal import check_rest
+from tests.vllm.runs import compare_in_batches, different_one_by_one
+from tests.vllm.ties import some_of
 
 NUM_PROMPTS = 200
-NUM_TOKENS = 8
 BLOCK = 32
+Start = Callable[..., Engine]
 
 
 @pytest.fixture(scope="session")
@@ -33,45 +34,30 @@ def whole(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK) * BLOCK
 
 
-def answers(alone: Engine, prefill: Engine, decode: Engine, name: str, prompt: list[int]) -> tuple[Any, Any]:
-    """Return what one engine alone says to a prompt, and what the pair says. The blocks that landed are prefill's."""
-    alone.say(add=name, prompt=prompt, max_tokens=NUM_TOKENS, params=None)
-    until(lambda: name in alone.done, [alone], 60)
-    one, (sends, loads, room) = alone.done[name], asks(prefill)
-    prefill.say(add=name, prompt=prompt, max_tokens=1, params=sends)
-    decode.say(add=name, prompt=[*prompt, one["tokens"][0]], max_tokens=NUM_TOKENS - 1, params=loads)
-    until(lambda: name in prefill.done and name in decode.done, [prefill, decode], 60)
-    until(lambda: room in prefill.moved and room in decode.moved, [prefill, decode], 10)
-    ours, theirs = prefill.moved[room], decode.moved[room]
-    assert theirs["tokens"] == ours["tokens"] == [0, whole(len(prompt))]
-    assert theirs["digest"] == ours["digest"]
-    both = prefill.done[name], decode.done[name]
-    return one, {what: both[0][what] + both[1][what] for what in ("tokens", "logprobs")}
-
-
 @pytest.mark.parametrize(("listen", "more"), [("shm://", {}), ("tcp://127.0.0.1:0", {"max_num_batched_tokens": 64})])
 def test_tokens_and_logprobs_are_those_of_one_engine(
-    start: Callable[..., Engine], llama: Path, listen: str, more: dict[str, Any]
+    start: Start, llama: Path, listen: str, more: dict[str, Any]
 ) -> None:
     """Over shared memory, and over TCP with prompts in chunks that end inside of blocks."""
+    asked = prompts(NUM_PROMPTS if listen == "shm://" else 40, seed=3)
     settings = {"model": str(llama), "block_size": BLOCK, "more": more}
-    engines = (
-        start("alone", settings=settings),
-        start("prefill", "kv_producer", listen=listen, settings=settings),
-        start("decode", "kv_consumer", listen=listen, settings=settings),
-    )
-    ready(*engines)
-    assert {engine.block_size for engine in engines} == {BLOCK}
-    different = []
-    for at, prompt in enumerate(prompts(NUM_PROMPTS if listen == "shm://" else 40, seed=3)):
-        one, two = answers(*engines, str(at), prompt)
-        if {what: one[what] for what in two} != two:
-            different.append(at)
-    assert different == []
-    check_rest(*engines[1:])
+    assert different_one_by_one(start, asked, settings, listen=listen, landed=whole) == []
 
 
-def test_other_block_sizes_are_refused_by_name(start: Callable[..., Engine], llama: Path) -> None:
+def test_bfloat16_is_as_exact(start: Start, llama: Path) -> None:
+    asked = prompts(some_of(NUM_PROMPTS, 60), seed=8)
+    settings = {"model": str(llama), "block_size": BLOCK, "dtype": "bfloat16"}
+    assert different_one_by_one(start, asked, settings, landed=whole) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_lands_in_batches_is_what_prefill_has(start: Start, llama: Path, dtype: str) -> None:
+    asked = prompts(some_of(NUM_PROMPTS, 60), seed=9)
+    settings = {"model": str(llama), "block_size": BLOCK, "dtype": dtype}
+    assert compare_in_batches(start, asked, settings).far == []
+
+
+def test_other_block_sizes_are_refused_by_name(start: Start, llama: Path) -> None:
     sizes = {"prefill": 2 * BLOCK, "decode": BLOCK}
     settings = {name: {"model": str(llama), "block_size": size} for name, size in sizes.items()}
     prefill = start("prefill", "kv_producer", listen="tcp://127.0.0.1:0", settings=settings["prefill"], hold_s=1)

@@ -105,6 +105,7 @@ class FakeEngine:
     compute: Callable[[tuple[int, ...]], torch.Tensor] = latents
     draw: Callable[[tuple[int, ...]], int] = len
     equal: Callable[[torch.Tensor, torch.Tensor], bool] = torch.equal
+    num_ranks: int = 1
     config_more: dict[str, Any] = attrs.field(factory=dict)
     requests: dict[str, FakeRequest] = attrs.field(factory=dict)
 
@@ -113,12 +114,19 @@ class FakeEngine:
             kv_transfer_config=SimpleNamespace(kv_role=self.role, kv_connector_extra_config=self.extra),
             model_config=SimpleNamespace(model=self.model),
             cache_config=SimpleNamespace(block_size=self.block_size, cache_dtype="auto"),
-            parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
+            parallel_config=SimpleNamespace(tensor_parallel_size=self.num_ranks, pipeline_parallel_size=1),
             **self.config_more,
         )
         made = connector_on(self.base, "0.32.0")
         self.scheduler = made(config, SimpleNamespace(name="SCHEDULER"), None)
-        self.worker = made(config, SimpleNamespace(name="WORKER"), None)
+        self.workers = []
+        for rank in range(self.num_ranks):
+            parallel = SimpleNamespace(tensor_parallel_size=self.num_ranks, rank=rank)
+            own = SimpleNamespace(**{**vars(config), "parallel_config": parallel})
+            self.workers.append(made(own, SimpleNamespace(name="WORKER"), None))
+        self.worker, *self.others = self.workers
+        for other in self.others:
+            assert other.get_mem_pool_context() is None
         size = self.num_blocks * self.block_size * WIDTH * self.dtype.itemsize
         context = self.worker.get_mem_pool_context()
         if context is None:
@@ -131,7 +139,8 @@ class FakeEngine:
         self.caches = {
             f"model.layers.{at}.self_attn.attn": part.view(self.dtype).view(shape) for at, part in enumerate(parts)
         }
-        self.worker.register_kv_caches(self.caches)
+        for worker in self.workers:
+            worker.register_kv_caches(self.caches)
         self.bytes = [
             cache.view(torch.uint8).view(self.num_blocks, self.block_size, -1) for cache in self.caches.values()
         ]
@@ -179,14 +188,21 @@ class FakeEngine:
         output, finished = self._schedule(), set(self.ended)
         self.ended.clear()
         orders = self.scheduler.build_connector_meta(output)
-        self.worker.handle_preemptions(orders)
+        for worker in self.workers:
+            worker.handle_preemptions(orders)
         for layer in self.bytes:  # only from here on may others write the blocks of preempted requests
             layer[self.taken] = POISON
         self.taken = []
-        self.worker.bind_connector_metadata(orders)
+        for worker in self.workers:
+            worker.bind_connector_metadata(orders)
         self._compute(output)
-        self.worker.start_load_kv(None)
-        self.worker.wait_for_save()
+        for worker in self.workers:
+            worker.start_load_kv(None)
+            worker.wait_for_save()
+        for other in self.others:  # vLLM waits for the word of as many workers as this says
+            assert (other.get_finished(finished), self.scheduler.get_finished_count()) == ((None, None), 1)
+            assert not other.get_block_ids_with_load_errors()
+            assert other.build_connector_worker_meta() is None
         sent, received = self.worker.get_finished(finished)
         bad = self.worker.get_block_ids_with_load_errors()
         if (counted := self.worker.get_kv_connector_stats()) is not None:
@@ -208,7 +224,8 @@ class FakeEngine:
             self._free(self.requests[req_id])
 
     def close(self) -> None:
-        self.worker.shutdown()
+        for worker in self.workers:
+            worker.shutdown()
 
     @property
     def is_at_rest(self) -> bool:
@@ -303,8 +320,9 @@ class FakeEngine:
                 new = range(request.num_computed, request.num_computed + count)
                 slots = [request.blocks[at // self.block_size] * self.block_size + at % self.block_size for at in new]
                 self.bytes[layer].flatten(0, 1)[slots] = self.compute(request.prompt)[layer, new.start : new.stop]
-            self.worker.wait_for_layer_load(name)
-            self.worker.save_kv_layer(name, self.caches[name], None)
+            for worker in self.workers:
+                worker.wait_for_layer_load(name)
+                worker.save_kv_layer(name, self.caches[name], None)
 
     def _update(self, output: Any, bad: set[int]) -> None:
         for request in self.requests.values():

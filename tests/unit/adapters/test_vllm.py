@@ -345,6 +345,14 @@ def test_many_requests_with_everything_at_once(pair: Pairs, seed: int) -> None:
     assert len(decode.free) == 20
 
 
+@pytest.mark.parametrize("listen", [LISTEN, "shm://"])
+def test_the_first_of_several_ranks_of_a_prefill_sends(pair: Pairs, listen: str) -> None:
+    prefill, decode = pair({"listen": listen}, num_ranks=2, decode={"num_ranks": 1})
+    hand_over(prefill, decode, [prompt_of(length, length) for length in (5, 40, 200)])
+    assert counted(prefill)["sent"] == 3
+    assert [hasattr(worker._worker, "channel") for worker in prefill.workers] == [True, False]
+
+
 def test_an_engine_of_both_roles(pair: Pairs) -> None:
     one, other = pair.engine("kv_both"), pair.engine("kv_both")
     hand_over(one, other, [prompt_of(20)])
@@ -470,8 +478,10 @@ def test_a_prefill_without_an_address_and_two_with_one_end_at_start(pair: Pairs)
         pair.engine("kv_producer", {"listen": first.address})
 
 
+TWO = SimpleNamespace(tensor_parallel_size=2)
 BAD_SETUPS: dict[str, tuple[dict[str, Any], str]] = {
-    "tensor ranks": ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor_parallel_size is 2"),
+    "decodes of several ranks": ({"kv_role": "kv_both", "parallel_config": TWO}, "is 2 and kv_role is kv_both"),
+    "contexts": ({"parallel_config": SimpleNamespace(decode_context_parallel_size=2)}, "decode_context_parallel_size"),
     "stages": ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline_parallel_size is 2"),
     "drafts": ({"speculative_config": object()}, "caches of draft models"),
     "adapters": ({"lora_config": object()}, "LoRA"),
@@ -484,8 +494,9 @@ BAD_SETUPS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD_SETUPS)
 def test_set_ups_that_are_not_served_end_at_start(name: str, role: str) -> None:
     more, says = BAD_SETUPS[name]
+    role_of_engine = more.get("kv_role", "kv_producer")
     config: dict[str, Any] = {
-        "kv_transfer_config": SimpleNamespace(kv_role="kv_producer", kv_connector_extra_config={"listen": LISTEN}),
+        "kv_transfer_config": SimpleNamespace(kv_role=role_of_engine, kv_connector_extra_config={"listen": LISTEN}),
         "cache_config": SimpleNamespace(block_size=16, cache_dtype="auto"),
         "parallel_config": SimpleNamespace(),
         "model_config": SimpleNamespace(model="examples/tiny"),

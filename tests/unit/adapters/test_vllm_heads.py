@@ -64,6 +64,11 @@ def test_blocks_of_which_decode_has_the_first_land_behind_them(pair: Pairs, llam
     assert decode.channel.stats.bytes_received == 4 * BLOCK * LAYERS * WIDTH * 4
 
 
+def test_ranks_that_hold_some_heads_each_are_refused_at_start(pair: Pairs, llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"those of an MLA model .* tensor_parallel_size is 2"):
+        pair.engine("kv_producer", num_ranks=2, **packed(llama))
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import attrs
 
+from pdinfer.adapters.vllm.heads import has_heads
 from pdinfer.checks import clip
 from pdinfer.errors import ConfigError
 from pdinfer.kv.transports.base import Transport
@@ -129,10 +130,17 @@ def check_setup(config: Any, kv_cache_config: Any) -> None:
     """Raise ConfigError, in a sentence, for set-ups of vLLM that the connector does not serve. Called in both halves,
     before anything is allocated."""
     parallel = config.parallel_config
-    for kind in ("tensor", "pipeline", "data", "decode_context"):
+    for kind in ("pipeline", "data", "prefill_context", "decode_context"):
         name = f"{kind}_parallel_size"
         if (size := getattr(parallel, name, 1)) != 1:
             raise ConfigError(f"PDInferConnector serves engines of one worker, and {name} is {size}")
+    if (size := getattr(parallel, "tensor_parallel_size", 1)) != 1:
+        role = config.kv_transfer_config.kv_role
+        if role != "kv_producer" or has_heads(str(config.model_config.model)):
+            raise ConfigError(
+                "PDInferConnector serves several workers where the first has all that is sent: those of an MLA model "
+                f"with kv_role kv_producer. Here tensor_parallel_size is {size} and kv_role is {role}"
+            )
     if getattr(config, "speculative_config", None) is not None:
         raise ConfigError("PDInferConnector does not hand over the caches of draft models; leave speculation out")
     if getattr(config, "lora_config", None) is not None:

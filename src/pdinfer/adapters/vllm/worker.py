@@ -28,7 +28,8 @@ all the time then, a step costs it a millisecond, and new requests wait for the 
 
 
 class WorkerHalf:
-    """What vLLM's worker calls. Everything is called from its one thread."""
+    """What vLLM's worker calls. Everything is called from its one thread. Of several workers only the first one opens a
+    channel: each has all latents of an MLA model, and nothing is to be done at the others."""
 
     channel: KVChannel
 
@@ -38,7 +39,8 @@ class WorkerHalf:
         self._block_size = int(config.cache_config.block_size)
         self._settings = settings
         self._key = settings.key()
-        self._context = cache_context(settings.listen.startswith(SCHEME))
+        self._is_first = getattr(config.parallel_config, "rank", 0) == 0
+        self._context = cache_context(self._is_first and settings.listen.startswith(SCHEME))
         self._counts = TransferCounts()
         self._news = threading.Event()
         self._orders = Orders()
@@ -54,6 +56,8 @@ class WorkerHalf:
         """Open the channel over these caches. Raises ConfigError for caches that are not served."""
         if self._is_open:
             raise ConfigError("PDInferConnector was given KV caches twice")
+        if not self._is_first:
+            return
         settings = self._settings
         form = form_of(self._config, next(iter(kv_caches), ""), self._version)
         pages = engine_pages(self._model, kv_caches, self._block_size, self._context, form)
