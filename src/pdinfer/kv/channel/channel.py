@@ -106,8 +106,9 @@ class KVChannel(OfOneProcess):
     @typed
     def dial(self, endpoint: str, *, timeout_s: float = 10.0) -> PeerAddress:
         """Open a link to whoever listens at `endpoint` ("tcp://host:port"), compare layouts, and return who it is. When
-        there is such a link, its peer is returned at once. For hosts that know where a peer is and not which one:
-        without a key on both ends anyone may answer. Raises LayoutMismatch and TransferError as `connect` does."""
+        there is a link to that peer, whatever name it was dialled by, the peer is returned at once. For hosts that know
+        where a peer is and not which one: without a key on both ends anyone may answer. Raises LayoutMismatch and
+        TransferError as `connect` does."""
         return self._links.dial(endpoint, timeout_s=timeout_s)
 
     @typed
